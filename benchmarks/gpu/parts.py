@@ -63,7 +63,7 @@ def parts() -> dict[str, list[Step]]:
             _demo("[cuda:0]", 100),
             _demo("[cuda:0, cuda:0]", 100),
             _own("ranks", 90, "benchmarks.gpu.ranks"),
-            _own("peers", 100, "benchmarks.training", "--parts", "training", "--device", "cuda"),
+            _own("peers", 130, "benchmarks.training", "--parts", "training", "--device", "cuda"),
         ],
         "seeds": [_own("three seeds of Multi30k", 520, "benchmarks.gpu.seeds")],
         "trace": [_own("training steps", 120, "benchmarks.gpu.trace")],

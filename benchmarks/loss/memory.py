@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import CHUNK_ROWS, CHUNKED, bare_products, forward_and_backward
+from benchmarks.loss.timing import CHUNK_ROWS, CHUNKED, Products, forward_and_backward
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.testing import peak_memory
 
@@ -61,9 +61,9 @@ def peak_of(subject: Any, part: str, name: str, problem: Problem) -> int:
     small = problem._replace(rows=64, width=8, vocab_size=16)
     if name == CHUNKED:
         # What the matrix libraries take for the three products, their operands and results aside
-        warm_up, step = (bare_products(Inputs.drawn(each, "cpu"), CHUNK_ROWS) for each in (small, problem))
-        warm_up()
-        return peak_memory.peak_bytes(step)
+        warm_up, products = (Products(Inputs.drawn(each, "cpu"), CHUNK_ROWS) for each in (small, problem))
+        warm_up.run(CHUNK_ROWS)
+        return peak_memory.peak_bytes(lambda: products.run(CHUNK_ROWS))
     way = subject.ways(part, problem)[name]
     warm_up, step = (
         forward_and_backward(way.prepare(Inputs.drawn(each, "cpu", bias=way.bias))) for each in (small, problem)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy
@@ -45,6 +47,8 @@ def targets(results: Results) -> list[Target]:
     four = [e for e in every if problem_of(e)._replace(dtype=torch.float32, smoothing=0.0) in BUT_THE_LARGEST]
     single = [entry for entry in four if problem_of(entry).dtype == torch.float32]
     half = [entry for entry in four if problem_of(entry).dtype == torch.bfloat16]
+    smoothed = [entry for entry in single if problem_of(entry).smoothing]
+    rough = [entry for entry in single if not problem_of(entry).smoothing]
     small = entries_of(results, "small")
     growing = entries_of(results, "memory")
     engine = f"`{ENGINE}`"
@@ -52,19 +56,21 @@ def targets(results: Results) -> list[Target]:
     seconds = time_of(ENGINE)
     of_plain = over(time_of(PLAIN), seconds)
     in_products = over(seconds, floor_seconds)
+    fastest = partial(fastest_to_floor, name=ENGINE)
+    allowed = itemgetter("allowed bytes")
     to_allowed = over(peak_of(ENGINE), allowed)
     found = [
         most(f"float32, {engine}: time / three products", single, in_products, 1.15),
-        most(f"float32, {engine}: the same, fastest runs", single, fastest_to_products, 1.15),
-        least(f"float32, smoothing: plain's time / {engine}'s", smoothed(single), of_plain, 1.6),
-        least(f"float32, no smoothing: plain's time / {engine}'s", unsmoothed(single), of_plain, 1.3),
+        most(f"float32, {engine}: the same, fastest runs", single, fastest, 1.15),
+        least(f"float32, smoothing: plain's time / {engine}'s", smoothed, of_plain, 1.6),
+        least(f"float32, no smoothing: plain's time / {engine}'s", rough, of_plain, 1.3),
         least(f"float32: {peers}", single, over(fastest_peer, seconds), 1.0),
         most(f"bfloat16, {engine}: time / three products", half, in_products, 1.4),
-        most(f"bfloat16, {engine}: the same, fastest runs", half, fastest_to_products, 1.4),
+        most(f"bfloat16, {engine}: the same, fastest runs", half, fastest, 1.4),
         least(f"bfloat16: plain's time / {engine}'s", half, of_plain, 2.0),
         least(
             f"bfloat16: torch op's time, default options, / {engine}'s",
-            unsmoothed(half),
+            [entry for entry in half if not problem_of(entry).smoothing],
             over(time_of(TORCH_DEFAULT), seconds),
             3.0,
         ),
@@ -84,7 +90,7 @@ def targets(results: Results) -> list[Target]:
         ),
     ]
     for name, line in lines(results).items():
-        deviation = dict(zip(map(problem_of, line), fit(name, line)[2], strict=True))
+        deviation = dict(zip(map(problem_of, line), straight_line(*points(name, line))[2], strict=True))
         claim = f"{engine}: time off a line in {name}"
         found.append(most(claim, line, lambda e, found=deviation: abs(found[problem_of(e)]), 0.1))  # type: ignore[misc]
     for name in (ENGINE, OWN):
@@ -92,16 +98,6 @@ def targets(results: Results) -> list[Target]:
         ratio = over(time_of(four_times), time_of(one))
         found.append(most(f"`{name}`: four replicas' time / one's", entries_of(results, "devices"), ratio, 1.05))
     return [target for target in found if target is not None]
-
-
-def smoothed(entries: list[Entry]) -> list[Entry]:
-    """Return those with label smoothing."""
-    return [entry for entry in entries if problem_of(entry).smoothing]
-
-
-def unsmoothed(entries: list[Entry]) -> list[Entry]:
-    """Return those without label smoothing."""
-    return [entry for entry in entries if not problem_of(entry).smoothing]
 
 
 def of_padding(entries: list[Entry]) -> Target | None:
@@ -162,16 +158,6 @@ def peak_of(name: str) -> Number:
     return lambda entry: peak(entry, name)
 
 
-def allowed(entry: Entry) -> float:
-    """Return the bytes that the engine may take."""
-    return float(entry["allowed bytes"])
-
-
-def fastest_to_products(entry: Entry) -> float | None:
-    """Return the engine's fastest time over that of the three products."""
-    return fastest_to_floor(entry, ENGINE)
-
-
 def fastest_peer(entry: Entry) -> float | None:
     """Return the least of the others' median seconds."""
     theirs = [median(entry, name) for name in entry["seconds"] if name not in OURS]
@@ -213,11 +199,6 @@ def lines(results: Results) -> dict[str, list[Entry]]:
 def points(name: str, line: list[Entry]) -> tuple[list[int], list[float]]:
     """Return the sizes of a line's problems and the engine's seconds."""
     return [getattr(problem_of(e), SIZES[name]) for e in line], [median(e, ENGINE) or 0.0 for e in line]
-
-
-def fit(name: str, line: list[Entry]) -> tuple[float, float, list[float]]:
-    """Return start, slope and deviations of the straight line through a line's points."""
-    return straight_line(*points(name, line))
 
 
 def straight_line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float, list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 import torch
 
@@ -54,54 +55,34 @@ class Products:
 
     Args:
         x: the inputs.
-        rows: the most rows at a time; None takes all at once.
+        most: the most rows at a time; None is all.
     """
 
-    def __init__(self, x: Inputs, rows: int | None) -> None:
+    def __init__(self, x: Inputs, most: int | None) -> None:
         self.unpadded_KD = x.hidden.detach()[x.target != IGNORED]
         self.weight_VD = x.weight.detach()
-        count = len(self.unpadded_KD)
-        if rows is not None:
-            count = min(rows, count)
-        self.logits_KV = self.weight_VD.new_ones(count, len(self.weight_VD))
+        self.logits_KV = self.weight_VD.new_ones(self._count(most), len(self.weight_VD))
         self.hidden_grad_KD = torch.ones_like(self.unpadded_KD)
         self.weight_grad_VD = torch.ones_like(self.weight_VD)
 
+    def _count(self, rows: int | None) -> int:
+        return min(rows or len(self.unpadded_KD), len(self.unpadded_KD))
 
-def bare_products(
-    x: Inputs, rows: int | None, wanted: Collection[str] = PRODUCTS, memory: Products | None = None
-) -> Callable[[], None]:
-    """Return matrix products, `rows` at a time or all at once (None); all three are what a loss and its gradients need.
-
-    They write into memory that is there already: `memory`, made for at least as many rows, or their own.
-    """
-    memory = memory or Products(x, rows)
-    unpadded_KD = memory.unpadded_KD
-    weight_VD = memory.weight_VD
-    hidden_grad_KD = memory.hidden_grad_KD
-    weight_grad_VD = memory.weight_grad_VD
-    count = len(unpadded_KD)
-    if rows is not None:
-        count = min(rows, count)
-    logits_KV = memory.logits_KV[:count]
-
-    def step() -> None:
-        for start in range(0, len(unpadded_KD), count):
-            hidden_KD = unpadded_KD[start : start + count]
-            product_KV = logits_KV[: len(hidden_KD)]
+    def run(self, rows: int | None, wanted: Collection[str] = PRODUCTS) -> None:
+        """Make products, `rows` at a time or all at once (None); all three are what a loss and its gradients need."""
+        count = self._count(rows)
+        for start in range(0, len(self.unpadded_KD), count):
+            hidden_KD = self.unpadded_KD[start : start + count]
+            product_KV = self.logits_KV[: len(hidden_KD)]
             if "logits" in wanted:
-                torch.mm(hidden_KD, weight_VD.t(), out=product_KV)
+                torch.mm(hidden_KD, self.weight_VD.t(), out=product_KV)
             if "hidden gradient" in wanted:
-                torch.mm(product_KV, weight_VD, out=hidden_grad_KD[start : start + count])
-            if "weight gradient" not in wanted:
-                continue
+                torch.mm(product_KV, self.weight_VD, out=self.hidden_grad_KD[start : start + count])
             # The sum over the chunks: the first product writes it, the others add to it
-            if start:
-                weight_grad_VD.addmm_(product_KV.t(), hidden_KD)
-            else:
-                torch.mm(product_KV.t(), hidden_KD, out=weight_grad_VD)
-
-    return step
+            if "weight gradient" in wanted and start:
+                self.weight_grad_VD.addmm_(product_KV.t(), hidden_KD)
+            elif "weight gradient" in wanted:
+                torch.mm(product_KV.t(), hidden_KD, out=self.weight_grad_VD)
 
 
 def sizes_of_products(x: Inputs) -> dict[str, int | None]:
@@ -113,7 +94,7 @@ def sizes_of_products(x: Inputs) -> dict[str, int | None]:
 
 def floors(x: Inputs) -> dict[str, Callable[[], None]]:
     """Return the products in chunks and, where all logits fit comfortably, all at once."""
-    return {name: bare_products(x, rows) for name, rows in sizes_of_products(x).items()}
+    return {name: partial(Products(x, rows).run, rows) for name, rows in sizes_of_products(x).items()}
 
 
 def forward_and_backward(step: Step) -> Callable[[], None]:

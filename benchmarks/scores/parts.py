@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from benchmarks.loss.engine import Part, Subject
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results, entries_of
-from benchmarks.loss.timing import PRODUCTS, Products, bare_products, sizes_of_products
+from benchmarks.loss.timing import PRODUCTS, Products, sizes_of_products
 from benchmarks.scores import page
 from benchmarks.scores.ways import CASES, FLOAT32, INVARIANT, OURS, WAYS, Case, Way
 from seqpar import TokenScores
@@ -131,7 +132,7 @@ def products(x: Inputs) -> dict[str, Callable[[], None]]:
     # One memory for all of them: at 2,048 x 151,936 in two dtypes, memory for each would take 13 GB
     memory = Products(x, max(sizes.values(), key=lambda rows: rows or x.problem.rows))
     return {
-        f"{x.problem.dtype_name}: {name}, {size}": bare_products(x, rows, {name}, memory)
+        f"{x.problem.dtype_name}: {name}, {size}": partial(memory.run, rows, {name})
         for size, rows in sizes.items()
         for name in PRODUCTS
     }

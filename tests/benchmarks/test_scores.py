@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.loss.engine import try_on_the_cpu
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import bare_products
+from benchmarks.loss.timing import Products
 from benchmarks.scores import parts
 from benchmarks.scores.page import products_seconds, ratio
 from benchmarks.scores.parts import what_is_wrong
@@ -54,9 +54,9 @@ def test_a_product_is_made_only_if_it_is_wanted():
     original = torch.mm
     torch.mm = lambda *args, **kwargs: counted.append(1) or original(*args, **kwargs)
     try:
-        bare_products(x, None, {"logits"})()
+        Products(x, None).run(None, {"logits"})
         assert len(counted) == 1
-        bare_products(x, None, {"logits", "hidden gradient", "weight gradient"})()
+        Products(x, None).run(None)
         assert len(counted) == 4
     finally:
         torch.mm = original
