@@ -158,7 +158,8 @@ def _tolerated(run: Run, name: str, not_run: dict[str, str]) -> Iterator[None]:
     except Exception as error:
         if name in run.subject.ours:
             raise
-        not_run[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+        reason, *_ = [*str(error).strip().splitlines(), "no message"]
+        not_run[name] = f"{type(error).__name__}: {reason[:100]}"
 
 
 def _time(run: Run, part: str, ways: dict[str, Implementation], entries: dict[Problem, Entry], title: str) -> None:
