@@ -10,7 +10,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest mutants check bench bench-gpu clean
+.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest mutants docs check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -63,9 +63,9 @@ test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Fac
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
 
-test-browser: .venv/dev  ## check the recipe's pages in headless Chromium, where it is installed (under a minute)
+test-browser: .venv/dev  ## make the site, and check it and the recipe's pages in headless Chromium, where it is installed (two minutes)
 	@echo "[test-browser] pytest, pages in headless Chromium"
-	@$(BIN)/python -m pytest -m browser -q tests/recipes/browser
+	@$(BIN)/python -m pytest -m browser -q tests/browser
 
 .venv-comet/made:
 	@echo "[env] creating .venv-comet: unbabel-comet needs older packages than the tests (a minute or two, once)"
@@ -90,6 +90,10 @@ COUNT ?= 300
 SEED ?= 0
 mutants: .venv/dev  ## plant faults in the code, COUNT=300 of them, drawn by SEED=0, and show those that no test notices
 	@HYPOTHESIS_PROFILE=dev nice $(BIN)/python -m tests.mutants --count $(COUNT) --seed $(SEED)
+
+docs: .venv/dev  ## make the site, build/docs/index.html, without a network (half a minute)
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --nitpicky --fresh-env docs build/docs
+	@echo "[docs] build/docs/index.html"
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"
@@ -118,5 +122,5 @@ bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmark
 	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## remove the environment and the caches, but not runs/
-	rm -rf .venv .venv-comet .venv-newest .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist
+	rm -rf .venv .venv-comet .venv-newest .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -70,9 +70,9 @@ class MemoryPlan:
     layout: Layout
     devices: int
     tokens_here: int
-    """N: the tokens whose loss this device computes."""
+    """N, the tokens whose loss this device computes."""
     vocab_here: int
-    """V: the classes whose logits this device computes."""
+    """V, the classes whose logits this device computes."""
     dtype: torch.dtype
     losses: tuple[LossBytes, ...]
     """The plain loss first, then the chunked ones this layout can use."""

@@ -130,7 +130,7 @@ class Training:
 
     @property
     def layer_flops(self) -> float:
-        """Return the operations of a token in a layer: (1)."""
+        """Return the operations of a token in a layer, by (1)."""
         return 6.0 * (self.parameters - self.embeddings) / self.layers + 12.0 * self.d * self.length
 
     @property
@@ -140,11 +140,11 @@ class Training:
 
     @property
     def flops(self) -> float:
-        """Return the operations of a token: (1)."""
+        """Return the operations of a token, by (1)."""
         return self.layers * self.layer_flops + self.projection_flops
 
     def collective(self, kind: Collective, size: float, ranks: int, on_host: int) -> float:
-        """Return the seconds of a collective of `size` bytes over `ranks`, `on_host` of them on each host: (2)."""
+        """Return the seconds of a collective of `size` bytes over `ranks`, `on_host` of them on each host, by (2)."""
         return seconds_of(kind, size, ranks, on_host, self.within, self.between, self.start * 1e-6)
 
 
@@ -167,7 +167,7 @@ class StepPlan:
     hidden: float
     """What cannot."""
     projection: float
-    """Projection and loss, with their part of the exchange: a share of the step."""
+    """Projection and loss, with their part of the exchange, as a share of the step."""
     tokens_per_second: float
     """Of one device."""
     efficiency: float
@@ -177,7 +177,7 @@ class StepPlan:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the step: (3)."""
+        """Return the time of the step, by (3)."""
         return self.compute + self.exchange + self.bubble + self.exposed
 
 

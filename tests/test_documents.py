@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.printed_commands import calls, make_base, try_out
-from tests.recipes.tiny import few_held_out
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -43,8 +42,7 @@ COMMANDS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     run = tmp_path_factory.mktemp("base") / "run"
-    with few_held_out():
-        make_base(run)
+    make_base(run)
     return run
 
 
@@ -57,10 +55,9 @@ def try_page(page, base, tmp_path, monkeypatch, train):
     if "wandb" in sys.modules:  # which would keep the mode that it had in an earlier test of this process
         sys.modules["wandb"].teardown()
     monkeypatch.syspath_prepend(ROOT)
-    with few_held_out():
-        for call in noted:
-            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-            try_out(call, base, train=train)
+    for call in noted:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+        try_out(call, base, train=train)
 
 
 @pytest.mark.parametrize("page", COMMANDS, ids=lambda page: page.name)

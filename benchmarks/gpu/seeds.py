@@ -3,7 +3,7 @@
     SEQPAR_DATA=... python -m benchmarks.gpu.seeds
     SEQPAR_DATA=... python -m benchmarks.gpu.seeds --dry-run     # some steps on the CPU, one seed
 
-Each run is the recipe's own `train`, `average` and `evaluate`, as in docs/results/multi30k_published.md; only the 8,192
+Each run is the recipe's own `train`, `average` and `evaluate`, as in docs/results/translation.md; only the 8,192
 tokens of an update are one batch here and not two. A run that has not ended in time is told to stop, saves itself, and
 is scored as it is: the table says how many updates it made. The published figure is 41.02.
 """

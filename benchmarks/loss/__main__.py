@@ -2,7 +2,7 @@
 
     python -m benchmarks.loss                           # every part, on the CPU or the GPU where there is one
     python -m benchmarks.loss shapes --only V=32000     # one part, the problems with that in their name
-    python -m benchmarks.loss --render                  # tables and picture again, from the newest file
+    python -m benchmarks.loss --render                  # every table, and page and picture again, from the newest file
 
 Times are medians of interleaved runs, shown as ratios to the three matrix products that any exact implementation needs
 (logits, hidden gradient, weight gradient, over the rows that are not padding). Memory is an implementation's peak above

@@ -81,6 +81,10 @@ class Subject:
         """Return what an entry has beside seconds and peaks."""
         return {}
 
+    def goals(self, results: Results) -> list[str]:
+        """Return a table of what is to be reached, if there is anything."""
+        return []
+
     def part_table(self, results: Results, part: str) -> list[str]:
         """Return the figures of one part."""
         raise NotImplementedError
@@ -249,13 +253,18 @@ def main(subject: Subject, description: str) -> None:
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--out", type=Path, help="the file; default is by subject and date, in docs/results")
     parser.add_argument("--dry-run", action="store_true", help="try what is measured on a GPU on the CPU, small")
-    parser.add_argument("--render", action="store_true", help="measure nothing; write the pages from the file")
+    parser.add_argument("--render", action="store_true", help="print every table, write the page; measure nothing")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(known))
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
     if options.render:
-        subject.write(options.out or files.newest_path(options.device, subject.name))
+        path = options.out or files.newest_path(options.device, subject.name)
+        measured = files.read(path)
+        print("\n".join(subject.goals(measured)))
+        for part in measured["parts"]:
+            print("\n".join([f"## {part}", "", *subject.part_table(measured, part)]))
+        subject.write(path)
         return
     warnings.simplefilter("ignore")  # the peers warn of what the tables already state
     if options.dry_run:

@@ -118,6 +118,10 @@ class Loss(Subject):
             "notes": {name: way.notes(problem) for name, way in ways.items()},
         }
 
+    def goals(self, results: Results) -> list[str]:
+        """Return goals, limits, and the worst that was measured."""
+        return report.target_table(results)
+
     def part_table(self, results: Results, part: str) -> list[str]:
         """Return the figures of one part."""
         return report.part_table(results, part)

@@ -61,8 +61,8 @@ def draw(results: Results, path: Path) -> bool:
         end = (tokens[-1], peaks[-1])
         axes.annotate(label, end, xytext=(8, 0), textcoords="offset points", color=label_color, va="center")
     problem = entries[0]["problem"]
-    sizes = f"D={problem['width']}, V={problem['vocab_size']:,}"
-    axes.set_title(f"Projection and loss, forward and backward: {sizes}, float32", color=INK, loc="left", fontsize=11)
+    where = f"{results['device'].upper()}, float32, D={problem['width']}, V={problem['vocab_size']:,}"
+    axes.set_title(f"Projection and loss, forward and backward: {where}", color=INK, loc="left", fontsize=11)
     axes.set(xlim=(0, tokens[-1] * 1.02), ylim=(0, None), xlabel="tokens", ylabel="peak memory, MiB")
     # The first two ticks would overlap: the token counts double
     axes.set_xticks(tokens[2:], [f"{count:,}" for count in tokens[2:]])

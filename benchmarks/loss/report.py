@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loss import plots, targets
-from benchmarks.loss.implementations import ENGINE, ON_A_CPU, ON_A_GPU, OWN_SMALL, PLAIN
+from benchmarks.loss.implementations import (
+    COMPILED,
+    CUT,
+    ENGINE,
+    ON_A_CPU,
+    ON_A_GPU,
+    OWN,
+    OWN_SMALL,
+    PLAIN,
+    TORCH_BEST,
+)
 from benchmarks.loss.results import (
     MIB,
     Entry,
@@ -24,13 +34,13 @@ from benchmarks.loss.timing import CHUNKED
 from seqpar.testing.markdown_table import markdown_table
 
 GLOSSARY = """\
-`LossCompute` and `linear_cross_entropy` are seqpar's, with gradients in closed form; "own generator" is the engine
-with a projection for which it has no closed form, so autograd computes the gradient. "Three products" are the matrix
-products that any exact implementation needs (logits, hidden gradient, weight gradient) for the rows that are not
-padding, written to memory that is already allocated: all rows at once or 512 at a time, whichever is faster here.
+`LossCompute` has a gradient in closed form; with its "own generator", a projection of yours, it uses autograd. "Three
+products" are the matrix products that any exact implementation needs (logits, hidden gradient, weight gradient).
 "Plain" is `F.cross_entropy` of `F.linear`. The memory "allowed" is the hidden gradient, the weight gradient, and 1.3
-times the engine's chunk of logits in float32 or wider. "Three products' libraries" is the additional memory, in MiB,
-that MKL and oneDNN take for the bare products.
+times the engine's chunk of logits.
+"""
+BY_SHAPE = """\
+Each cell gives time / plain, and peak memory in MiB, without label smoothing. A `*` marks what "Correctness" lists.
 """
 LEGEND = """\
 Each cell gives time / three products (in brackets: fastest run / the products' fastest run); time / plain; peak
@@ -38,31 +48,20 @@ memory. A `*` marks an implementation that is more than twice as far from float6
 on the loss; "Correctness" says which.
 """
 CHECKED = """\
-The loss and the gradients of a small problem (N=2,048, D=16, V=1,024, 30% padding) are compared with the plain loss
-in float64. The table lists everything that is more than twice as far from it as plain in the same dtype, and further
-than that dtype's rounding of one number. In float32 this can come down to the last digits.
+N=2,048, D=16, V=1,024, 30% padding, against the plain loss in float64: everything more than twice as far from it as
+plain in the same dtype, and further than that dtype's rounding.
 """
 MEASURED = """\
-Every implementation takes hidden states, a projection (weight and bias) and targets to a mean loss over the tokens
-that are not padding, and back to all three gradients. The implementations take turns in one process, round after
-round, and a figure is the median over the rounds. Where a table says 2 steps in a row, only the second is timed,
-because the first one runs in memory that another implementation used last. Compilation is finished before timing
-starts. The machine is shared: of a problem that was measured more than once, the run with the least scatter is kept
-(median over fastest run, averaged over all implementations). Memory is the peak above the inputs, in a fresh process,
-as the operating system reports it.
+Every implementation takes hidden states, weight, bias and targets to a mean loss, and back to all three gradients.
+They take turns in one process; a figure is the median over the rounds, after compilation. Of problems measured more
+than once, the run with the least scatter counts. Memory is the peak above the inputs in a fresh process.
 
-- **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **auto_chunker**: the same, cut
-  into 8 chunks by Inductor's option of that name; **checkpointed chunks**: `torch.utils.checkpoint` around 512 rows at
-  a time.
-- **torch op**: `F.linear_cross_entropy`, once with the default `LinearCrossEntropyOptions()` and once with the
-  fastest of 18 options that were tried at N=2,048, D=512, V=8,000: 1,024 rows at a time, `acc_policy="accurate"`.
-- **cut_cross_entropy**: Apple's, with `impl="torch_compile"` on a CPU; **torchtune**: `CEWithChunkedOutputLoss` with
-  8 chunks.
-- **torchtitan-style** and **2018 loop**: rewritten from their descriptions, with one backward for each of 8 chunks
-  over time, and for every 5 time steps of sentences of 64, respectively.
-- **LossCompute**, **linear_cross_entropy**: seqpar's, with gradients in closed form; **own generator**: the engine
-  with a projection for which it has no closed form, by autograd.
+- **torch op**: `F.linear_cross_entropy`, with its default options or the fastest of those tried.
+- **cut_cross_entropy**: Apple's, `impl="torch_compile"` on a CPU, without bias.
+- **torchtitan-style**, **2018 loop**: rewritten from their descriptions, with a backward for each chunk.
 """
+SHOWN = (PLAIN, COMPILED, TORCH_BEST, CUT, ENGINE, OWN)
+"""The implementations on the page; `--render` prints all of them."""
 NAMES = dict.fromkeys([*ON_A_CPU, *ON_A_GPU, OWN_SMALL])
 """From the top of a table."""
 HEADINGS = {
@@ -83,45 +82,44 @@ def write(path: Path) -> None:
     picture = beside.with_name(f"{beside.name}-memory.svg")
     shown = [f"![{picture.name}]({picture.name})", ""] if plots.draw(results, picture) else []
     page = ["# The loss over a vocabulary, forward and backward", ""]
-    goals = targets.targets(results)
-    if goals:
-        page += [*target_table(goals), GLOSSARY]
+    if goals := targets.targets(results):
+        missed = [goal for goal in goals if not goal.reached]
+        reached = len(goals) - len(missed)
+        page += [
+            f"{reached} of {len(goals)} goals are reached, and {len(missed)} missed, here with the worst case:",
+            "",
+        ]
+        page += [f"- {goal.claim}: {goal.measured}, goal {goal.limit}; {goal.where}" for goal in missed]
+        page += ["", GLOSSARY]
     page += shown
-    for part, heading in HEADINGS.items():
-        if part in results["parts"]:
-            page += [f"## {heading}", "", *part_table(results, part), ""]
-    page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED)]
+    if "shapes" in results["parts"]:
+        page += ["## Time and memory by shape", "", BY_SHAPE, *_in_short(results)]
+    if "gpu" in results["parts"]:
+        page += [f"## {HEADINGS['gpu']}", "", *part_table(results, "gpu"), ""]
+    page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED, "make bench")]
     beside.with_suffix(".md").write_text("\n".join(page) + "\n")
     print(f"written: {beside}.md")
 
 
-def how_measured(results: Results, path: Path, words: str) -> list[str]:
-    """Return the end of a page: when, where, with what, and the commands."""
+def how_measured(results: Results, path: Path, words: str, command: str) -> list[str]:
+    """Return the end of a page: how, when, where, with what, and the commands that measure and print every table."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return [
-        "## How it was measured",
-        "",
-        f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}; {versions}.",
-        f"[{path.name}]({path.name}) has every figure, run by run; `--render` makes this page from it.",
-        "",
-        words,
-        "```",
-        *results["commands"],
-        "```",
-    ]
+    where = f"{results['hardware']}, {results['threads']} threads, {results['device']}"
+    page = ["## How it was measured", "", words, f"{results['date']}, {where}; {versions}.", ""]
+    page += [f"[{path.name}]({path.name}) has every figure. Measure again, or print every table:", ""]
+    return [*page, "```", command, f"python -m benchmarks.{path.name.partition('-')[0]} --render", "```"]
 
 
 def check_table(results: Results, words: str) -> list[str]:
     """Return what is further from the truth than it may be, at a small problem."""
-    rows = []
+    where_of: dict[tuple[str, str], list[str]] = {}
     for where, names in results["checks"].items():
-        rows += [[name, where, "; ".join(wrong)] for name, wrong in names.items() if wrong]
-    return [
-        "## Correctness",
-        "",
-        words,
-        *(table(["way", "in", "what is wrong"], rows) if rows else ["Nothing is.", ""]),
-    ]
+        for name, wrong in names.items():
+            if wrong:
+                where_of.setdefault((name, "; ".join(wrong)), []).append(where)
+    rows = [[name, ", ".join(where), wrong] for (name, wrong), where in where_of.items()]
+    shown = table(["way", "in", "what is wrong"], rows) if rows else ["Nothing is wrong.", ""]
+    return ["## Correctness", "", words, *shown]
 
 
 def table(header: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -129,15 +127,11 @@ def table(header: Sequence[str], rows: list[list[str]]) -> list[str]:
     return [*markdown_table(header, rows).splitlines(), ""]
 
 
-def target_table(goals: list[targets.Target]) -> list[str]:
-    """Return goals, limits, the worst that was measured, and how many goals are reached."""
+def target_table(results: Results) -> list[str]:
+    """Return goals, limits, and the worst that was measured."""
+    goals = targets.targets(results)
     rows = [[goal.claim, goal.limit, goal.measured, goal.where, "yes" if goal.reached else "**no**"] for goal in goals]
-    count = f"{sum(goal.reached for goal in goals)} of {len(goals)} goals are reached."
-    return [
-        *table(["goal", "limit", "worst case", "where", "reached"], rows),
-        f"{count} The table gives the worst case of each goal, and how many cases are inside the limit.",
-        "",
-    ]
+    return table(["goal", "limit", "worst case", "where", "reached"], rows)
 
 
 def part_table(results: Results, part: str) -> list[str]:
@@ -181,6 +175,26 @@ def _shape_table(results: Results, corner: str, entries: list[Entry]) -> list[st
         ["steps in a row", *(str(entry.get("steps in a row", 1)) for entry in entries)],
     ]
     return table([corner, *(problem_of(entry).shape_title for entry in entries)], rows)
+
+
+def _in_short(results: Results) -> list[str]:
+    """Return time and memory of some implementations over those of plain, a table for each dtype."""
+    page = []
+    for dtype in ("float32", "bfloat16"):
+        found = [(problem_of(entry), entry) for entry in entries_of(results, "shapes")]
+        entries = [entry for problem, entry in found if problem.dtype_name == dtype and not problem.smoothing]
+        checked = results["checks"].get(f"{dtype} smoothing=0", {})
+        if entries:
+            rows = [[n + " *" * bool(checked.get(n)), *(_short_cell(e, n) for e in entries)] for n in SHOWN]
+            page += table([dtype, *(problem_of(entry).shape_title for entry in entries)], rows)
+    return page
+
+
+def _short_cell(entry: Entry, name: str) -> str:
+    time = targets.over(targets.time_of(name), targets.time_of(PLAIN))(entry)
+    if time is None:
+        return "-"
+    return f"{time:.2f}; {_mib(entry['peak bytes'].get(name))}"
 
 
 def _cell(entry: Entry, name: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scores                                # everything, on the CPU or the GPU where there is one
     python -m benchmarks.scores --only V=32000 --cases nothing  # some problems, some cases
-    python -m benchmarks.scores --render                       # the page again, from the newest file
+    python -m benchmarks.scores --render                       # every table, and the page again, from the newest file
 
 Times are the fastest of interleaved runs (and medians), shown as ratios to the bare matrix products that the case
 needs: 4 if the projection is trained, 2 or 3 (entropy) if it is frozen, 1 without gradients. Memory is the peak above

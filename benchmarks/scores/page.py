@@ -15,21 +15,21 @@ from seqpar.testing.markdown_table import markdown_table
 QUIET = 1.0
 """Load average above which something else ran when a measurement began."""
 LEGEND = """\
-A cell has the time over that of the bare matrix products that a way without kept logits needs (fastest runs, which a
-shared machine disturbs least; in brackets the medians, below 1 where other work slowed the products more), and the
-peak memory above inputs and gradients. The products write into memory that is already there, all rows at once or 512
-at a time, whichever is faster. Ways marked (k) keep all logits for backward, and so make one product less where the
+A cell has the time over that of the bare matrix products (fastest runs; in brackets the medians), and the peak memory
+above inputs and gradients. Ways marked (k) keep all logits for backward, and so make one product less where the
 projection is trained. A `*` marks scores or gradients that are more than twice as far from float64 as plain
-`log_softmax` in the same dtype; where there are any, a table at the end says which.
+`log_softmax` in the same dtype.
 """
 MEASURED = """\
-The ways take turns in one process, round after round, and all of one column are measured in the same rounds. A step is
-forward, and backward from one random number per score. Compilation is finished before the timing starts. Memory is
-measured in a process of its own, as the operating system reports it. `product_dtype=float32` is compared with products
-in float32. "TRL, functions of logits" are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles"
-is what TRL's trainers use by default, with tiles of 4,096 rows x 32,768 classes. "logsumexp" is written by hand:
-`logits.gather(...) - logits.logsumexp(-1)` in float32.
+The ways take turns in one process; all of one column are measured in the same rounds. A step is forward, and backward
+from one random number per score, after compilation. Memory is measured in a fresh process. "TRL, functions of logits"
+are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles", TRL's default, has tiles of 4,096
+rows x 32,768 classes; "logsumexp" is `logits.gather(...) - logits.logsumexp(-1)` in float32.
 """
+SHOWN = [Case("hidden and projection", entropy=False)]
+"""The cases on the page; `--render` prints all of them."""
+
+
 CHECKED = """\
 Compared with plain torch in float64, at 256 x 24 x 1,000; wrong is more than twice as far from it as plain torch in the
 same dtype.
@@ -42,10 +42,10 @@ def write(path: Path) -> None:
     page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(results), ""]
     # What a reader must know of figures that were measured before a change, and what was measured since
     page += [disturbance(results), "", *results.get("remarks", []), LEGEND]
-    for case in CASES:
+    for case in SHOWN:
         if of_case := entries_of(results, str(case)):
             page += [f"## {heading(case)}", "", *case_table(results, case, of_case)]
-    page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED)]
+    page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED, "python -m benchmarks.scores")]
     written = path.parent / f"{stem(results['device'], 'scores')}.md"
     written.write_text("\n".join(page) + "\n")
     print(f"written: {written}")
@@ -59,7 +59,7 @@ def heading(case: Case) -> str:
         "nothing": "Without gradients",
     }
     products = sum(case.products.values())
-    with_entropy = "with entropy" if case.entropy else "log-probabilities alone"
+    with_entropy = "with entropy" if case.entropy else "only log-probabilities"
     return f"{titles[case.gradients]}, {with_entropy}: {products} product{'s' * (products > 1)}"
 
 

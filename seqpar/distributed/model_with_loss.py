@@ -79,7 +79,7 @@ class ModelWithLoss(nn.Module):
             TypeError: `per_token` is not a dict.
             RuntimeError: a submodule of both (the generator) was replaced in one of them after this module was made.
                 Parameters are sharded here, because a submodule was called that `fully_shard` does not wrap.
-            All errors of `LossCompute`.
+            Exception: whatever `LossCompute` raises.
         """
         check_type(per_token, "per_token", (Mapping, NoneType), "a dict of per-token tensors")
         self._refuse_replaced()

@@ -58,8 +58,8 @@ def accumulated_step(
     Raises:
         ValueError: an accelerator that divides by accumulation steps itself.
         TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
-        All errors of `seqpar.accumulate_gradients`. Where a model is split over some of the ranks beside FSDP2, as by
-        tensor parallelism, call that, with the group of the ranks that have different tokens.
+        Exception: whatever `seqpar.accumulate_gradients` raises. Where a model is split over some of the ranks beside
+            FSDP2, as by tensor parallelism, call that, with the group of the ranks that have different tokens.
     """
     # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
     steps = accelerator.gradient_accumulation_steps

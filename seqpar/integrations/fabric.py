@@ -60,7 +60,7 @@ def accumulated_step(
 
     Raises:
         TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
-        All errors of `seqpar.accumulate_gradients`.
+        Exception: whatever `seqpar.accumulate_gradients` raises.
     """
     reducer = reducer_over(fabric.world_size, model, "fabric.setup")
     group: ProcessGroup | None = None

@@ -52,7 +52,7 @@ from seqpar.integrations.made_up import (
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
 PROJECTIONS = ("output_projection", "fc_out", "fc3")
-"""The projections of fairseq's decoders: of transformers, of `lstm` and of `fconv`."""
+"""The projections of fairseq's decoders, which are those of transformers, of `lstm` and of `fconv`."""
 
 INSTEAD = "use fairseq's own criterion for this model"
 

@@ -67,7 +67,7 @@ def accumulated_step(
     Raises:
         ValueError: a module with automatic optimisation.
         TypeError: a strategy other than one device, DDP or ModelParallelStrategy; nothing that reduces the gradients.
-        All errors of `seqpar.accumulate_gradients`.
+        Exception: whatever `seqpar.accumulate_gradients` raises.
     """
     if module.automatic_optimization:
         raise ValueError(

@@ -44,7 +44,7 @@ def apply_seqpar_loss(trainer: Any, *, chunk_tokens: int | None = None) -> None:
             prior; or one that has been applied before.
         RuntimeError: after the second training forward of `trainer.model`, if the trainer has not asked for the loss,
             as trainers of reinforcement learning with a loss of their own.
-        All errors of `seqpar.LossCompute`.
+        Exception: whatever `seqpar.LossCompute` raises.
     """
     losses = dict.fromkeys([trainer.train_loss, trainer.valid_loss])
     criteria = {loss: ChunkedCriterion(loss, chunk_tokens) for loss in losses}

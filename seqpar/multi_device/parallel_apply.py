@@ -32,7 +32,7 @@ def parallel_apply(
     Raises:
         TypeError: modules, inputs or keyword arguments that are not lists of such.
         ValueError: lists of different lengths.
-        Any error of a module, with a note that names the replica and its device.
+        Exception: whatever a module raises, with a note that names the replica and its device.
     """
     for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup or ())):
         check_type(values, name, (list, tuple, nn.ModuleList), "a list with one for each replica")

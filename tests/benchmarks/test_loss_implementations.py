@@ -125,8 +125,9 @@ def test_every_part_is_measured_kept_and_shown(part, measured, monkeypatch):
     for entry in kept.values():
         assert Loss.parts[part].times is bool(entry["seconds"])
         assert Loss.parts[part].memory is bool(entry["peak bytes"])
+    assert len(report.part_table(results.read(path), part)) > 2
     report.write(path)
-    assert f"## {report.HEADINGS[part]}" in (path.parent / "loss.md").read_text()
+    assert "## How it was measured" in (path.parent / "loss.md").read_text()
 
 
 def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(measured, monkeypatch):

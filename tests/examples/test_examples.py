@@ -1,14 +1,13 @@
 """Every example runs as its first lines say, and what it trains gets better."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.examples.gallery import output_of, output_on_page
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -20,22 +19,17 @@ RISING = {"grpo": "reward", "minimum_risk": "chrF"}
 """Examples whose figure rises, and its name; those of the others are losses, and fall."""
 
 
-def command(example: Path) -> list[str]:
-    """What its docstring says to run it with: `python ...` or `torchrun ...`."""
-    (line,) = re.findall(r"Run it with `((?:python|torchrun) [^`]*)`", example.read_text())
-    program, *arguments = line.split()
-    launch = [] if program == "python" else ["-m", "torch.distributed.run"]
-    return [sys.executable, *launch, *arguments]
-
-
 def printed(example: Path, name: str) -> list[float]:
     """Run an example and return the figures that it prints after that name."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command(example), cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2_000:]
-    figures = [float(found) for found in re.findall(rf"{name} (\d+\.\d+)", done.stdout)]
-    assert len(figures) >= 2, done.stdout
+    output = output_of(example)
+    assert without_numbers(output) == without_numbers(output_on_page(example) or ""), "python -m tests.examples.gallery"
+    figures = [float(found) for found in re.findall(rf"{name} (\d+\.\d+)", output)]
+    assert len(figures) >= 2, output
     return figures
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"[-+]?\d[\d,.]*(e[-+]?\d+)?", "#", text)
 
 
 @pytest.mark.parametrize("example", [path for path in RUNNING if path.stem not in RISING], ids=lambda path: path.stem)

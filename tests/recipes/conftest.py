@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.recipes.tiny import few_held_out
-
-
-@pytest.fixture(scope="module")
-def short_validations() -> Iterator[None]:
-    """Eight validation and eight test pairs for all tests of a module."""
-    with few_held_out():
-        yield
 
 
 @pytest.fixture

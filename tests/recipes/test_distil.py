@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,6 @@ from tests.recipes.tiny import tiny
 SENTENCES = [pair.source for pair in builtin_pairs(23, 4)]
 SPLITS: tuple[HeldOutSplit, ...] = ("valid", "test")
 SMALL = ["--model.d_model", "16", "--model.d_ff", "16", "--model.heads", "2"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -342,10 +334,8 @@ def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
 
 
 def told(rank: int, world: int, config: RunConfig) -> int:
-    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        with joined(60) as processes:
-            return distil(config, 0.0, False, processes).state.step
+    with joined(60) as processes:
+        return distil(config, 0.0, False, processes).state.step
 
 
 @pytest.mark.launched

@@ -21,7 +21,7 @@ from recipes.translation.train import dropout_seed, train
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import alternatives
 from tests.recipes.random_translator import random_translator
-from tests.recipes.tiny import few_held_out, tiny
+from tests.recipes.tiny import tiny
 
 PAIRS = 40
 
@@ -78,7 +78,7 @@ def test_dropout_draws_no_numbers_twice_in_a_run(tmp_path: Path) -> None:
         return forward(module, x)
 
     changes: dict[str, Any] = {"data.builtin_pairs": 60, "training.accumulate": 2, "training.batch_tokens": 400}
-    with few_held_out() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dropout, "forward", noted)
         for steps in (2, 4):  # and not after it was resumed
             train(tiny(tmp_path / "run", {**changes, "training.steps": steps}))

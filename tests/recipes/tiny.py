@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from recipes.translation.settings.config import RunConfig, load_config
 
@@ -48,14 +44,6 @@ def options(run: Path, changes: dict[str, Any] | None = None) -> list[str]:
     """The same as command-line options."""
     settings = {**SETTINGS, "run": str(run), **(changes or {})}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-@contextmanager
-def few_held_out() -> Iterator[pytest.MonkeyPatch]:
-    """Eight validation and eight test pairs of the built-in corpus; other patches of the block are undone with it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield patch
 
 
 OTHERS = ("model.d_ff", "model.heads")

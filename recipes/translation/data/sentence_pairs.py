@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from recipes.translation.text.pair import Pair, Split
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
-"""Pairs in each of the built-in corpus's valid and test splits."""
+"""Pairs in each of the built-in corpus's valid and test splits, or a tenth of the training pairs if that is fewer."""
 
 
 NO_RULES = CleaningConfig()
@@ -117,9 +118,9 @@ def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None
 def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
-    count = BUILTIN_HELD_OUT
-    if split == "train":
-        count = data.builtin_pairs
+    count = data.builtin_pairs
+    if split != "train":
+        count = min(BUILTIN_HELD_OUT, math.ceil(count / 10))
     for pair in builtin_pairs(count, BUILTIN_SEED, split):
         if data.source == "en":
             yield pair

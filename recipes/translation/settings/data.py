@@ -76,7 +76,10 @@ class DataConfig:
         "for corpora beyond memory. Runs may share it. If it is not set, the pairs are in memory.",
     )
     builtin_pairs: int = setting(
-        40_000, "Training pairs drawn from the built-in corpus (format: builtin only).", at_least=1
+        40_000,
+        "Training pairs drawn from the built-in corpus (format: builtin only). Validation and test have a tenth each, "
+        "but at most 1,000.",
+        at_least=1,
     )
 
 

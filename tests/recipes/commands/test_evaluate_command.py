@@ -42,7 +42,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_evaluate_prints_signed_scores_and_writes_them(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
     assert main(["evaluate", "--run", str(run), "--split", "valid", "--tokenize", "intl"]) == 0
     text = capsys.readouterr().out
     for part in ("BLEU ", "BLEU, lower-cased", "chrF", "TER", "exact match", "|tok:intl|", "case:lc"):
@@ -53,7 +52,6 @@ def test_evaluate_prints_signed_scores_and_writes_them(
 def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_named(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
     own = shutil.copytree(run, tmp_path / "run")
     (own / "valid.translations.txt").write_text("earlier\n")
     before = {path.name for path in own.iterdir()}
@@ -190,7 +188,6 @@ def test_a_test_set_of_pipes_is_known_by_its_sentences(
 def test_labels_that_do_not_fit_are_refused_before_the_work_of_translating(
     labels: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
     monkeypatch.setattr("recipes.translation.scores.evaluate.translate", lambda *_: pytest.fail("it translates"))
     by = labels
     if "\n" in labels:

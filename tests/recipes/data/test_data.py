@@ -341,7 +341,12 @@ def test_the_built_in_corpus_serves_both_directions_and_keeps_its_splits() -> No
     assert load_pairs(data, "train") == pairs(300, 1)
     back = load_pairs(DataConfig(source="de", target="en", builtin_pairs=300), "train")
     assert back == [Pair(target, source) for source, target in pairs(300, 1)]
-    assert len(load_pairs(data, "valid")) == len(load_pairs(data, "test")) == 1_000
+
+
+@pytest.mark.parametrize(("train", "held_out"), [(1, 1), (20, 2), (255, 26), (9_990, 999), (40_000, 1_000)])
+def test_the_built_in_corpus_holds_out_a_tenth_and_at_most_1000_pairs(train: int, held_out: int) -> None:
+    data = DataConfig(builtin_pairs=train)
+    assert len(load_pairs(data, "valid")) == len(load_pairs(data, "test")) == held_out
 
 
 def test_datasets_is_imported_only_for_files() -> None:

@@ -42,7 +42,6 @@ BOTH = {**MIXED, **NOISE, **SAMPLING}
 def small() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_store, "ROWS", 32)
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
         yield
 
 

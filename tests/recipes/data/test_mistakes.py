@@ -96,7 +96,6 @@ def test_train_asks_before_it_makes_anything_and_goes_on_with_insist(
     assert main([*words, "--insist"]) == 0
 
 
-@pytest.mark.usefixtures("short_validations")
 @pytest.mark.parametrize("schedule", [name for name, each in SCHEDULES.items() if each.by_steps])
 def test_a_resumed_run_does_not_jump_to_another_learning_rate(schedule: str, tmp_path: Path) -> None:
     settings = {"training.schedule": schedule, "training.steps": 4, "training.warmup": 1}

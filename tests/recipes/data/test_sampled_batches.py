@@ -302,7 +302,6 @@ def test_another_process_draws_the_same(models: dict[str, Subwords], kind: str, 
 def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     prints = set()
     for name, changes in {
         "plain": {},

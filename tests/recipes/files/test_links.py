@@ -14,7 +14,7 @@ import pytest
 
 from recipes.translation.commands import main
 from tests.recipes.files.watching import Event, watched
-from tests.recipes.tiny import few_held_out, options
+from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.faults
 
@@ -78,7 +78,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Wat
     root = tmp_path_factory.mktemp("links") / "made"
     root.mkdir()
     found = {}
-    with few_held_out() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for name, words in COMMANDS.items():
             if name == "resume":

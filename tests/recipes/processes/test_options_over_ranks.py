@@ -13,9 +13,9 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights, records
-from tests.recipes.tiny import few_held_out, tiny, tiny_decoder_only
+from tests.recipes.tiny import tiny, tiny_decoder_only
 
-pytestmark = [pytest.mark.launched, pytest.mark.usefixtures("short_validations")]
+pytestmark = pytest.mark.launched
 
 OPTIONS: dict[str, Any] = {
     "data.builtin_pairs": 120,
@@ -38,8 +38,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def trained(rank: int, world: int, config: RunConfig) -> int:
-    with few_held_out():  # undone, for ranks live on
-        return train(config).state.step
+    return train(config).state.step
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
-from tests.recipes.tiny import few_held_out, tiny
+from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.launched
 
@@ -42,8 +42,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def trained(rank: int, world: int, config: RunConfig) -> None:
-    with few_held_out():  # undone, for ranks live on
-        train(config)
+    train(config)
 
 
 @pytest.mark.parametrize("smoothing", list(LAYOUTS))

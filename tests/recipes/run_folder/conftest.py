@@ -13,7 +13,7 @@ from tests.recipes.tiny import tiny
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, short_validations: None) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four validations that keeps three models."""
     folder = tmp_path_factory.mktemp("made") / "run"
     train(tiny(folder, MADE))

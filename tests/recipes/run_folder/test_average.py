@@ -247,7 +247,6 @@ def test_a_number_that_cannot_be_is_one_line(words: list[str], capsys: pytest.Ca
 def test_evaluate_scores_the_average(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     average(run, last=2)
     assert main(["evaluate", "--run", str(run), "--checkpoint", "averaged", "--tokenize", "none"]) == 0
     scores = json.loads((run / "test.scores.json").read_text())

@@ -32,7 +32,6 @@ from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import options, tiny
 
-pytestmark = pytest.mark.usefixtures("short_validations")
 SHORT: dict[str, Any] = {**MADE, "training.validate_every": 2, "training.keep_checkpoints": 0}
 LONGER: dict[str, Any] = {**SHORT, "training.steps": 6}
 

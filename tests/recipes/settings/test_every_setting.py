@@ -35,7 +35,7 @@ from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
 from tests.recipes.saved import model_in, saved_file
-from tests.recipes.tiny import few_held_out, tiny
+from tests.recipes.tiny import tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
 FILES: dict[str, Any] = {
@@ -350,7 +350,7 @@ def observed(seen: Outcome) -> Iterator[None]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with few_held_out() as patch, contextlib.redirect_stdout(said), logits:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), logits:
             patch.setattr(dist, "new_group", noted)
             patch.setattr(saving, "write_state", lambda *given: (saves.append(given[0].name), write_state(*given)))
             yield
@@ -399,8 +399,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     clean = [f"{en}\t{de}" for en, de in builtin_pairs(100, 7)]
     (root / "one" / "dirty.tsv").write_text("\n".join(["en\tde", *clean, *defects]) + "\n", encoding="utf-8")
-    with few_held_out():
-        train(tiny(root / "start", {**BASE, "training.seed": 9}))
+    train(tiny(root / "start", {**BASE, "training.seed": 9}))
     return Runs(root)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny, tiny_lstm
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 300, "training.steps": 2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +244,7 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(
 
 
 def trained(rank: int, world: int, config: RunConfig) -> int:
-    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        return train(config).state.step
+    return train(config).state.step
 
 
 EXACT: dict[str, Any] = {

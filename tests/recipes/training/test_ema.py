@@ -19,8 +19,6 @@ from recipes.translation.train import train
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 
-pytestmark = pytest.mark.usefixtures("short_validations")
-
 STEPS = 6
 CHANGES: dict[str, Any] = {
     "data.builtin_pairs": 120,

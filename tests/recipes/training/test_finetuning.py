@@ -23,8 +23,6 @@ from recipes.translation.train import train
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny, tiny_lstm
 
-pytestmark = pytest.mark.usefixtures("short_validations")
-
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
 OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0}
 """Other data, for which other subwords would have been made."""

@@ -27,7 +27,7 @@ from recipes.translation.train import train
 from recipes.translation.training import journal, machine
 from recipes.translation.training.samples import attention_map, sample_rows, with_samples
 from tests.recipes.saved import model_in
-from tests.recipes.tiny import few_held_out, tiny, tiny_decoder_only, tiny_lstm
+from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
 CHANGES: dict[str, Any] = {
     "training.report": True,
@@ -41,12 +41,10 @@ CHANGES: dict[str, Any] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped after two steps and went on to four."""
     run = tmp_path_factory.mktemp("journal") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        train(tiny(run, {**CHANGES, "training.steps": 2}))
-        with (run / "resources.jsonl").open("a") as file:  # as a process leaves it that is killed in the third step
-            file.write('{"step": 3, "seconds": 77.0}\n')
-        train(tiny(run, CHANGES))
+    train(tiny(run, {**CHANGES, "training.steps": 2}))
+    with (run / "resources.jsonl").open("a") as file:  # as a process leaves it that is killed in the third step
+        file.write('{"step": 3, "seconds": 77.0}\n')
+    train(tiny(run, CHANGES))
     return run
 
 
@@ -91,7 +89,7 @@ import torch
 from recipes.translation import train as training
 from recipes.translation.run_folder import saving
 from tests.recipes.training.test_journal import CHANGES
-from tests.recipes.tiny import few_held_out, tiny
+from tests.recipes.tiny import tiny
 
 torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded in another way
 point_at, when = saving.point_at, sys.argv[2]
@@ -104,8 +102,7 @@ def deadly(run, step, **how):
         os.kill(os.getpid(), signal.SIGKILL)
 
 saving.point_at = deadly
-with few_held_out():
-    training.train(tiny(Path(sys.argv[1]), {**CHANGES, "training.steps": 6, "training.report": False}))
+training.train(tiny(Path(sys.argv[1]), {**CHANGES, "training.steps": 6, "training.report": False}))
 """
 
 
@@ -116,9 +113,8 @@ def test_a_kill_around_the_saving_of_a_state_loses_no_validation_and_doubles_non
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "killed", when], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert load_facts(tmp_path / "killed" / "last")["step"] == {"before": 2, "after": 4}[when]
-    with few_held_out():
-        train(tiny(tmp_path / "killed", changes))
-        train(tiny(tmp_path / "whole", changes))
+    train(tiny(tmp_path / "killed", changes))
+    train(tiny(tmp_path / "whole", changes))
     for name in ("samples.jsonl", "validation.json", "metrics.jsonl"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert [record["step"] for record in read_metrics(tmp_path / "killed" / "samples.jsonl")] == [2, 4, 6]
@@ -164,7 +160,6 @@ def test_the_map_of_an_imported_model_is_read_with_its_symbols_and_shown_without
 def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     monkeypatch.setattr("recipes.translation.training.samples.MADE_AFTERWARDS", 7)
     earlier = tmp_path / "earlier"
     earlier.mkdir()
@@ -192,7 +187,6 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
 def test_every_architecture_has_samples_and_maps_which_the_page_explains(
     tiny_one: Callable[..., RunConfig], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     train(tiny_one(tmp_path / "run", {**CHANGES, "training.steps": 1, "training.validate_every": 1}))
     content = report([read_run(tmp_path / "run")])
     assert "The worst sentences" in content
@@ -213,7 +207,6 @@ def test_a_report_that_cannot_be_drawn_is_one_line_and_training_goes_on(
         raise RuntimeError("no\nfonts")
 
     monkeypatch.setattr("recipes.translation.report.draw.write_report", fail)
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     summary = train(tiny(tmp_path / "run", {**CHANGES, "training.steps": 3}))
     assert summary.state.step == 3
     lines = [line for line in capsys.readouterr().out.splitlines() if "report.html" in line]
@@ -239,7 +232,6 @@ def test_drawing_takes_at_most_a_hundredth_of_the_time_between_two_drawings(
     monkeypatch.setattr(training, "validate", hundred_seconds)
     monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("recipes.translation.report.draw.write_report", two_seconds)
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     changes = {"training.report": True, "training.validate_every": 1}
     train(tiny(tmp_path / "run", {**changes, "training.steps": 4}))
     # After the first and the third validation, and at the end, as there was a step since
@@ -253,7 +245,6 @@ def test_drawing_takes_at_most_a_hundredth_of_the_time_between_two_drawings(
 def test_a_new_run_in_the_folder_keeps_nothing_of_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     run = tmp_path / "run"
     run.mkdir()
     (run / "resources.jsonl").write_text('{"step": 0, "began": {}}\n{"step": 1, "seconds": 1}\n')

@@ -18,7 +18,6 @@ from recipes.translation.training.optimizer import with_steps
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 
-pytestmark = pytest.mark.usefixtures("short_validations")
 EPOCHS = {"training.steps": 0, "training.epochs": 2, "training.validate_every": 100}
 
 

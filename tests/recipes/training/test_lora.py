@@ -28,8 +28,6 @@ from recipes.translation.train import train
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny, tiny_lstm
 
-pytestmark = pytest.mark.usefixtures("short_validations")
-
 BASE: dict[str, Any] = {
     "data.builtin_pairs": 120,
     "training.batch_tokens": 400,

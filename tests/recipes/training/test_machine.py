@@ -36,7 +36,6 @@ def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     return_free_memory()
 
 
-@pytest.mark.usefixtures("short_validations")
 def test_training_returns_memory_after_each_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr("recipes.translation.train.return_free_memory", lambda: calls.append(1))

@@ -27,7 +27,6 @@ WORDS = Metric(
 CHANGES = {"training.steps": 2, "training.validate_every": 1, "training.validate_bleu": 3, "training.patience": 9}
 
 
-@pytest.mark.usefixtures("short_validations")
 def test_everything_that_names_a_metric_follows_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

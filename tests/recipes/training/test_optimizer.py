@@ -50,7 +50,6 @@ def test_without_weight_decay_every_step_is_adam_s_bit_for_bit(eps: float) -> No
         assert torch.equal(own, expected)
 
 
-@pytest.mark.usefixtures("short_validations")
 @pytest.mark.parametrize("made", [tiny, tiny_lstm, tiny_decoder_only])
 def test_a_step_takes_its_share_of_matrices_and_embeddings_and_nothing_of_norms_and_biases(
     made: type, tmp_path: Path
@@ -72,7 +71,6 @@ def test_a_step_takes_its_share_of_matrices_and_embeddings_and_nothing_of_norms_
     assert min(counts.values()) > 3
 
 
-@pytest.mark.usefixtures("short_validations")
 def test_eps_is_added_to_the_root_of_the_second_moment(tmp_path: Path) -> None:
     """With eps far above all gradients the first step is rate * gradient / eps."""
     eps = 0.999

@@ -23,9 +23,7 @@ from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
-from tests.recipes.tiny import few_held_out, tiny
-
-pytestmark = pytest.mark.usefixtures("short_validations")
+from tests.recipes.tiny import tiny
 
 
 def plain(logits: Tensor, other: Tensor, target: Tensor, alpha: float, smoothing: float) -> Tensor:
@@ -108,7 +106,7 @@ def apart(passes: TwoPasses, src: Tensor, tgt: Tensor) -> tuple[Tensor, dict[str
 
 
 def trained(rank: int, world: int, config: RunConfig) -> int:
-    with few_held_out() as patch:  # undone, for ranks live on
+    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
         patch.setattr(TwoPasses, "forward", apart)
         return train(config).state.step
 

@@ -22,8 +22,6 @@ from tests.recipes.run_folder.made import resealed
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny, tiny_lstm
 
-pytestmark = pytest.mark.usefixtures("short_validations")
-
 OPTIONS: dict[str, Any] = {
     "data.builtin_pairs": 120,
     "subwords.sampling": 0.3,

@@ -19,8 +19,6 @@ from recipes.translation.training.summary import advice, command, is_hopeless
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
 
-pytestmark = pytest.mark.usefixtures("short_validations")
-
 
 def validation(bleu: float | None, accuracy: float) -> Validation:
     return Validation(1, {"loss": 3.0, "perplexity": 20.0, "accuracy": accuracy, "bleu": bleu, "chrf": None})

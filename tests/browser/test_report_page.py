@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,9 @@ from recipes.translation.report.draw import write_report
 from tests.recipes.report.made import attention, lines, make_run, samples
 
 pytestmark = pytest.mark.browser
-ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
 BOXES = "[...document.querySelectorAll('svg[role=img]')].map(e => [e.getBoundingClientRect().width, \
 e.getBoundingClientRect().height])"
 COLORS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('svg text')).fill]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("there is no Chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,7 @@ from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.running import Running, running
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = Path("/usr/bin/chromium")
-SWITCHES = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium"),
-]
+pytestmark = pytest.mark.browser
 
 
 def readable_translator(folder: Path, seed: int) -> Translator:
@@ -52,14 +44,6 @@ def service(translators: list[Translator]) -> Iterator[Running]:
         save_model(run / "best", translator, {"step": 1})
     with running(*runs) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=SWITCHES.split())
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(params=[360, 1200])
