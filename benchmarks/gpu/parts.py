@@ -52,20 +52,18 @@ def parts() -> dict[str, list[Step]]:
         ],
         "kernels": [
             _own("real sizes", 300, "benchmarks.gpu.kernel_errors"),
-            _own("settings", 140, "benchmarks.gpu.kernel_settings"),
             _own("rows of a chunk", 60, "benchmarks.chunk_rows", "--device", "cuda"),
         ],
         "loss": [
-            _own("loss", 210, "benchmarks.loss", "gpu", "--out", str(out() / "loss-cuda.json")),
-            _own("scores", 100, "benchmarks.scores.gpu"),
+            _own("loss", 210, "benchmarks.loss", "--out", str(out() / "loss-cuda.json")),
+            _own("scores", 100, "benchmarks.scores", "--out", str(out() / "scores-cuda.json")),
             Step("conformance", 220, (*conformance, "--part", "both"), (*conformance, "torch")),
         ],
         "recipe": [
             _demo("[cuda:0]", 100),
             _demo("[cuda:0, cuda:0]", 100),
             _own("ranks", 90, "benchmarks.gpu.ranks"),
-            _own("training", 120, "benchmarks.gpu.training"),
-            _own("peers", 100, "benchmarks.training", "--parts", "training", "--device", "cuda"),
+            _own("peers", 130, "benchmarks.training", "--parts", "training", "--device", "cuda"),
         ],
         "seeds": [_own("three seeds of Multi30k", 520, "benchmarks.gpu.seeds")],
         "trace": [_own("training steps", 120, "benchmarks.gpu.trace")],
