@@ -68,7 +68,7 @@ def export(argv: Sequence[str]) -> int:
     checkpoint = checkpoint_folder(options.run, options.checkpoint)
     check_output(folder, "--out", reads=[str(checkpoint)])
     with joined(LayoutConfig().timeout) as ranks:
-        translator = load(options.run, options, ranks)
+        translator = load(options.run, options)
         if ranks.is_main:
             write(translator, folder, checkpoint, options)
             size = sum(file.stat().st_size for file in folder.iterdir())

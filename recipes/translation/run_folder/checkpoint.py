@@ -191,22 +191,39 @@ def _check(record: Mapping[str, Any], check: Check, path: Path) -> None:
         raise CheckpointError(f"{path}: {error}; {MIXED}") from None
 
 
+@dataclass(frozen=True)
+class SavedModel:
+    """A model in a verified folder, of which each weight is read when it is asked for."""
+
+    config: RunConfig
+    source: Subwords
+    target: Subwords
+    weights: Mapping[str, Tensor]
+    digest: str
+    """The SHA-256 of the weights, as they were saved."""
+
+
+def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> SavedModel:
+    """Open and verify the model in `folder`, without room for its weights; `overrides` are those of `load_config`."""
+
+    def read() -> SavedModel:
+        whole = verified_folder(folder)
+        weights, digest = _merged_weights(whole)
+        config, source, target = load_belongings(whole, overrides)
+        check_sizes(model_sizes(config.model), source, target, weights, whole)
+        return SavedModel(config, source, target, weights, digest)
+
+    return undisturbed(folder, read)
+
+
 def load_translator(
     folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
-
-    def read() -> Translator:
-        whole = verified_folder(folder)
-        weights, digest = _merged_weights(whole)
-        config, source, target = load_belongings(whole, overrides)
-        sizes = model_sizes(config.model)
-        check_sizes(sizes, source, target, weights, whole)
-        model = model_to_fill(sizes, source, target)
-        fill_model(model, weights, whole)
-        return Translator(config, model.to(device).eval(), source, target, digests=(digest,))
-
-    return undisturbed(folder, read)
+    saved = load_saved(folder, overrides)
+    model = model_to_fill(model_sizes(saved.config.model), saved.source, saved.target)
+    fill_model(model, saved.weights, folder)
+    return Translator(saved.config, model.to(device).eval(), saved.source, saved.target, digests=(saved.digest,))
 
 
 def load_weights(folder: Path) -> Mapping[str, Tensor]:
@@ -222,16 +239,28 @@ def load_weights_with_digest(folder: Path) -> tuple[Mapping[str, Tensor], str]:
 
 def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
     """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
-    weights: Mapping[str, Tensor]
     weights, digest = _read_weights(folder)
-    if has_lora(weights):
+    if has_lora(weights.described):
         try:
-            weights = merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
+            weights = _merged(weights, load_config(folder / "config.yaml").training.lora_alpha)
         except (LookupError, ArithmeticError, ValueError, RuntimeError):
             raise CheckpointError(
                 f"{folder / 'model.safetensors'} has matrices of LoRA that do not fit; {MIXED}"
             ) from None
     return weights, digest
+
+
+def _merged(weights: OneByOne, alpha: float) -> OneByOne:
+    """Return weights to which LoRA's change is added, each when it is asked for."""
+
+    def merged(name: str) -> Tensor:
+        outer, _, own = name.rpartition(".")
+        needed = [name]
+        if own == "weight" and f"{outer}.lora_A" in weights.described:
+            needed += [f"{outer}.lora_A", f"{outer}.lora_B"]
+        return merged_tensors({each: weights[each] for each in needed}, alpha)[name]
+
+    return OneByOne(merged_tensors(weights.described, alpha), merged)
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
