@@ -95,12 +95,12 @@ def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]
 
 
 def write_model(
-    folder: Path, translator: Translator, weights: Mapping[str, Tensor], facts: Mapping[str, object]
+    folder: Path, model: Translator | SavedModel, weights: Mapping[str, Tensor], facts: Mapping[str, object]
 ) -> str:
-    """Replace `folder` by one with these weights in place of the translator's own; return their SHA-256."""
+    """Replace `folder` by one with these weights in place of the model's own; return their SHA-256."""
     of: dict[str, str] = {}
     with replaced_folder(folder, of) as new:
-        save_belongings(new, translator)
+        save_belongings(new, model)
         of.update({path.name: sha256(path) for path in new.iterdir()})
         of[WEIGHTS_FILE] = write_tensors(new / WEIGHTS_FILE, weights)
         _write_json(new / "model.json", {**facts, "of": of})
@@ -316,10 +316,10 @@ BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")
 """What belongs to weights, whatever their format; of the three models it is either the first or the others."""
 
 
-def save_belongings(folder: Path, translator: Translator) -> None:
+def save_belongings(folder: Path, model: Translator | SavedModel) -> None:
     """Write what belongs to a model's weights, whatever their format: the settings and the subword models."""
-    save_config(translator.config, folder / "config.yaml")
-    for name, subwords in _subwords_of(translator).items():
+    save_config(model.config, folder / "config.yaml")
+    for name, subwords in _subwords_of(model).items():
         subwords.save(folder / name)
 
 
@@ -332,10 +332,10 @@ def load_belongings(
     return config, source, target
 
 
-def _subwords_of(translator: Translator) -> dict[str, Subwords]:
+def _subwords_of(model: Translator | SavedModel) -> dict[str, Subwords]:
     """Return the subword models by file name; in memory, since those in the run's folder may have been replaced."""
-    source, target = subword_names(translator.config)
-    return {f"{source}.model": translator.source, f"{target}.model": translator.target}
+    source, target = subword_names(model.config)
+    return {f"{source}.model": model.source, f"{target}.model": model.target}
 
 
 def _read_weights(folder: Path) -> tuple[OneByOne, str]:
