@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.processes.launch import started_by, unambiguous
 from recipes.translation.processes.status_line import duration
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
 from recipes.translation.settings.config import RunConfig
@@ -19,6 +22,7 @@ from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 
 SAMPLES = 3
+RECIPE = ["-m", "recipes.translation"]
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,7 @@ class Summary:
             lines += ["[train] validation sentences, translated by the best model:", *map(str, self.samples)]
         lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
         if self.stopped_by:
-            lines.append(
-                f"[train] stopped by {self.stopped_by.name}; resume with: {command('train', '--run', self.run)}"
-            )
+            lines.append(f"[train] stopped by {self.stopped_by.name}; resume with: {going_on(self.run)}")
         return "\n".join(lines)
 
 
@@ -115,7 +117,7 @@ def advice(config: RunConfig, state: TrainingState) -> str:
             "see whether the n-th line of one file translates the n-th line of the other; if it does, try another "
             "training.learning_rate, and with little data a smaller subwords.vocab_size"
         )
-    return f"{why}; go on with: {command('train', '--run', config.run, '--training.steps', steps)}"
+    return f"{why}; go on with: {going_on(config.run, '--training.steps', steps)}"
 
 
 def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
@@ -132,14 +134,27 @@ def visible(run: Path) -> list[Path]:
     return [path for path in run.iterdir() if not path.name.startswith(".")]
 
 
+def going_on(run: Path | str, *words: object) -> str:
+    """Return a shell command that goes on with a training, by the launcher that has started this process, if any."""
+    words = ("train", "--run", run, *words)
+    program = started_by()
+    if not program:
+        return command(*words)
+    if program[1:] == RECIPE:
+        return command(*words, "--processes", os.environ["WORLD_SIZE"])
+    return shell(program, map(unambiguous, map(str, words)))
+
+
 def command(*words: object) -> str:
-    """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside.
+    """Return a shell command of this recipe.
 
     The folder of a run whose name begins with a dash is not taken for an option.
     """
-    python = Path(sys.executable)
+    return shell([sys.executable, *RECIPE], words)
+
+
+def shell(program: Sequence[str], words: Iterable[object]) -> str:
+    """Return a shell command; programs that are inside the current folder are named from there."""
     here = Path.cwd()
-    if python.is_relative_to(here):
-        python = python.relative_to(here)
-    texts = [f"./{word}" if re.match("-[^-]", str(word)) else str(word) for word in words]
-    return f"{python} -m recipes.translation {shlex.join(texts)}"
+    named = [str(Path(word).relative_to(here)) if Path(word).is_relative_to(here) else word for word in program]
+    return shlex.join([*named, *(f"./{word}" if re.match("-[^-]", str(word)) else str(word) for word in words)])
