@@ -102,7 +102,7 @@ def train_on(
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     settings = with_steps(settings, corpus.train)
-    teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
+    teacher = load_teacher(config, corpus.source, corpus.target, ranks)
     state = TrainingState(data=corpus.fingerprint, teacher=teacher.digest if teacher else "")
     if saved:
         state = saved.state
@@ -112,7 +112,7 @@ def train_on(
     model, weights = first_model(config, corpus, saved, ranks)
     size = size_of(model)
     share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
-    layout = Layout(model, weights, config, axes, devices, ranks, teacher.model if teacher else None)
+    layout = Layout(model, weights, config, axes, devices, ranks, teacher)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)

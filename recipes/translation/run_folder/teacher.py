@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from models import EncoderDecoder
 from recipes.translation.data.prepare import SHAPING
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
+from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
+    SavedModel,
     TrainingState,
     load_belongings,
-    load_weights_with_digest,
+    load_saved,
+    opened,
     saved_config,
 )
-from recipes.translation.run_folder.translator import WEIGHTS, check_sizes, fill_model, model_sizes, model_to_fill
+from recipes.translation.run_folder.translator import WEIGHTS, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 
@@ -26,6 +33,9 @@ class TeacherModel(NamedTuple):
 
     folder: Path
     model: EncoderDecoder
+    """On the device "meta", in the weights' dtype of the training."""
+    weights: Iterator[tuple[str, Tensor]]
+    """Each weight, whole and on every rank, when it is asked for."""
     digest: str
     """SHA-256 of its weights, as they were saved, which a resumed run compares."""
 
@@ -58,35 +68,38 @@ def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
     return source, target
 
 
-def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> TeacherModel | None:
-    """Read the model to learn from, in the weights' dtype of the training; None if there is none.
+def load_teacher(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks) -> TeacherModel | None:
+    """Open the model to learn from, which rank 0 alone reads; None if there is none.
 
     Raises CheckpointError if it is missing or damaged, and ConfigError unless its subwords are `source` and `target`.
     """
     settings = config.training
     if not settings.teacher or not settings.teacher_weight:
         return None
-    folder = teacher_folder(settings.teacher)
-    weights, digest = load_weights_with_digest(folder)
-    theirs, *subwords = load_belongings(verified_folder(folder, BELONGINGS))
-    if theirs.data.language_tags != config.data.language_tags:
+    saved = opened(lambda: fitting_teacher(config, source, target), ranks)
+    with torch.device("meta"):
+        model = build_model(model_sizes(saved.config.model), saved.source, saved.target)
+    model.to(WEIGHTS[settings.precision])
+    return TeacherModel(saved.folder, model, ranks.tensors_of_main(saved.weights, tensors_of(model)), saved.digest)
+
+
+def fitting_teacher(config: RunConfig, source: Subwords, target: Subwords) -> SavedModel:
+    """Open the model to learn from; raise as `load_teacher` does."""
+    saved = load_saved(teacher_folder(config.training.teacher))
+    if saved.config.data.language_tags != config.data.language_tags:
         raise ConfigError(
-            f"data.language_tags is {config.data.language_tags}, and {theirs.data.language_tags} of the teacher "
-            f"{folder}, which would read sentences that it was not trained on: set it to the same, or learn from its "
-            "translations alone, with training.teacher_weight 0"
+            f"data.language_tags is {config.data.language_tags}, and {saved.config.data.language_tags} of the teacher "
+            f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn from "
+            "its translations alone, with training.teacher_weight 0"
         )
-    for side, own, other in zip(("source", "target"), (source, target), subwords, strict=True):
+    for side, own, other in (("source", source, saved.source), ("target", target, saved.target)):
         if own.digest != other.digest:
             raise ConfigError(
-                f"training.teacher {folder} has other {side} subwords than this run ({len(other):,} and {len(own):,}), "
-                "and predictions of other subwords cannot be compared: choose a teacher with the same ones, or begin a "
-                "new run without training.start_from, which takes the teacher's"
+                f"training.teacher {saved.folder} has other {side} subwords than this run ({len(other):,} and "
+                f"{len(own):,}), and predictions of other subwords cannot be compared: choose a teacher with the same "
+                "ones, or begin a new run without training.start_from, which takes the teacher's"
             )
-    sizes = model_sizes(theirs.model)
-    check_sizes(sizes, source, target, weights, folder)
-    model = model_to_fill(sizes, source, target).to(WEIGHTS[settings.precision])
-    fill_model(model, weights, folder)
-    return TeacherModel(folder, model, digest)
+    return saved
 
 
 def check_same_teacher(teacher: TeacherModel | None, state: TrainingState, run: Path) -> None:

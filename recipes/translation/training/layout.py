@@ -32,13 +32,14 @@ from models.sharding import cut_of, split_time_steps, split_weights, whole_outpu
 from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.teacher import TeacherModel
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.objective import Objective, objective_of
 from recipes.translation.training.parts import Parts
-from recipes.translation.training.shards import allocate, layers_of, shard_layers
+from recipes.translation.training.shards import allocate, layers_of, shard, shard_layers
 from seqpar.distributed.collectives import group_sum, world_size
 from seqpar.multi_device.devices import check_devices
 
@@ -159,7 +160,7 @@ class Layout:
         axes: from `axes_of`.
         devices: from `devices_of`.
         ranks: the processes.
-        teacher: the model to learn from, whole, with the same weights on every rank.
+        teacher: the model to learn from, which is sharded as `model` is.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -173,7 +174,7 @@ class Layout:
         axes: Axes,
         devices: list[torch.device],
         ranks: Ranks,
-        teacher: EncoderDecoder | None = None,
+        teacher: TeacherModel | None = None,
     ) -> None:
         self.settings = config.training
         self.axes = axes
@@ -192,7 +193,8 @@ class Layout:
         self.reducer: nn.Module | None = None
         beside = None
         if teacher is not None:
-            beside = Teacher(teacher, devices, self.groups.sequence)
+            self._fill_teacher(teacher)
+            beside = Teacher(teacher.model, devices, self.groups.sequence)
         objective = objective_of(config.training, beside)
         if ranks.world == 1:
             allocate(model, self.device)
@@ -200,6 +202,18 @@ class Layout:
             self.forward = self.over_devices(model, objective)
         else:
             self.forward = self._distribute(objective, weights)
+
+    def _fill_teacher(self, teacher: TeacherModel) -> None:
+        """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
+        shapes = {name: weight.shape for name, weight in teacher.model.named_parameters()}
+        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, shapes)
+        # An LSTM keeps a list of its weights, which would not follow them
+        if self.groups.shards is not None and not isinstance(teacher.model, RecurrentEncoderDecoder):
+            shard(teacher.model, self.groups.shards, self.device)
+            # Ranks that split the vocabulary have the same rows
+            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), shapes)
+        allocate(teacher.model, self.device)
+        parts.fill_model(teacher.model, teacher.weights)
 
     def _distribute(
         self, objective: Objective, weights: Iterable[tuple[str, Tensor]]

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import SavedModel
+from recipes.translation.run_folder.checkpoint import SavedModel, opened
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
@@ -75,15 +75,3 @@ def device_of(ranks: Ranks) -> torch.device:
 def was_in_parts(config: RunConfig) -> bool:
     """Return whether no process of the training had the whole model."""
     return config.layout.shard > 1 or config.layout.vocab > 1
-
-
-def opened(read: Callable[[], SavedModel], ranks: Ranks) -> SavedModel:
-    """Return the model that `read` opens on rank 0; other ranks have none of its weights."""
-    mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
-
-    def without_weights() -> SavedModel:
-        assert mine is not None
-        return replace(mine, weights={})
-
-    shared = ranks.run_on_main(without_weights)
-    return mine or shared

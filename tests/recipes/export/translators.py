@@ -37,7 +37,9 @@ def random_translator(subwords: Subwords, run: Path, changes: dict[str, Any], en
 
 def as_saved(translator: Translator) -> SavedModel:
     """The same model, as it would be read from a folder."""
-    return SavedModel(translator.config, translator.source, translator.target, tensors_of(translator.model), "")
+    return SavedModel(
+        Path("made"), translator.config, translator.source, translator.target, tensors_of(translator.model), ""
+    )
 
 
 def recorded(decoding: DecodingConfig) -> tuple[DecodingConfig, set[str]]:
