@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ from recipes.translation.files.atomic_folder import (
 )
 from recipes.translation.files.json_fields import Check, WrongFieldError
 from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, write_tensors
-from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.run_folder.translator import (
     Translator,
@@ -216,18 +215,6 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
         return SavedModel(folder, config, source, target, weights, digest)
 
     return undisturbed(folder, read)
-
-
-def opened(read: Callable[[], SavedModel], ranks: Ranks) -> SavedModel:
-    """Return the model that `read` opens on rank 0; other ranks have none of its weights."""
-    mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
-
-    def without_weights() -> SavedModel:
-        assert mine is not None
-        return replace(mine, weights={})
-
-    shared = ranks.run_on_main(without_weights)
-    return mine or shared
 
 
 def load_translator(

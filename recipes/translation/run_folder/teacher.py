@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from models import EncoderDecoder
 from recipes.translation.data.prepare import SHAPING
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
-from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
     SavedModel,
     TrainingState,
     load_belongings,
     load_saved,
-    opened,
     saved_config,
 )
-from recipes.translation.run_folder.translator import WEIGHTS, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
-
-
-class TeacherModel(NamedTuple):
-    """A model to learn from."""
-
-    folder: Path
-    model: EncoderDecoder
-    """On the device "meta", in the weights' dtype of the training."""
-    weights: Iterator[tuple[str, Tensor]]
-    """Each weight, whole and on every rank, when it is asked for."""
-    digest: str
-    """SHA-256 of its weights, as they were saved, which a resumed run compares."""
 
 
 def teacher_folder(name: str) -> Path:
@@ -68,23 +47,11 @@ def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
     return source, target
 
 
-def load_teacher(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks) -> TeacherModel | None:
-    """Open the model to learn from, which rank 0 alone reads; None if there is none.
+def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> SavedModel:
+    """Open the model to learn from.
 
     Raises CheckpointError if it is missing or damaged, and ConfigError unless its subwords are `source` and `target`.
     """
-    settings = config.training
-    if not settings.teacher or not settings.teacher_weight:
-        return None
-    saved = opened(lambda: fitting_teacher(config, source, target), ranks)
-    with torch.device("meta"):
-        model = build_model(model_sizes(saved.config.model), saved.source, saved.target)
-    model.to(WEIGHTS[settings.precision])
-    return TeacherModel(saved.folder, model, ranks.tensors_of_main(saved.weights, tensors_of(model)), saved.digest)
-
-
-def fitting_teacher(config: RunConfig, source: Subwords, target: Subwords) -> SavedModel:
-    """Open the model to learn from; raise as `load_teacher` does."""
     saved = load_saved(teacher_folder(config.training.teacher))
     if saved.config.data.language_tags != config.data.language_tags:
         raise ConfigError(
@@ -102,7 +69,7 @@ def fitting_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Sa
     return saved
 
 
-def check_same_teacher(teacher: TeacherModel | None, state: TrainingState, run: Path) -> None:
+def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Path) -> None:
     """Raise ConfigError if a run that has begun learnt from another model."""
     digest = ""
     if teacher is not None:

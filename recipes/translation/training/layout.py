@@ -32,12 +32,12 @@ from models.sharding import cut_of, split_time_steps, split_weights, whole_outpu
 from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.teacher import TeacherModel
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.objective import Objective, objective_of
+from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.parts import Parts
 from recipes.translation.training.shards import allocate, layers_of, shard, shard_layers
 from seqpar.distributed.collectives import group_sum, world_size
@@ -174,7 +174,7 @@ class Layout:
         axes: Axes,
         devices: list[torch.device],
         ranks: Ranks,
-        teacher: TeacherModel | None = None,
+        teacher: OpenedModel | None = None,
     ) -> None:
         self.settings = config.training
         self.axes = axes
@@ -203,7 +203,7 @@ class Layout:
         else:
             self.forward = self._distribute(objective, weights)
 
-    def _fill_teacher(self, teacher: TeacherModel) -> None:
+    def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
         shapes = {name: weight.shape for name, weight in teacher.model.named_parameters()}
         parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, shapes)

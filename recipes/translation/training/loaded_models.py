@@ -10,12 +10,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import SavedModel, opened
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
+from recipes.translation.run_folder.checkpoint import SavedModel
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.layout import Axes, Groups
+from recipes.translation.training.opened_models import opened
 from recipes.translation.training.parts import Parts
 from recipes.translation.training.shards import allocate, layers_of, shard
 
@@ -32,21 +33,18 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     translators = []
     in_parts = []
     for read in reads:
-        saved = opened(read, ranks)
-        with torch.device("meta"):
-            model = build_model(model_sizes(saved.config.model), saved.source, saved.target)
-        weights = tensors_of(model)
+        saved, model, weights = opened(read, ranks)
         axes = Axes(ranks.world, 1, 1, 1)
         if was_in_parts(saved.config):
             axes = Axes(1, ranks.world, 1, 1)
-        parts = Parts(axes, ranks, {name: weight.shape for name, weight in weights.items()})
+        parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
         if axes.shard > 1:
             mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
             assert mesh is not None
             shard(model, mesh, device)
             in_parts.append((model, mesh.get_group("shard")))
         allocate(model, device)
-        parts.fill_model(model, ranks.tensors_of_main(saved.weights, weights))
+        parts.fill_model(model, weights)
         translators.append(Translator(saved.config, model.eval(), saved.source, saved.target, digests=(saved.digest,)))
     if not in_parts:
         yield translators, ranks

@@ -15,9 +15,11 @@ from pathlib import Path
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.launch import started_by, unambiguous
+from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
-from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
+from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_saved
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 
@@ -77,18 +79,27 @@ class Summary:
 
 
 def summarize(
-    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int
+    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int, ranks: Ranks
 ) -> Summary:
-    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to."""
+    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to.
+
+    Every rank calls it, as the model may be too large for one of them.
+    """
     run = Path(config.run)
-    if whole_folder(run / "best") is None:
-        return Summary(run, state, steps, None, stopped_by, ())
-    best = Validation.from_dict(load_facts(run / "best"))
-    if stopped_by:  # nobody who presses Ctrl-C wants to wait for translations
+    best = ranks.run_on_main(lambda: best_of(run))
+    # Nobody who presses Ctrl-C wants to wait for translations
+    if best is None or stopped_by:
         return Summary(run, state, steps, best, stopped_by, ())
     if is_hopeless(best):
         return Summary(run, state, steps, best, stopped_by, (), advice(config, state))
-    return Summary(run, state, steps, best, stopped_by, translated(run / "best", corpus))
+    return Summary(run, state, steps, best, stopped_by, translated(run / "best", corpus, ranks))
+
+
+def best_of(run: Path) -> Validation | None:
+    """Return the best validation of a run; None if it has no best model yet."""
+    if whole_folder(run / "best") is None:
+        return None
+    return Validation.from_dict(load_facts(run / "best"))
 
 
 def is_hopeless(best: Validation) -> bool:
@@ -120,12 +131,12 @@ def advice(config: RunConfig, state: TrainingState) -> str:
     return f"{why}; go on with: {going_on(config.run, '--training.steps', steps)}"
 
 
-def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
+def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:
     """Translate the first validation sentences, in turn of each set, by the model in `folder`."""
-    translator = load_translator(folder)
     in_turn = chain.from_iterable(zip_longest(*(valid.pairs[:SAMPLES] for valid in corpus.valid)))
     pairs = [pair for pair in in_turn if pair is not None][:SAMPLES]
-    found = translate(translator, [pair.source for pair in pairs], translator.config.decoding)
+    with loaded_models([lambda: load_saved(folder)], ranks) as ((translator,), searching):
+        found = translate(translator, [pair.source for pair in pairs], translator.config.decoding, searching)
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
 
 

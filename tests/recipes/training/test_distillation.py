@@ -27,6 +27,7 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Axes, Layout, axes_of
+from recipes.translation.training.opened_models import opened
 from recipes.translation.training.parts import local_of
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
@@ -168,8 +169,7 @@ def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path
     corpus = load_corpus(config, subwords_of=lambda _: (load_translator(teacher / "best").source,) * 2)
     torch.manual_seed(5)
     drawn = torch.get_rng_state()
-    beside = load_teacher(config, corpus.source, corpus.target, ALONE)
-    assert beside is not None
+    beside = opened(lambda: load_teacher(config, corpus.source, corpus.target), ALONE)
     assert torch.equal(torch.get_rng_state(), drawn)
     model, weights = first_model(config, corpus, None, ALONE)
     layout = Layout(model, weights, config, Axes(1, 1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside)
@@ -293,8 +293,7 @@ def held(rank: int, world: int, config: RunConfig, teacher: Path) -> tuple[int, 
     with joined(30) as every:
         subwords = load_translator(teacher / "best").source
         corpus = load_corpus(config, every, subwords_of=lambda _: (subwords, subwords))
-        beside = load_teacher(config, subwords, subwords, every)
-        assert beside is not None
+        beside = opened(lambda: load_teacher(config, subwords, subwords), every)
         model, weights = first_model(config, corpus, None, every)
         axes = axes_of(config.layout, world)
         layout = Layout(model, weights, config, axes, [torch.device("cpu")], every, beside)
