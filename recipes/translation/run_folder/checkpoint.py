@@ -229,13 +229,8 @@ def load_translator(
 
 def load_weights(folder: Path) -> Mapping[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    weights, _ = load_weights_with_digest(folder)
+    weights, _ = undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
     return weights
-
-
-def load_weights_with_digest(folder: Path) -> tuple[Mapping[str, Tensor], str]:
-    """Do the same, and return the SHA-256 of the weights as they were saved, too."""
-    return undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
 
 
 def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
