@@ -52,6 +52,7 @@ def parts() -> dict[str, list[Step]]:
         ],
         "kernels": [
             _own("real sizes", 300, "benchmarks.gpu.kernel_errors"),
+            _own("settings", 140, "benchmarks.gpu.kernel_settings"),
             _own("rows of a chunk", 60, "benchmarks.chunk_rows", "--device", "cuda"),
         ],
         "loss": [
