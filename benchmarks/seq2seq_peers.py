@@ -1,8 +1,9 @@
-"""Build one translation model three times, each with its training step: ours, Marian (Hugging Face), `nn.Transformer`.
+"""Build one translation model, each time with its training step: ours, Marian (Hugging Face), `nn.Transformer`.
 
-All three get the same padded batches, the same optimizer (fused Adam) and the same clipping, so that only the model and
-its loss differ. Dropout is on embeddings and sublayers; `nn.Transformer` also has it on attention weights and inside
-the feed-forward network, where it cannot be set separately.
+Ours is there twice, the second time with the loss as it is usually written. All get the same padded batches, the same
+optimizer (fused Adam) and the same clipping, so that only the model and its loss differ. Dropout is on embeddings and
+sublayers; `nn.Transformer` also has it on attention weights and inside the feed-forward network, where it cannot be set
+separately.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -77,7 +79,32 @@ def batches(vocab_size: int, tokens: int, order: str) -> Iterator[Batch]:
         yield made.batch(range(start, start + size))
 
 
-class Ours:
+class Trained:
+    """Train a model with Adam and clipping on one device; each kind has its own model and loss."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def loss_mean(self, batch: Batch) -> float:
+        """Return the mean loss in the model's present mode, and leave gradients."""
+        raise NotImplementedError
+
+    def clip(self) -> None:
+        """Clip the gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+
+    def step(self, batch: Batch) -> float:
+        """Take a whole training step."""
+        self.model.train()
+        mean = self.loss_mean(batch)
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return mean
+
+
+class Ours(Trained):
     """Train `models/` with the step that `recipes/translation/train.py` takes, on one device."""
 
     name = "seqpar"
@@ -90,24 +117,41 @@ class Ours:
         self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
 
     def loss_mean(self, batch: Batch) -> float:
-        """Return the mean loss in the model's present mode, and leave gradients."""
+        """Return the mean loss, exactly divided."""
         loss = seqpar.accumulate_gradients([batch], self.layout.loss_of, self.layout.tokens_of)
         return float(loss.mean)
 
-    def step(self, batch: Batch) -> float:
-        """Take a whole training step."""
-        self.model.train()
-        mean = self.loss_mean(batch)
+    def clip(self) -> None:
+        """Clip as the recipe does."""
         self.layout.clip(CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return mean
 
 
-class Plain:
+class PlainLoss(Ours):
+    """Train the same with all logits at once."""
+
+    name = "seqpar, plain loss"
+
+    def loss_mean(self, batch: Batch) -> float:
+        """Return the mean loss, with the plain loss in place of the engine's."""
+        with patch.object(seqpar.LossCompute, "forward", plain_loss):
+            return super().loss_mean(batch)
+
+
+def plain_loss(engine: Any, hidden: Tensor | list[Tensor], target: Tensor, **_: Any) -> seqpar.TokenLoss:
+    """Compute all logits at once, in place of `LossCompute.forward`; scattered hidden states have one part."""
+    if not isinstance(hidden, Tensor):
+        (hidden,) = hidden
+    criterion = engine.head["criterion"]
+    ignored = criterion.ignore_index
+    logits = engine.head["generator"](hidden).flatten(0, -2)
+    total = F.cross_entropy(
+        logits, target.flatten(), ignore_index=ignored, label_smoothing=criterion.label_smoothing, reduction="sum"
+    )
+    return seqpar.TokenLoss(total, (target != ignored).sum())
+
+
+class Peer(Trained):
     """Train a peer: a model that returns logits, with the loss as it is usually written."""
-
-    name: str
 
     def __init__(self, model: nn.Module, precision: str, device: str) -> None:
         self.model = model.to(device)
@@ -120,7 +164,7 @@ class Plain:
         raise NotImplementedError
 
     def loss_mean(self, batch: Batch) -> float:
-        """Return the mean loss in the model's present mode, and leave gradients."""
+        """Return the mean loss of all logits."""
         batch = Batch(*(ids.to(self.device, non_blocking=True) for ids in batch))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits = self.logits(batch).flatten(0, 1)
@@ -129,17 +173,8 @@ class Plain:
         loss.backward()
         return loss.item()
 
-    def step(self, batch: Batch) -> float:
-        """Take a whole training step."""
-        self.model.train()
-        mean = self.loss_mean(batch)
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return mean
 
-
-class Marian(Plain):
+class Marian(Peer):
     """Train Hugging Face's MarianMTModel, made from a configuration, with its default attention (sdpa)."""
 
     name = "Marian"
@@ -183,7 +218,7 @@ def marian(config: TransformerConfig, vocab_size: int) -> Any:
     )
 
 
-class TorchTransformer(Plain):
+class TorchTransformer(Peer):
     """Train `nn.Transformer` with embeddings, sinusoidal positions and a tied generator."""
 
     name = "nn.Transformer"

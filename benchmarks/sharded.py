@@ -14,7 +14,7 @@ ranks, U the largest unit that FSDP2 gathers (a layer, or embeddings and generat
                                   W more, oneDNN's packed weights
     save        6 W/N + 2 T       weights and moments, and a copy
     resume      3 W/N + 2 T
-    export      W                 in one process
+    export      2 T               in one process, one tensor at a time
 
 Without shards U and E are 0.
 """
@@ -227,7 +227,7 @@ def predicted(config: RunConfig, folder: Path, ranks: int) -> dict[str, int]:
         "validation": 3 * kept + 2 * layer + E + (W if ranks == 1 else 0),
         "save": 6 * kept + 2 * T,
         "resume": 3 * kept + 2 * T,
-        "export": W,
+        "export": 2 * T,
     }
 
 

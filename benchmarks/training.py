@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.loss.results import hardware
 from benchmarks.loss.timing import wall_seconds
@@ -35,6 +34,7 @@ from benchmarks.seq2seq_peers import (
     SIZES,
     Marian,
     Ours,
+    PlainLoss,
     TorchTransformer,
     batches,
     check_loss,
@@ -54,6 +54,7 @@ SENTENCES = 64
 LENGTH = 20
 """Tokens of every hypothesis."""
 PARTS = ("training", "decoding")
+KINDS = (Ours, Marian, TorchTransformer, PlainLoss)
 Row = dict[str, Any]
 """The figures of one row of a table, its part and name among them."""
 
@@ -102,8 +103,8 @@ def training(size: str, precision: str, order: str, steps: int, device: str) -> 
     apart = check_loss(size)
     report(f"{size} {precision}, {order} lengths; our loss and the plain one are {apart:.0e} apart in float64")
     torch.manual_seed(0)
-    # All three are in memory at once, so that they can take turns on each batch
-    built = [kind(config, vocab_size, precision, device) for kind in (Ours, Marian, TorchTransformer)]
+    # All are in memory at once, so that they can take turns on each batch
+    built = [kind(config, vocab_size, precision, device) for kind in KINDS]
     made = batches(vocab_size, TOKENS, order)
     inputs = [placed(next(made), device) for _ in range(WARM_UP + steps)]
     seconds = in_turn({each.name: each.step for each in built}, inputs, WARM_UP, device)
@@ -114,7 +115,6 @@ def training(size: str, precision: str, order: str, steps: int, device: str) -> 
         "part": "training",
         "name": f"{size}, {order}",
         "precision": precision,
-        "parameters": {each.name: parameters(each.model) for each in built},
         "padding": round(1 - real / cells, 3),
         **rates([batch.tokens for batch in timed], seconds),
     }
@@ -125,11 +125,6 @@ def placed(batch: Batch, device: str) -> Batch:
     if device == "cpu":
         return batch
     return Batch(*(ids.pin_memory() for ids in batch))
-
-
-def parameters(model: nn.Module) -> int:
-    """Return how many parameters are trained."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def decoding(size: str, repeats: int) -> Row:
@@ -166,34 +161,24 @@ def decoding(size: str, repeats: int) -> Row:
 
 def tables(rows: list[Row]) -> str:
     """Return a Markdown table for each part that has rows."""
-    makers = {"training": _training_table, "decoding": _decoding_table}
     found = []
-    for part, make in makers.items():
-        rows_of_part = [row for row in rows if row["part"] == part]
-        if rows_of_part:
-            found.append(make(rows_of_part))
+    for part, first in (
+        ("training", ["model, lengths in a batch", "dtype", "padding", "target tokens/s"]),
+        ("decoding", [f"beam {BEAM}, {SENTENCES} sentences", "dtype", "sentences/s"]),
+    ):
+        of_part = [row for row in rows if row["part"] == part]
+        if of_part:
+            *first, what = first
+            ours, *others = of_part[0]["rates"]
+            header = [*first, f"{what}: {ours}", *others, *(f"to {name}" for name in others)]
+            found.append(markdown_table(header, [_cells(row) for row in of_part]))
     return "\n\n".join(found)
 
 
-def _training_table(rows: list[Row]) -> str:
-    header = ["model, lengths in a batch", "dtype", "padding", "target tokens/s: seqpar", "Marian", "nn.Transformer"]
-    header += ["to Marian", "to nn.Transformer"]
-    return markdown_table(
-        header, [[row["name"], row["precision"], f"{row['padding']:.1%}", *_rates(row), *_ratios(row)] for row in rows]
-    )
-
-
-def _decoding_table(rows: list[Row]) -> str:
-    header = [f"beam {BEAM}, {SENTENCES} sentences", "dtype", "sentences/s: seqpar", "Marian", "to Marian"]
-    return markdown_table(header, [[row["name"], row["precision"], *_rates(row), *_ratios(row)] for row in rows])
-
-
-def _rates(row: Row) -> list[str]:
-    return [f"{rate:,.0f}" for rate in row["rates"].values()]
-
-
-def _ratios(row: Row) -> list[str]:
-    return [f"{ratio:.2f}" for ratio in row["ratios"].values()]
+def _cells(row: Row) -> list[str]:
+    padding = [f"{row['padding']:.1%}"] if "padding" in row else []
+    rates = [f"{rate:,.0f}" for rate in row["rates"].values()]
+    return [row["name"], row["precision"], *padding, *rates, *(f"{ratio:.2f}" for ratio in row["ratios"].values())]
 
 
 def machine(device: str = "cpu") -> str:

@@ -16,11 +16,12 @@ version = release = seqpar.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["llms.txt"]
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence"]
 html_theme = "furo"
 html_title = "seqpar"
 html_show_sourcelink = False
 html_copy_source = False
+html_show_copyright = False
 html_extra_path = ["llms.txt"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -122,6 +122,8 @@ def try_out(call: Sequence[str], base: Path, *, train: bool) -> None:
         try_out(["python", "-m", options.training_script, *options.training_script_args], base, train=False)
     elif words[:2] == ["-m", "recipes.translation"]:
         of_recipe(words[2:], base, train=train)
+    elif words[:1] == ["-m"] and words[1].startswith("examples."):
+        assert importlib.util.find_spec(words[1]), words[1]  # tests/examples runs it
     elif words[:1] == ["-m"] and words[1] != "venv":
         of_module(words[1], words[2:])
 

@@ -28,11 +28,9 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
         given = problem._replace(
             rows=len(hidden), smoothing=options.label_smoothing, dtype=options.dtype, bias=bias is not None
         )
-        # The kit's tensors in place of the layer's own parameters: gradients must reach the kit's leaves
-        generator = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
-        generator.weight = weight  # type: ignore[assignment]
-        generator.bias = bias  # type: ignore[assignment]
-        return implementation.prepare(Inputs(given, hidden, generator, target))()
+        found = implementation.prepare(given_inputs(given, hidden, weight, bias, target))()
+        assert found is not None
+        return found
 
     adapter = conformance.Adapter("the implementation", loss, offers=_offers(implementation))
     options = conformance.Options(dtype=problem.dtype, label_smoothing=problem.smoothing, reduction=adapter.reduction)
@@ -45,6 +43,14 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
         change=_pad(problem) if problem.padding else "",
         device=device,
     )
+
+
+def given_inputs(problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Inputs:
+    """Return inputs of the kit's tensors, which stand in place of a layer's own parameters: they get the gradients."""
+    generator = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
+    generator.weight = weight  # type: ignore[assignment]
+    generator.bias = bias  # type: ignore[assignment]
+    return Inputs(problem, hidden, generator, target)
 
 
 def _offers(implementation: Implementation) -> frozenset[Feature]:
@@ -62,24 +68,26 @@ def _pad(problem: Problem) -> str:
     return f"target.view(-1, {TIME})[torch.arange({TIME}) >= {lengths}] = -100"
 
 
-def what_is_wrong(implementation: Implementation, problem: Problem, device: str) -> tuple[dict[str, float], list[str]]:
-    """Return the implementation's errors at a small problem of that dtype and smoothing, and in words what is wrong.
+def what_is_wrong(implementation: Implementation, problem: Problem, device: str) -> list[str]:
+    """Return in words what is wrong with an implementation at a small problem of that dtype and smoothing.
 
     Wrong is a loss or gradient more than twice as far from float64 as the plain loss in the same dtype, and further
     than that dtype rounds one number.
     """
     x = kit_inputs(implementation, CHECK._replace(smoothing=problem.smoothing, dtype=problem.dtype), device)
+    words = deviating(x)
+    if _ignores_factor(x):
+        words.append("ignores a factor on the loss")
+    return words
+
+
+def deviating(x: kit.Problem) -> list[str]:
+    """Return what deviates more than it may, in words; raise what the implementation raises."""
     try:
-        deviations = kit.deviations(x)
-        ignores_factor = _ignores_factor(x)
+        found = kit.deviations(x)
     except kit.RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
         raise raised.__cause__ or raised from None
-    words = [
-        f"{d.label} off by {d.error:.1e} ({TWICE * d.of_allowed:.1f} x plain's)" for d in deviations if d.of_allowed > 1
-    ]
-    if ignores_factor:
-        words.append("ignores a factor on the loss")
-    return {d.name: d.error for d in deviations}, words
+    return [f"{d.label} off by {d.error:.1e} ({TWICE * d.of_allowed:.1f} x plain's)" for d in found if d.of_allowed > 1]
 
 
 def _ignores_factor(x: KitInputs) -> bool:

@@ -14,14 +14,28 @@ from benchmarks.loss.problems import Inputs, Problem
 from seqpar.testing.conformance.adapter import why_missing
 
 PLAIN = "plain"
+COMPILED = "torch.compile"
 AUTO_CHUNKED = "torch.compile, auto_chunker"
+CHECKPOINTED = "checkpointed chunks"
 TORCH_DEFAULT = "torch op, default"
 TORCH_BEST = "torch op, best"
+CUT = "cut_cross_entropy"
+TITAN_STYLE = "torchtitan-style"
 ENGINE = "LossCompute"
 OWN = "LossCompute, own generator"
 OWN_SMALL = f"{OWN}, 128 rows"
 LINEAR = "linear_cross_entropy"
 OURS = [ENGINE, OWN, OWN_SMALL, LINEAR]
+REPLICAS = {f"{name}, {count} replica{'s' * (count > 1)}": (name, count) for name in (ENGINE, OWN) for count in (1, 4)}
+"""The engine over one device, and over the same device four times."""
+ON_A_CPU = [
+    *(PLAIN, COMPILED, AUTO_CHUNKED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST),
+    *(CUT, "torchtune", TITAN_STYLE, "2018 loop", ENGINE, OWN, LINEAR),
+]
+ON_A_GPU = [
+    *(PLAIN, COMPILED, AUTO_CHUNKED, TORCH_DEFAULT, CUT),
+    *("Liger", "Liger, float32 sums", "quack", ENGINE, LINEAR),
+]
 
 
 class Implementation(NamedTuple):
@@ -29,98 +43,78 @@ class Implementation(NamedTuple):
 
     Args:
         prepare: makes a step for given inputs.
-        smoothing: whether it has label smoothing.
+        missing: why it cannot run here; empty where it can.
+        unsmoothed: why it is not run with label smoothing; empty where it is.
         bias: whether it has a bias; without one it is measured without.
         compiles: whether its first call at a shape compiles.
         note: what a reader of its row must know.
+        smoothed_note: the same of rows with label smoothing.
     """
 
     prepare: Callable[[Inputs], Step]
-    smoothing: bool = True
+    missing: str = ""
+    unsmoothed: str = ""
     bias: bool = True
     compiles: bool = False
     note: str = ""
+    smoothed_note: str = ""
+
+    def why_not(self, problem: Problem) -> str:
+        """Return why it is not run on that problem; empty where it is."""
+        return self.missing or (self.unsmoothed if problem.smoothing else "")
+
+    def notes(self, problem: Problem) -> list[str]:
+        """Return what a reader must know of its row."""
+        return [note for note in (self.note, self.smoothed_note if problem.smoothing else "") if note]
 
 
-class Missing(NamedTuple):
-    """Say why an implementation has no figures here."""
-
-    reason: str
+NO_SMOOTHING = "no label smoothing"
 
 
-def known(best_options: dict[str, Any]) -> dict[str, Implementation]:
-    """Return all of them, installed or not; `best_options` are the fastest options of torch's op."""
+BEST_OPTIONS = {"acc_policy": "accurate", "batch_chunk_size": 1024}
+"""The fastest right options of torch's op in both dtypes, of 18 at N=2,048, D=512, V=8,000 (2026-11-21)."""
+
+
+def known() -> dict[str, Implementation]:
+    """Return all of them, whether they can run here or not."""
+    from torch._inductor import config as inductor
+
+    no_op = _why_without(F, "linear_cross_entropy")
+    liger = why_missing("liger_kernel")
+    of_replicas = {
+        name: Implementation(ours.engine(count, known=engine == ENGINE)) for name, (engine, count) in REPLICAS.items()
+    }
     return {
         PLAIN: Implementation(plain_ways.plain),
-        "torch.compile": Implementation(plain_ways.compiled, compiles=True),
-        AUTO_CHUNKED: Implementation(plain_ways.auto_chunked, smoothing=False, compiles=True),
-        "checkpointed chunks": Implementation(plain_ways.checkpointed),
-        TORCH_DEFAULT: Implementation(peers.torch_op({})),
-        TORCH_BEST: Implementation(peers.torch_op(best_options)),
-        "cut_cross_entropy": Implementation(
-            peers.cut_cross_entropy, smoothing=False, bias=False, compiles=True, note="without bias"
+        COMPILED: Implementation(plain_ways.compiled, compiles=True),
+        AUTO_CHUNKED: Implementation(
+            plain_ways.auto_chunked,
+            _why_without(inductor, "auto_chunker"),
+            "cuts no loss with smoothing, for which it is torch.compile",
+            compiles=True,
         ),
-        "torchtune": Implementation(peers.torchtune, smoothing=False, compiles=True),
-        "torchtitan-style": Implementation(plain_ways.titan_style),
+        CHECKPOINTED: Implementation(plain_ways.checkpointed),
+        TORCH_DEFAULT: Implementation(peers.torch_op({}), no_op, smoothed_note="falls back to full logits"),
+        TORCH_BEST: Implementation(
+            peers.torch_op(BEST_OPTIONS), no_op, "falls back to full logits under smoothing, whatever the options"
+        ),
+        CUT: Implementation(
+            peers.cut_cross_entropy, why_missing(CUT), NO_SMOOTHING, bias=False, compiles=True, note="without bias"
+        ),
+        "torchtune": Implementation(peers.torchtune, why_missing("torchtune"), NO_SMOOTHING, compiles=True),
+        "Liger": Implementation(peers.liger(False), liger),
+        "Liger, float32 sums": Implementation(peers.liger(True), liger),
+        "quack": Implementation(peers.quack, why_missing("quack.linear_cross_entropy"), NO_SMOOTHING, bias=False),
+        TITAN_STYLE: Implementation(plain_ways.titan_style),
         "2018 loop": Implementation(plain_ways.loop_2018, note="its loss is a number"),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
         OWN_SMALL: Implementation(ours.engine(known=False, chunk_tokens=128)),
         LINEAR: Implementation(ours.linear_cross_entropy),
+        **of_replicas,
     }
 
 
-def implementations(best_options: dict[str, Any]) -> dict[str, Implementation | Missing]:
-    """Return the same, with the reason in place of those that cannot run here."""
-    found: dict[str, Implementation | Missing] = {**known(best_options)}
-    for name in ("cut_cross_entropy", "torchtune"):
-        reason = why_missing(name)
-        if reason:
-            found[name] = Missing(reason)
-    reason = plain_ways.why_no_auto_chunker()
-    if reason:
-        found[AUTO_CHUNKED] = Missing(reason)
-    reason = why_no_torch_op()
-    if reason:
-        found[TORCH_DEFAULT] = Missing(reason)
-        found[TORCH_BEST] = Missing(reason)
-    return found
-
-
-def why_no_torch_op() -> str:
-    """Return why torch's own chunked op cannot run; empty where it can."""
-    if hasattr(F, "linear_cross_entropy"):
-        return ""
-    return f"torch {torch.__version__} has none"
-
-
-def over_devices() -> dict[str, Implementation]:
-    """Return the engine over one device and over the same device four times."""
-    found = {}
-    for name, known in ((ENGINE, True), (OWN, False)):
-        found[f"{name}, 1 replica"] = Implementation(ours.engine(1, known))
-        found[f"{name}, 4 replicas"] = Implementation(ours.engine(4, known))
-    return found
-
-
-def why_not(name: str, implementation: Implementation | Missing, problem: Problem) -> str:
-    """Return why it is not run on that problem; empty where it is."""
-    if isinstance(implementation, Missing):
-        return implementation.reason
-    if problem.smoothing and name == AUTO_CHUNKED:
-        return "cuts no loss with smoothing, for which it is torch.compile"
-    if problem.smoothing and not implementation.smoothing:
-        return "no label smoothing"
-    if problem.smoothing and name == TORCH_BEST:
-        return "falls back to full logits under smoothing, whatever the options"
-    return ""
-
-
-def notes(name: str, implementation: Implementation, problem: Problem) -> list[str]:
-    """Return what a reader must know of that row."""
-    found = []
-    if implementation.note:
-        found.append(implementation.note)
-    if problem.smoothing and name == TORCH_DEFAULT:
-        found.append("falls back to full logits")
-    return found
+def _why_without(module: Any, name: str) -> str:
+    """Return why something of torch's cannot run; empty where this version has it."""
+    return "" if hasattr(module, name) else f"torch {torch.__version__} has none"

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss.implementations import Implementation, known
-from benchmarks.loss.plain_ways import CHUNK_ROWS
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import CHUNKED, forward_and_backward, three_products
+from benchmarks.loss.timing import CHUNK_ROWS, CHUNKED, Products, forward_and_backward
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.testing import peak_memory
 
@@ -22,20 +20,15 @@ LIMIT = 600
 CHUNKS_ALLOWED = 1.3
 
 
-def step_peak(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int | str:
-    """Return the peak of an implementation, or of the bare products (`CHUNKED`), or what became of its process."""
-    return in_fresh_process("benchmarks.loss.memory", _named_peak, name, problem, device, options)
-
-
-def in_fresh_process(module: str, measure: Callable[..., int], *arguments: object) -> int | str:
+def in_fresh_process(modules: list[str], measure: Callable[..., int], *arguments: object) -> int | str:
     """Return what `measure` returns in a process of its own, or what became of that process.
 
-    `module` has `measure`, and imports all that is not to count; every call of one run must name the same.
+    `modules` import all that is not to count; every call of one run must name the same.
     """
     # A fresh process, whose peak is the step's own. A fork of this one would inherit its memory; the fork server has
     # imported torch once for all of them
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
+    context.set_forkserver_preload(modules)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, torch.get_num_threads(), measure, *arguments))
     process.start()
@@ -59,39 +52,26 @@ def _send(pipe: Connection, threads: int, measure: Callable[..., int], *argument
     pipe.send(measure(*arguments))
 
 
-def _named_peak(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int:
-    if name == CHUNKED:
-        return _products_peak(problem, device)
-    return _own_step_peak(known(options)[name], problem, device)
-
-
-def _own_step_peak(implementation: Implementation, problem: Problem, device: str) -> int:
-    """Return this process's peak during one step, above what the inputs take.
+def peak_of(subject: Any, part: str, name: str, problem: Problem) -> int:
+    """Return this process's peak during one step of an implementation, or of the bare products (`CHUNKED`).
 
     Lazily loaded code is not the step's memory: a tiny step goes first. An implementation that compiles has compiled
     at the real shape.
     """
-    x = Inputs.drawn(problem, device, bias=implementation.bias)
-    small = Inputs.drawn(tiny(problem), device, bias=implementation.bias)
-    forward_and_backward(small, implementation.prepare(small))()
-    step = forward_and_backward(x, implementation.prepare(x))
-    if implementation.compiles:
-        step()
-        x.clear()
-    return peak_memory.peak_bytes(step, device)
-
-
-def _products_peak(problem: Problem, device: str) -> int:
-    """Return what the matrix libraries take for the three products alone, their operands and results aside."""
-    warm_up = three_products(Inputs.drawn(tiny(problem), device), CHUNK_ROWS)
-    step = three_products(Inputs.drawn(problem, device), CHUNK_ROWS)
+    small = problem._replace(rows=64, width=8, vocab_size=16)
+    if name == CHUNKED:
+        # What the matrix libraries take for the three products, their operands and results aside
+        warm_up, products = (Products(Inputs.drawn(each, "cpu"), CHUNK_ROWS) for each in (small, problem))
+        warm_up.run(CHUNK_ROWS)
+        return peak_memory.peak_bytes(lambda: products.run(CHUNK_ROWS))
+    way = subject.ways(part, problem)[name]
+    warm_up, step = (
+        forward_and_backward(way.prepare(Inputs.drawn(each, "cpu", bias=way.bias))) for each in (small, problem)
+    )
     warm_up()
-    return peak_memory.peak_bytes(step, device)
-
-
-def tiny(problem: Problem) -> Problem:
-    """Return a problem of the same kind on which lazily loaded code is loaded."""
-    return problem._replace(rows=64, width=8, vocab_size=16)
+    if way.compiles:
+        step()
+    return peak_memory.peak_bytes(step)
 
 
 def allowed_bytes(problem: Problem, device: str) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +14,8 @@ from torch import Tensor
 from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs
 from seqpar.testing.conformance.adapter import quietly
-from seqpar.testing.conformance.report import installed_version
 
 TUNE_CHUNKS = 8
-PEERS = {
-    "cpu": ["cut-cross-entropy", "torchtune", "torchao"],
-    "cuda": ["triton", "cut-cross-entropy", "liger-kernel", "quack-kernels"],
-}
-"""The peers by their names in the package index; torchtune needs torchao."""
-
-
-def versions(device: str, peers: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the versions of Python, torch, seqpar and the peers; None are those of the loss on that device."""
-    found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
-    if peers is None:
-        peers = PEERS.get(device.split(":")[0], [])
-    for name in ["seqpar", *peers]:
-        found[name] = installed_version(name)
-    return found
 
 
 def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
@@ -60,15 +42,6 @@ def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
         return step
 
     return prepare
-
-
-def torch_op_choices(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return the options of torch's op worth trying: those its documentation names, over sensible chunks."""
-    sum_dtypes: list[torch.dtype | None] = [None]
-    if dtype.itemsize < 4:
-        sum_dtypes.append(torch.float32)
-    tried = itertools.product(["compact", "balanced", "accurate"], [512, 1024, 2048], sum_dtypes)
-    return [{"acc_policy": policy, "batch_chunk_size": rows, "acc_dtype": kind} for policy, rows, kind in tried]
 
 
 def cut_cross_entropy(x: Inputs) -> Step:

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.loss.problems import IGNORED, Inputs
 
-Step = Callable[[], Tensor]
+Step = Callable[[], Tensor | None]
+"""Returns the loss, or None where it has gone back itself."""
 CHUNK_ROWS = 512
 TITAN_CHUNKS = 8
 STEPS_2018 = 5
@@ -49,15 +50,6 @@ def auto_chunked(x: Inputs) -> Step:
     options = {"auto_chunker.enable": True, "fx_graph_cache": False}
     summed = torch.compile(_summed, dynamic=False, options=options)
     return lambda: summed(x.hidden, x.weight, x.bias, x.target, x.problem.smoothing) / x.tokens
-
-
-def why_no_auto_chunker() -> str:
-    """Return why Inductor has no `auto_chunker`; empty where it has."""
-    from torch._inductor import config
-
-    if hasattr(config, "auto_chunker"):
-        return ""
-    return f"torch {torch.__version__} has none"
 
 
 def checkpointed(x: Inputs) -> Step:

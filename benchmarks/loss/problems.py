@@ -6,7 +6,7 @@ Shape suffixes: B batch, T time, N rows (B*T), D hidden, V vocabulary.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,29 @@ class Problem(NamedTuple):
         if not self.bias:
             words.append("no bias")
         return " ".join([*words, f"smoothing={self.smoothing:g}", self.dtype_name])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the problem's numbers by name; `read` is the inverse."""
+        return {**self._asdict(), "dtype": self.dtype_name}
+
+    @classmethod
+    def read(cls, numbers: dict[str, Any]) -> Problem:
+        """Return the problem whose numbers are these."""
+        return cls(**{**numbers, "dtype": getattr(torch, numbers["dtype"])})
+
+    @property
+    def title(self) -> str:
+        """Return the problem in short, as a reader knows it."""
+        words = [self.shape_title]
+        if self.smoothing:
+            words.append(f"smoothing {self.smoothing:g}")
+        return ", ".join([*words, self.dtype_name])
+
+    @property
+    def shape_title(self) -> str:
+        """Return its shape in short, as a reader knows it."""
+        shape = f"{self.rows:,} x {self.width:,} x {self.vocab_size:,}"
+        return f"{shape}, {self.padding:.0%} padding" if self.padding else shape
 
     @property
     def shape(self) -> str:

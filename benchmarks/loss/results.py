@@ -1,8 +1,7 @@
 """Read and write the file of measurements: what was measured on what, and the figures, part by part.
 
 {"date", "device", "hardware", "threads", "versions", "commands": [...],
- "torch op options": {dtype: {"best": {...}, "tried": [...]}},
- "checks": {"<dtype> smoothing=<s>": {name: {"errors": {...}, "wrong": [...]}}},
+ "checks": {dtype and kind: {name: [what is wrong]}},
  "parts": {part: {problem: {...}}}}
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import statistics
 from collections.abc import Sequence
 from datetime import date
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss.peers import versions
+from benchmarks.loss.problems import Problem
 from recipes.translation.training.machine import processor
+from seqpar.testing.conformance.report import installed_version
 
 Results = dict[str, Any]
 Entry = dict[str, Any]
@@ -28,12 +29,12 @@ MIB = 2**20
 FOLDER = Path("docs/results")
 
 
-def default_path(device: str, subject: str = "loss") -> Path:
+def default_path(device: str, subject: str) -> Path:
     """Return today's file."""
     return FOLDER / f"{stem(device, subject)}-{date.today()}.json"
 
 
-def newest_path(device: str, subject: str = "loss") -> Path:
+def newest_path(device: str, subject: str) -> Path:
     """Return the file of the latest date."""
     name = stem(device, subject)
     found = sorted(FOLDER.glob(f"{name}-20*.json"))
@@ -42,19 +43,20 @@ def newest_path(device: str, subject: str = "loss") -> Path:
     return found[-1]
 
 
-def stem(device: str, subject: str = "loss") -> str:
+def stem(device: str, subject: str) -> str:
     """Return how the names of the files about that device begin."""
     if device == "cpu":
         return subject
     return f"{subject}-{torch.device(device).type}"
 
 
-def load(path: Path, device: str, command: str, peers: Sequence[str] | None = None) -> Results:
-    """Return the file's measurements so far, with this command added; `peers` of None are those of the loss."""
-    found = versions(device, peers)
-    here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": found}
+def load(path: Path, device: str, command: str, peers: Sequence[str]) -> Results:
+    """Return the file's measurements so far, with this command added; `peers` are packages."""
+    versions = {"Python": platform.python_version(), "torch": str(torch.__version__)}
+    versions |= {name: installed_version(name) for name in ("seqpar", *peers)}
+    here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions}
     if path.exists():
-        results: Results = json.loads(path.read_text())
+        results = read(path)
         # Figures of different machines or versions must not be compared within one file
         for name, value in here.items():
             if results[name] != value:
@@ -65,12 +67,17 @@ def load(path: Path, device: str, command: str, peers: Sequence[str] | None = No
             "device": device,
             **here,
             "commands": [],
-            "torch op options": {},
             "checks": {},
             "parts": {},
         }
     if command not in results["commands"]:
         results["commands"].append(command)
+    return results
+
+
+def read(path: Path) -> Results:
+    """Return the measurements of a file."""
+    results: Results = json.loads(path.read_text())
     return results
 
 
@@ -87,6 +94,22 @@ def hardware(device: str) -> str:
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {os.cpu_count()} cores"
+
+
+def entries_of(results: Results, part: str) -> list[Entry]:
+    """Return the entries of a part, those that were measured first first."""
+    return list(results["parts"].get(part, {}).values())
+
+
+def problem_of(entry: Entry) -> Problem:
+    """Return the problem of an entry."""
+    return Problem.read(entry["problem"])
+
+
+def peak(entry: Entry, name: str) -> int | None:
+    """Return the peak bytes of an implementation, or None where there is no figure."""
+    found = entry["peak bytes"].get(name)
+    return found if isinstance(found, int) else None  # text says what became of the process
 
 
 def floor_seconds(entry: Entry) -> float:

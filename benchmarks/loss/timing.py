@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from benchmarks.loss.plain_ways import CHUNK_ROWS, Step
 from benchmarks.loss.problems import IGNORED, Inputs, Problem, fits_comfortably
@@ -22,47 +22,30 @@ LINE_EVERY = 10.0
 
 
 class Progress:
-    """Print lines on stderr: how much of a part is done, how fast, and how long the rest will take.
+    """Print lines on stderr: how much of a part is done, and how long the rest will take.
 
     Args:
         title: the part's name.
-        total: all of the part's work, in any unit.
+        total: how many runs there are.
     """
 
-    def __init__(self, title: str, total: float) -> None:
+    def __init__(self, title: str, total: int) -> None:
         self.title = title
         self.total = total
-        self.done = 0.0
-        self.runs = 0
+        self.done = 0
         self.started = time.monotonic()
         self.printed = self.started
 
-    def add(self, work: float, what: str) -> None:
-        """Count a run and its work; print a line if the last one is a while ago."""
-        self.done += work
-        self.runs += 1
+    def add(self, what: str) -> None:
+        """Count a run; print a line if the last one is a while ago."""
+        self.done += 1
         now = time.monotonic()
         if now - self.printed < LINE_EVERY:
             return
         self.printed = now
-        spent = now - self.started
-        left = spent * max(0.0, self.total / self.done - 1)
-        rate = f"{self.runs / spent * 60:.0f} runs a minute"
-        print(
-            f"[{self.title}] {self.done / self.total:.0%} in {clock(spent)}, {rate}, {clock(left)} left; {what}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def clock(seconds: float) -> str:
-    """Return minutes and seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def three_products(x: Inputs, rows: int | None) -> Callable[[], None]:
-    """Return the three matrix products that a loss and its gradients need."""
-    return bare_products(x, rows, PRODUCTS)
+        left = (now - self.started) * max(0.0, self.total / self.done - 1)
+        line = f"[{self.title}] {self.done / self.total:.0%}, {left / 60:.0f} minutes left; {what}"
+        print(line, file=sys.stderr, flush=True)
 
 
 class Products:
@@ -72,71 +55,54 @@ class Products:
 
     Args:
         x: the inputs.
-        rows: the most rows at a time; None takes all at once.
+        most: the most rows at a time; None is all.
     """
 
-    def __init__(self, x: Inputs, rows: int | None) -> None:
+    def __init__(self, x: Inputs, most: int | None) -> None:
         self.unpadded_KD = x.hidden.detach()[x.target != IGNORED]
         self.weight_VD = x.weight.detach()
-        count = len(self.unpadded_KD)
-        if rows is not None:
-            count = min(rows, count)
-        self.logits_KV = self.weight_VD.new_ones(count, len(self.weight_VD))
+        self.logits_KV = self.weight_VD.new_ones(self._count(most), len(self.weight_VD))
         self.hidden_grad_KD = torch.ones_like(self.unpadded_KD)
         self.weight_grad_VD = torch.ones_like(self.weight_VD)
 
+    def _count(self, rows: int | None) -> int:
+        return min(rows or len(self.unpadded_KD), len(self.unpadded_KD))
 
-def bare_products(
-    x: Inputs, rows: int | None, wanted: Collection[str], memory: Products | None = None
-) -> Callable[[], None]:
-    """Return matrix products, `rows` at a time or all at once (None).
-
-    They write into memory that is there already: `memory`, made for at least as many rows, or their own. `wanted` are
-    some of PRODUCTS.
-    """
-    memory = memory or Products(x, rows)
-    unpadded_KD = memory.unpadded_KD
-    weight_VD = memory.weight_VD
-    hidden_grad_KD = memory.hidden_grad_KD
-    weight_grad_VD = memory.weight_grad_VD
-    count = len(unpadded_KD)
-    if rows is not None:
-        count = min(rows, count)
-    logits_KV = memory.logits_KV[:count]
-
-    def step() -> None:
-        for start in range(0, len(unpadded_KD), count):
-            hidden_KD = unpadded_KD[start : start + count]
-            product_KV = logits_KV[: len(hidden_KD)]
+    def run(self, rows: int | None, wanted: Collection[str] = PRODUCTS) -> None:
+        """Make products, `rows` at a time or all at once (None); all three are what a loss and its gradients need."""
+        count = self._count(rows)
+        for start in range(0, len(self.unpadded_KD), count):
+            hidden_KD = self.unpadded_KD[start : start + count]
+            product_KV = self.logits_KV[: len(hidden_KD)]
             if "logits" in wanted:
-                torch.mm(hidden_KD, weight_VD.t(), out=product_KV)
+                torch.mm(hidden_KD, self.weight_VD.t(), out=product_KV)
             if "hidden gradient" in wanted:
-                torch.mm(product_KV, weight_VD, out=hidden_grad_KD[start : start + count])
-            if "weight gradient" not in wanted:
-                continue
+                torch.mm(product_KV, self.weight_VD, out=self.hidden_grad_KD[start : start + count])
             # The sum over the chunks: the first product writes it, the others add to it
-            if start:
-                weight_grad_VD.addmm_(product_KV.t(), hidden_KD)
-            else:
-                torch.mm(product_KV.t(), hidden_KD, out=weight_grad_VD)
+            if "weight gradient" in wanted and start:
+                self.weight_grad_VD.addmm_(product_KV.t(), hidden_KD)
+            elif "weight gradient" in wanted:
+                torch.mm(product_KV.t(), hidden_KD, out=self.weight_grad_VD)
 
-    return step
+
+def sizes_of_products(x: Inputs) -> dict[str, int | None]:
+    """Return how many rows at a time are tried, by name: 512 and, where all logits fit comfortably, all (None)."""
+    if fits_comfortably(x.problem, x.device):
+        return {CHUNKED: CHUNK_ROWS, WHOLE: None}
+    return {CHUNKED: CHUNK_ROWS}
 
 
 def floors(x: Inputs) -> dict[str, Callable[[], None]]:
     """Return the products in chunks and, where all logits fit comfortably, all at once."""
-    found = {CHUNKED: three_products(x, CHUNK_ROWS)}
-    if fits_comfortably(x.problem, x.device):
-        found[WHOLE] = three_products(x, None)
-    return found
+    return {name: partial(Products(x, rows).run, rows) for name, rows in sizes_of_products(x).items()}
 
 
-def forward_and_backward(x: Inputs, step: Step) -> Callable[[], None]:
+def forward_and_backward(step: Step) -> Callable[[], None]:
     """Return the step followed by its backward, unless the step has done that itself."""
 
     def run() -> None:
-        loss: Tensor = step()
-        if loss.requires_grad:
+        loss = step()
+        if loss is not None and loss.requires_grad:
             loss.backward()
 
     return run

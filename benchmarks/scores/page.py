@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.loss.results import MIB, Entry, Results, stem
-from benchmarks.scores.measure import fastest_products, products_seconds
+from benchmarks.loss.report import check_table, how_measured
+from benchmarks.loss.results import MIB, Entry, Results, entries_of, peak, problem_of, read, stem
+from benchmarks.loss.timing import CHUNKED, WHOLE
 from benchmarks.scores.ways import BY_HAND, CASES, FLOAT32, INVARIANT, OURS, TRL_TILES, WAYS, Case
 from seqpar.testing.markdown_table import markdown_table
 
@@ -24,45 +24,31 @@ MEASURED = """\
 The ways take turns in one process; all of one column are measured in the same rounds. A step is forward, and backward
 from one random number per score, after compilation. Memory is measured in a fresh process. "TRL, functions of logits"
 are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles", TRL's default, has tiles of 4,096
-rows x 32,768 classes; "logsumexp" is `logits.gather(...) - logits.logsumexp(-1)` in float32. Measure again, or print
-the tables of every case:
+rows x 32,768 classes; "logsumexp" is `logits.gather(...) - logits.logsumexp(-1)` in float32.
 """
 SHOWN = [Case("hidden and projection", entropy=False)]
 """The cases on the page; `--render` prints all of them."""
 
 
+CHECKED = """\
+Compared with plain torch in float64, at 256 x 24 x 1,000; wrong is more than twice as far from it as plain torch in the
+same dtype.
+"""
+
+
 def write(path: Path) -> None:
     """Write the page next to the file of measurements."""
-    results: Results = json.loads(path.read_text())
-    page = path.parent / f"{stem(results['device'], 'scores')}.md"
-    page.write_text("\n".join(document(results, path.name)) + "\n")
-    print(f"written: {page}")
-
-
-def document(results: Results, source: str) -> list[str]:
-    """Return the lines of the whole page."""
-    entries = list(results["parts"].values())
-    page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), ""]
+    results = read(path)
+    page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(results), ""]
     # What a reader must know of figures that were measured before a change, and what was measured since
-    page += [disturbance(entries), "", *results.get("remarks", []), LEGEND]
-    page += tables(results, SHOWN)
-    page += [*check_table(results), "## How it was measured", ""]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    page += [
-        f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}; {versions}."
-    ]
-    page += [f"[{source}]({source}) has every figure.", "", MEASURED]
-    return [*page, "```", "python -m benchmarks.scores", "python -m benchmarks.scores --render", "```"]
-
-
-def tables(results: Results, cases: Iterable[Case]) -> list[str]:
-    """Return a table for each case that has figures, under its title."""
-    page = []
-    for case in cases:
-        of_case = [entry for entry in results["parts"].values() if str(case) in entry["cases"]]
-        if of_case:
-            page += [f"## {heading(case)}", "", *case_table(results, case, of_case), ""]
-    return page
+    page += [disturbance(results), "", *results.get("remarks", []), LEGEND]
+    for case in SHOWN:
+        if of_case := entries_of(results, str(case)):
+            page += [f"## {heading(case)}", "", *case_table(results, case, of_case)]
+    page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED, "python -m benchmarks.scores")]
+    written = path.parent / f"{stem(results['device'], 'scores')}.md"
+    written.write_text("\n".join(page) + "\n")
+    print(f"written: {written}")
 
 
 def heading(case: Case) -> str:
@@ -79,79 +65,69 @@ def heading(case: Case) -> str:
 
 def case_table(results: Results, case: Case, entries: list[Entry]) -> list[str]:
     """Return a table with a row for every way and a column for every problem."""
-    titles = []
-    floors = []
-    for entry in entries:
-        problem = entry["problem"]
-        dtype = problem["dtype"]
-        titles.append(f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}, {dtype}")
-        floors.append(f"{fastest_products(entry['cases'][str(case)], case, dtype):.2f}")
+    titles = [problem_of(entry).title for entry in entries]
+    floors = [f"{products_seconds(entry, case, problem_of(entry).dtype_name, min):.2f}" for entry in entries]
     rows = [["bare products, s", *floors]]
     for name, way in WAYS.items():
-        cells = [cell(results, entry, case, name) for entry in entries]
+        cells = [_cell(results, entry, case, name) for entry in entries]
         if any(cell != "-" for cell in cells):
             kept = " (k)" if way.kept and case.gradients != "nothing" else ""
             rows.append([name + kept, *cells])
-    return markdown_table(["", *titles], rows).splitlines()
+    reasons = {f"- {name}: not run: {why}" for entry in entries for name, why in entry["not run"].items()}
+    return [*markdown_table(["", *titles], rows).splitlines(), "", *sorted(reasons)]
 
 
-def cell(results: Results, entry: Entry, case: Case, name: str) -> str:
+def _cell(results: Results, entry: Entry, case: Case, name: str) -> str:
     """Return time over that of the products, and memory."""
-    found = entry["cases"][str(case)]
-    times = found["seconds"].get(name)
-    if not times:
+    if name not in entry["seconds"]:
         return "-"
-    text = f"{fastest_ratio(entry, case, name):.2f} ({ratio(entry, case, name):.2f})"
-    peak = found["peak bytes"][name]
-    if isinstance(peak, int):
-        text += f"; {peak / MIB:,.0f} MiB"
-    else:
-        text += f"; {peak}"  # text says what became of the process
-    if results["checks"].get(f"{entry['problem']['dtype']}: {case}", {}).get(name):
-        text += " *"
-    return text
+    text = f"{ratio(entry, case, name, min):.2f} ({ratio(entry, case, name):.2f}); "
+    found = peak(entry, name)
+    text += str(entry["peak bytes"][name]) if found is None else f"{found / MIB:,.0f} MiB"
+    wrong = results["checks"].get(f"{problem_of(entry).dtype_name}: {case}", {}).get(name)
+    return f"{text} *" if wrong else text
 
 
-def _dtype(entry: Entry, name: str) -> str:
-    """Return the dtype of a way's products."""
-    products = WAYS[name].products
-    if products is None:
-        return str(entry["problem"]["dtype"])
-    return str(products).removeprefix("torch.")
+Middle = Callable[[list[float]], float]
+"""Which of a way's times counts: the median, or the fastest, which a shared machine disturbs least."""
 
 
-def ratio(entry: Entry, case: Case, name: str) -> float:
-    """Return a way's median time over that of the products."""
-    found = entry["cases"][str(case)]
-    return statistics.median(found["seconds"][name]) / products_seconds(found, case, _dtype(entry, name))
+def ratio(entry: Entry, case: Case, name: str, middle: Middle = statistics.median) -> float:
+    """Return a way's time over that of the products."""
+    dtype = problem_of(entry).dtype_name
+    if name in WAYS and (products := WAYS[name].products):
+        dtype = str(products).removeprefix("torch.")
+    return middle(entry["seconds"][name]) / products_seconds(entry, case, dtype, middle)
 
 
-def fastest_ratio(entry: Entry, case: Case, name: str) -> float:
-    """Return a way's fastest time over that of the products, which a shared machine disturbs least."""
-    found = entry["cases"][str(case)]
-    return min(found["seconds"][name]) / fastest_products(found, case, _dtype(entry, name))
+def products_seconds(entry: Entry, case: Case, dtype: str, middle: Middle = statistics.median) -> float:
+    """Return the time of the products of a case, in chunks or all at once, whichever is faster."""
+    times = entry["floor seconds"]
+    found = [
+        sum(count * middle(times[f"{dtype}: {name}, {size}"]) for name, count in case.products.items())
+        for size in (CHUNKED, WHOLE)
+        if f"{dtype}: logits, {size}" in times
+    ]
+    return min(found)
 
 
-def findings(entries: list[Entry]) -> list[str]:
+def findings(results: Results) -> list[str]:
     """Return in words what the tables say."""
     lines = []
+    every = [(case, entry) for case in CASES for entry in entries_of(results, str(case))]
     for dtype in ("float32", "bfloat16"):
-        of_dtype = [entry for entry in entries if entry["problem"]["dtype"] == dtype]
+        of_dtype = [(case, entry) for case, entry in every if problem_of(entry).dtype_name == dtype]
         words = [f"`token_scores` takes {_range(of_dtype, OURS)} the bare products' time"]
         words += [f"{name} {_range(of_dtype, name)}" for name in (TRL_TILES, BY_HAND)]
         if of_dtype:
             lines.append(f"- {dtype}: {', '.join(words)} (fastest runs).")
+    entries = [entry for _, entry in every]
     lines += [f"- {text}" for text in (_memory(entries), _cost(entries, INVARIANT), _cost(entries, FLOAT32)) if text]
     return lines
 
 
-def _range(entries: list[Entry], name: str) -> str:
-    ratios = [
-        fastest_ratio(entry, case, name)
-        for entry in entries
-        for case in CASES
-        if name in entry["cases"].get(str(case), {}).get("seconds", {})
-    ]
+def _range(every: list[tuple[Case, Entry]], name: str) -> str:
+    ratios = [ratio(entry, case, name, min) for case, entry in every if name in entry["seconds"]]
     if not ratios:
         return "(not measured)"
     return f"{min(ratios):.2f} to {max(ratios):.2f} times"
@@ -161,12 +137,10 @@ def _memory(entries: list[Entry]) -> str:
     """Return how much less memory than the ways that keep the logits, over all cases."""
     factors = []
     for entry in entries:
-        for found in entry["cases"].values():
-            peaks = found["peak bytes"]
-            own = peaks.get(OURS)
-            others = [peaks[name] for name in (BY_HAND, TRL_TILES) if isinstance(peaks.get(name), int)]
-            if isinstance(own, int) and own > 0 and others:
-                factors.append(min(others) / own)
+        own = peak(entry, OURS)
+        others = [found for name in (BY_HAND, TRL_TILES) if (found := peak(entry, name)) is not None]
+        if own and own > 0 and others:
+            factors.append(min(others) / own)
     if not factors:
         return ""
     return (
@@ -177,46 +151,23 @@ def _memory(entries: list[Entry]) -> str:
 
 def _cost(entries: list[Entry], name: str) -> str:
     """Return a choice's time over that of the default."""
-    factors = [
-        min(found["seconds"][name]) / min(found["seconds"][OURS])
-        for entry in entries
-        for found in entry["cases"].values()
-        if name in found["seconds"]
-    ]
-    if not factors:
+    times = [entry["seconds"] for entry in entries if name in entry["seconds"]]
+    if not times:
         return ""
+    factors = [min(each[name]) / min(each[OURS]) for each in times]
     return f"`{name}` takes {min(factors):.2f} to {max(factors):.2f} times as long as the default (fastest runs)."
 
 
-def check_table(results: Results) -> list[str]:
-    """Return what is further from float64 than it may be, at a small problem."""
-    rows = []
-    for where, names in results["checks"].items():
-        for name, wrong in names.items():
-            if wrong:
-                rows.append([name, where, "; ".join(wrong)])
-    if not rows:
-        return ["Every way is at most twice as far from float64 as plain torch (256 x 24 x 1,000).", ""]
-    text = "Further than twice plain's distance from float64, at 256 x 24 x 1,000:"
-    return ["## Correctness", "", text, "", *markdown_table(["way", "in", "what"], rows).splitlines(), ""]
-
-
-def disturbance(entries: list[Entry]) -> str:
+def disturbance(results: Results) -> str:
     """Return whether anything else ran, and how far the runs of a way are apart."""
-    loads = []
-    spreads = []
-    rounds = []
-    for entry in entries:
-        for found in entry["cases"].values():
-            loads.append(found["load average before"])
-            for times in found["seconds"].values():
-                spreads.append(statistics.median(times) / min(times))
-                rounds.append(len(times))
-    if not loads:
+    entries = [entry for case in CASES for entry in entries_of(results, str(case))]
+    times = [taken for entry in entries for taken in entry["seconds"].values()]
+    if not times:
         return ""
-    spread = statistics.mean(spreads)
+    spread = statistics.mean(statistics.median(taken) / min(taken) for taken in times)
+    rounds = [len(taken) for taken in times]
     text = f"{min(rounds)} to {max(rounds)} rounds; medians are on average {spread:.2f} times the fastest runs."
-    if max(loads) > QUIET:
-        text += f" **Other work ran on the machine** (load average up to {max(loads):.1f} before the start): times are"
-        text += " rough."
+    load = max(entry["load average before"] for entry in entries)
+    if load > QUIET:
+        text += f" **Other work ran on the machine** (load average up to {load:.1f} before the start): times are rough."
     return text

@@ -101,14 +101,15 @@ def ours(**options: Any) -> Callable[[Inputs, bool], Callable[[], Scores]]:
 
 def trl_full(x: Inputs, entropy: bool) -> Callable[[], Scores]:
     """Use TRL's functions of logits, on the logits of sentences."""
-    trl = _trl()
+    from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
+
     hidden_BTD, target_BT = x.sentences()
 
     def scores() -> Scores:
         logits_BTV = F.linear(hidden_BTD, x.weight)
         if not entropy:
-            return trl.utils.selective_log_softmax(logits_BTV, target_BT).flatten(), None
-        log_prob, entropies = trl.utils.selective_log_softmax_and_entropy(logits_BTV, target_BT)
+            return selective_log_softmax(logits_BTV, target_BT).flatten(), None
+        log_prob, entropies = selective_log_softmax_and_entropy(logits_BTV, target_BT)
         return log_prob.flatten(), entropies.flatten()
 
     return scores
@@ -116,27 +117,15 @@ def trl_full(x: Inputs, entropy: bool) -> Callable[[], Scores]:
 
 def trl_tiles(x: Inputs, entropy: bool) -> Callable[[], Scores]:
     """Use the function to which TRL's `add_fused_lm_head` hands hidden states, as its trainers set it."""
-    trl = _trl()
+    from trl.kernels import ChunkedLogProbFunction
+
     wanted = ("log_probs", "entropy") if entropy else ("log_probs",)
 
     def scores() -> Scores:
-        found = trl.head.apply(x.hidden, x.weight, None, x.target, 1.0, TILE_CLASSES, None, 1.0, wanted)
+        found = ChunkedLogProbFunction.apply(x.hidden, x.weight, None, x.target, 1.0, TILE_CLASSES, None, 1.0, wanted)
         return found[0], found[1]
 
     return scores
-
-
-class _Trl(NamedTuple):
-    utils: Any
-    head: Any
-
-
-def _trl() -> _Trl:
-    """Return TRL's functions; importing it takes seconds."""
-    import trl.trainer.utils as utils
-    from trl.kernels import ChunkedLogProbFunction
-
-    return _Trl(utils, ChunkedLogProbFunction)
 
 
 def _by_hand(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, entropy: bool) -> Scores:
@@ -159,19 +148,6 @@ def compiled(x: Inputs, entropy: bool) -> Callable[[], Scores]:
     """Use `torch.compile` of the same."""
     function = torch.compile(_by_hand, dynamic=False)
     return lambda: function(x.hidden, x.weight, x.target, entropy)
-
-
-def plain(x: Inputs, entropy: bool) -> Callable[[], Scores]:
-    """Use `log_softmax` of all logits: what the checks compare with. It is not timed."""
-
-    def scores() -> Scores:
-        log_p_NV = F.linear(x.hidden, x.weight).log_softmax(-1)
-        log_prob_N = log_p_NV.gather(-1, x.target.unsqueeze(-1)).squeeze(-1)
-        if not entropy:
-            return log_prob_N, None
-        return log_prob_N, -(log_p_NV.exp() * log_p_NV).sum(-1)
-
-    return scores
 
 
 OURS = "token_scores"

@@ -20,11 +20,10 @@ from importlib.util import find_spec
 import torch
 
 from benchmarks.loss.memory import in_fresh_process
-from benchmarks.loss.results import hardware
+from benchmarks.loss.results import MIB, hardware
 from benchmarks.trainers.steps import KINDS, Size, step_peak
 from seqpar.testing.markdown_table import markdown_row, markdown_table
 
-MIB = 2**20
 HEADER = ("trainer", "as it comes, MiB", "seqpar, MiB", "times less")
 
 
@@ -34,7 +33,7 @@ def rows(size: Size, only: list[str] | None = None) -> Iterator[list[str]]:
         if not find_spec(kind.package) or (only and not any(part in name for part in only)):
             continue
         stock, own = (
-            in_fresh_process("benchmarks.trainers.steps", step_peak, name, size, ours) for ours in (False, True)
+            in_fresh_process(["benchmarks.trainers.steps"], step_peak, name, size, ours) for ours in (False, True)
         )
         figures = [f"{each / MIB:,.0f}" if isinstance(each, int) else each for each in (stock, own)]
         less = f"{stock / own:.1f}" if isinstance(stock, int) and isinstance(own, int) else "-"

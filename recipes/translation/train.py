@@ -51,6 +51,7 @@ from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.machine import return_free_memory
+from recipes.translation.training.opened_models import OpenedModel, opened
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
 from recipes.translation.training.parts import local_of
 from recipes.translation.training.positions import check_positions
@@ -102,17 +103,17 @@ def train_on(
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     settings = with_steps(settings, corpus.train)
-    teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
-    state = TrainingState(data=corpus.fingerprint, teacher=teacher.digest if teacher else "")
+    teacher = opened_teacher(config, corpus, ranks)
+    state = TrainingState(data=corpus.fingerprint, teacher=teacher.saved.digest if teacher else "")
     if saved:
         state = saved.state
     check_same_data(corpus, saved, run)
-    check_same_teacher(teacher, state, run)
+    check_same_teacher(teacher and teacher.saved, state, run)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
     model, weights = first_model(config, corpus, saved, ranks)
     size = size_of(model)
     share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
-    layout = Layout(model, weights, config, axes, devices, ranks, teacher.model if teacher else None)
+    layout = Layout(model, weights, config, axes, devices, ranks, teacher)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
@@ -169,7 +170,7 @@ def train_on(
             training.save_if_due()
         if stopped_by and state.step != saver.saved_step:
             training.save_between()
-    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus, settings.steps))
+    return summarize(config, state, stopped_by, corpus, settings.steps, ranks)
 
 
 def check_end(
@@ -195,6 +196,14 @@ def resumed(config: RunConfig, fresh: bool, ranks: Ranks) -> SavedTraining | Non
     if state is None:
         return None
     return saved or SavedTraining({}, {}, state)
+
+
+def opened_teacher(config: RunConfig, corpus: Corpus, ranks: Ranks) -> OpenedModel | None:
+    """Return the model whose predictions are learned from, in the weights' dtype of the training; None without one."""
+    settings = config.training
+    if not settings.teacher or not settings.teacher_weight:
+        return None
+    return opened(lambda: load_teacher(config, corpus.source, corpus.target), ranks, WEIGHTS[settings.precision])
 
 
 def first_model(

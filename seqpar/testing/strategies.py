@@ -1,14 +1,16 @@
 """Draw small cases of a chunked, multi-device loss with hypothesis, odd and tiny sizes included.
 
-@given(cases())                          # everything at once
-def test_my_loss(case): ...
+A test takes whole cases, or pieces of them for a model of its own:
 
-@given(st.data())                        # or piece by piece, for a model of your own
-def test_my_model(data):
-    shape = data.draw(shapes())
-    target = data.draw(targets(shape, vocab_size=11, padding=0))
-    assert_same_loss(generator, data.draw(criteria(11, padding=0)), hidden, target,
-                     devices=data.draw(device_lists()), **data.draw(chunkings(*shape)))
+    @given(cases())                          # everything at once
+    def test_my_loss(case): ...
+
+    @given(st.data())                        # or piece by piece, for a model of your own
+    def test_my_model(data):
+        shape = data.draw(shapes())
+        target = data.draw(targets(shape, vocab_size=11, padding=0))
+        assert_same_loss(generator, data.draw(criteria(11, padding=0)), hidden, target,
+                         devices=data.draw(device_lists()), **data.draw(chunkings(*shape)))
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The implementations in the loss benchmark are right where it says so, and its figures are those of the runs."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -9,13 +7,13 @@ from torch._inductor import metrics
 from torch.testing import assert_close
 
 import seqpar
-from benchmarks.gpu.training import plain_loss
-from benchmarks.loss import gpu, ours, peers, plain_ways, report, results, targets
+from benchmarks.loss import engine, ours, peers, plain_ways, report, results, targets
 from benchmarks.loss.checks import kit_inputs, what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
+from benchmarks.loss.parts import Loss
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
-from benchmarks.loss.timing import Progress, floors
-from seqpar.core.chunks import rows_per_chunk
+from benchmarks.loss.timing import floors
+from benchmarks.seq2seq_peers import plain_loss
 from seqpar.testing.conformance.problem import deviations
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
@@ -61,15 +59,15 @@ def test_a_part_of_the_targets_the_kit_draws_is_padding():
 
 def test_a_factor_on_the_loss_that_is_ignored_is_named():
     problem = TINY._replace(dtype=torch.float32)
-    assert what_is_wrong(Implementation(plain_ways.titan_style), problem, "cpu")[1] == ["ignores a factor on the loss"]
-    assert not what_is_wrong(Implementation(plain_ways.plain), problem, "cpu")[1]
+    assert what_is_wrong(Implementation(plain_ways.titan_style), problem, "cpu") == ["ignores a factor on the loss"]
+    assert not what_is_wrong(Implementation(plain_ways.plain), problem, "cpu")
 
 
 def test_a_wrong_gradient_is_named():
     def doubled(x):
         return lambda: plain_ways.plain(x)() + 0.01 * x.bias.sum()
 
-    wrong = what_is_wrong(Implementation(doubled), TINY._replace(dtype=torch.float32), "cpu")[1]
+    wrong = what_is_wrong(Implementation(doubled), TINY._replace(dtype=torch.float32), "cpu")
     assert any(word.startswith("bias gradient") for word in wrong)
 
 
@@ -83,45 +81,83 @@ def test_the_products_are_of_the_kept_rows_whole_and_in_chunks():
 
 def test_a_straight_line_has_no_deviation_and_a_bent_one_has():
     sizes = [1, 2, 4, 8]
-    start, slope, deviations = targets.fit(sizes, [3.0 + 2.0 * size for size in sizes])
+    start, slope, deviations = targets.straight_line(sizes, [3.0 + 2.0 * size for size in sizes])
     assert_close([start, slope, *deviations], [3.0, 2.0, 0.0, 0.0, 0.0, 0.0])
-    assert max(map(abs, targets.fit(sizes, [1.0, 2.0, 4.0, 16.0])[2])) > 0.1
+    assert max(map(abs, targets.straight_line(sizes, [1.0, 2.0, 4.0, 16.0])[2])) > 0.1
 
 
 def test_a_target_is_reached_only_if_every_problem_is_inside():
     def entry(seconds):
-        problem = {**TINY._asdict(), "dtype": "float32"}
+        problem = TINY.as_json()
         return {"problem": problem, "floor seconds": {"products": [1.0]}, "seconds": {"LossCompute": [seconds]}}
 
+    in_products = targets.over(targets.time_of("LossCompute"), results.floor_seconds)
     for second, reached in ((1.1, True), (1.3, False)):
-        (target,) = targets.most("time", [entry(1.0), entry(second)], targets.to_floor, 1.15)
+        target = targets.most("time", [entry(1.0), entry(second)], in_products, 1.15)
         assert target.reached is reached
         assert target.measured.startswith(f"{second:.3g}")
 
 
-def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(monkeypatch, tmp_path):
-    """Run on the CPU instead of a GPU, with a stand-in for the allocator's peak, which only a GPU has."""
-    monkeypatch.setattr(gpu, "peak_bytes", lambda x, step: 2**20)
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Return a function that measures a part with tiny problems, in this process, and returns the file."""
+    monkeypatch.setattr(engine, "in_fresh_process", lambda _, measure, *arguments: max(1, measure(*arguments)))
     for name in ("compiled", "auto_chunked"):
         monkeypatch.setattr(plain_ways, name, plain_ways.plain)
-    problem = Problem(64, 8, 50, dtype=torch.bfloat16, bias=False)
-    entry = gpu.measure(problem, "cpu", 1, Progress("gpu", 2 * problem.products))
-    assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])
-    assert "Liger" in entry["not run"]
-    assert not {PLAIN, ENGINE, LINEAR} & set(entry["wrong"])
-    lines = gpu.table([{"problem": problem._asdict(), **entry}])
-    assert any(line.startswith("| 64 x 8 x 50 | LossCompute | ") for line in lines)
-    assert any(line.startswith("- Liger: not installed") for line in lines)
-    kept = {"problem": {**problem._asdict(), "dtype": "bfloat16"}, **entry}
-    path = tmp_path / "loss-cuda.json"
-    path.write_text(
-        json.dumps(results.load(path, "cpu", "a command") | {"device": "cuda", "parts": {"gpu": {"": kept}}})
-    )
+
+    def measure(part, asked):
+        run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "", False, set())
+        group = [p._replace(rows=64, width=4, vocab_size=11 + n) for n, p in enumerate(asked.groups[0])]
+        engine.measure(run, part, asked._replace(groups=[group]))
+        assert not run.todo(part, group)
+        return path
+
+    path = tmp_path / "loss.json"
+    return measure
+
+
+@pytest.mark.parametrize("part", Loss.parts)
+def test_every_part_is_measured_kept_and_shown(part, measured, monkeypatch):
+    monkeypatch.setattr(Loss, "what_is_wrong", lambda *_: [])
+    path = measured(part, Loss.parts[part])
+    kept = results.read(path)["parts"][part]
+    assert len(kept) == len(Loss.parts[part].groups[0])
+    for entry in kept.values():
+        assert Loss.parts[part].times is bool(entry["seconds"])
+        assert Loss.parts[part].memory is bool(entry["peak bytes"])
+    assert len(report.part_table(results.read(path), part)) > 2
     report.write(path)
-    assert "| 64 x 8 x 50 | LossCompute | " in (tmp_path / "loss-cuda.md").read_text()
-    assert gpu.least_bytes(Problem(16_384, 512, 32_000, dtype=torch.bfloat16)) == (
-        32_000 * 512 * 4 + (16_384 * 512 + rows_per_chunk(32_000, torch.bfloat16, "cuda") * 32_000) * 2
-    )
+    assert "## How it was measured" in (path.parent / "loss.md").read_text()
+
+
+def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(measured, monkeypatch):
+    """Run on the CPU instead of a GPU."""
+
+    def broken(x):
+        raise RuntimeError("no kernel\nfor this device")
+
+    monkeypatch.setattr(peers, "torch_op", lambda options: broken)
+    path = measured("gpu", Loss.gpu_parts["gpu"])
+    found = results.read(path)
+    (entry,) = found["parts"]["gpu"].values()
+    assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])
+    assert entry["not run"]["Liger"] == "not installed"
+    assert entry["not run"]["torch op, default"] == "RuntimeError: no kernel"
+    (checked,) = found["checks"].values()
+    assert not any(checked[name] for name in (PLAIN, ENGINE, LINEAR))
+    report.write(path)
+    page = (path.parent / "loss.md").read_text()
+    assert "| LossCompute |" in page
+    assert "- Liger: not run: not installed" in page
+
+
+def test_one_of_ours_that_fails_ends_the_run(measured, monkeypatch):
+    def broken(x):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ours, "linear_cross_entropy", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        measured("gpu", Loss.gpu_parts["gpu"])
 
 
 @pytest.mark.parametrize("scattered", [False, True])

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.loss.engine import try_on_the_cpu
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import bare_products
-from benchmarks.scores import gpu
-from benchmarks.scores.measure import fastest_products, what_is_wrong
-from benchmarks.scores.page import ratio
+from benchmarks.loss.timing import Products
+from benchmarks.scores import parts
+from benchmarks.scores.page import products_seconds, ratio
+from benchmarks.scores.parts import what_is_wrong
 from benchmarks.scores.ways import BY_HAND, CASES, INVARIANT, OURS, WAYS, Case, Way
 
 TINY = Problem(6, 4, 11, bias=False)
@@ -28,7 +29,7 @@ def test_a_wrong_gradient_and_a_wrong_score_are_named():
         return scores
 
     wrong = what_is_wrong(Way(shifted), Case("hidden and projection", True), torch.float32, "cpu")
-    assert [words.split(" off")[0] for words in wrong] == ["log-probability", "weight gradient"]
+    assert [words.split(" off")[0] for words in wrong] == ["log_prob", "weight gradient"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -41,8 +42,8 @@ def test_the_products_of_a_case_are_those_it_needs(case):
     }
     wanted = {("hidden and projection", False): 112, ("hidden and projection", True): 112, ("hidden", False): 11}
     wanted |= {("hidden", True): 21, ("nothing", False): 1, ("nothing", True): 1}
-    assert fastest_products(entry, case, "float32") == wanted[case]
-    way = {"problem": {"dtype": "float32"}, "cases": {str(case): entry | {"seconds": {OURS: [2.0, 8.0, 4.0]}}}}
+    assert products_seconds(entry, case, "float32", min) == wanted[case]
+    way = {"problem": TINY.as_json(), **entry, "seconds": {OURS: [2.0, 8.0, 4.0]}}
     median = sum(900.0 * count for count in case.products.values())
     assert ratio(way, case, OURS) == 4.0 / median
 
@@ -53,21 +54,21 @@ def test_a_product_is_made_only_if_it_is_wanted():
     original = torch.mm
     torch.mm = lambda *args, **kwargs: counted.append(1) or original(*args, **kwargs)
     try:
-        bare_products(x, None, {"logits"})()
+        Products(x, None).run(None, {"logits"})
         assert len(counted) == 1
-        bare_products(x, None, {"logits", "hidden gradient", "weight gradient"})()
+        Products(x, None).run(None)
         assert len(counted) == 4
     finally:
         torch.mm = original
 
 
-def test_the_table_of_a_gpu_has_a_row_for_each_way_and_says_what_did_not_run(monkeypatch):
+def test_the_cases_of_a_gpu_have_a_row_for_each_way_and_say_what_did_not_run(monkeypatch, capsys):
     def missing(x, entropy):
         raise ModuleNotFoundError("No module named 'peer'")
 
-    monkeypatch.setattr(gpu, "WAYS", {OURS: WAYS[OURS], BY_HAND: WAYS[BY_HAND], "peer": Way(missing)})
-    *table, _, remark = gpu.measured(TINY, "cpu", 1)
-    assert remark == "- peer: ModuleNotFoundError: No module named 'peer'"
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
-    assert [row[1] for row in cells] == [way for n in (4, 3, 1) for way in (f"{n} products", OURS, BY_HAND)]
-    assert all(float(row[2]) > 0 for row in cells)
+    monkeypatch.setattr(parts, "WAYS", {OURS: WAYS[OURS], BY_HAND: WAYS[BY_HAND], "peer": Way(missing)})
+    try_on_the_cpu(parts.Scores())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith(f"| {OURS} ")] == [f"| {OURS}"] * 3
+    assert len([line for line in lines if line.startswith(f"| {BY_HAND}")]) == 3
+    assert lines.count("- peer: not run: ModuleNotFoundError: No module named 'peer'") == 3

@@ -6,9 +6,10 @@ import argparse
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +24,7 @@ from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
     from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.run_folder.checkpoint import SavedModel
     from recipes.translation.run_folder.translator import Translator
 
 N = TypeVar("N", int, float)
@@ -240,20 +242,30 @@ def checkpoint_folder(run: str, checkpoint: str | None) -> Path:
     return folder
 
 
-def load(run: str, options: argparse.Namespace, ranks: Ranks) -> Translator:
-    """Read the model of a run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
+def saved_model(run: str, options: argparse.Namespace) -> SavedModel:
+    """Open the model of a run, with the decoding options given."""
+    from recipes.translation.run_folder.checkpoint import load_saved
+
+    return load_saved(checkpoint_folder(run, options.checkpoint), decoding_overrides(options))
+
+
+def load(run: str, options: argparse.Namespace) -> Translator:
+    """Read the model of a run into this one process, on its GPU, if any, with the decoding options given."""
     import torch
 
     from recipes.translation.run_folder.checkpoint import load_translator
 
-    def read() -> Translator:
-        return load_translator(checkpoint_folder(run, options.checkpoint), "cpu", decoding_overrides(options))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_translator(checkpoint_folder(run, options.checkpoint), device, decoding_overrides(options))
 
-    # On the CPU, where one process can send it to the others; each then uses a GPU of its own
-    translator = ranks.run_on_main(read)
-    if torch.cuda.is_available():
-        translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
-    return translator
+
+@contextmanager
+def loaded(runs: Sequence[str], options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[list[Translator], Ranks]]:
+    """Within the block, yield the models of some runs, with the decoding options given, as `loaded_models` does."""
+    from recipes.translation.training.loaded_models import loaded_models
+
+    with loaded_models([partial(saved_model, run, options) for run in runs], ranks) as found:
+        yield found
 
 
 def exported_folder(run: str) -> Path:

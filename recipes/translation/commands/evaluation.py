@@ -17,11 +17,11 @@ from recipes.translation.commands.arguments import (
     add_processes,
     add_run,
     as_option,
-    load,
+    loaded,
     parser_of,
     path,
 )
-from recipes.translation.commands.searching import add_ensemble, load_ensemble
+from recipes.translation.commands.searching import add_ensemble, loaded_ensemble
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import results_folder
 from recipes.translation.settings.config import LayoutConfig
@@ -30,6 +30,7 @@ from recipes.translation.settings.options import OneLineParser
 if TYPE_CHECKING:
     from recipes.translation.data.corpora import HeldOut
     from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.run_folder.translator import Translator
     from recipes.translation.scores.evaluate import Evaluation
     from recipes.translation.text.pair import Pair
 
@@ -97,41 +98,44 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     """Translate and score what the options name: one test set, or those of several corpora."""
-    from recipes.translation.data.corpora import Corpora
-    from recipes.translation.scores.evaluate import (
-        check_name,
-        evaluate_each,
-        evaluate_files,
-        evaluate_pairs,
-        read_pairs,
-    )
+    from recipes.translation.scores.evaluate import evaluate_files
 
-    references = Path(options.references or "")
-    sources = Path(options.sources or "")
     if options.hypotheses:
-        files = Path(options.hypotheses), references, sources if options.sources else None
+        sources = Path(options.sources) if options.sources else None
+        files = Path(options.hypotheses), Path(options.references), sources
         found = [evaluate_files(*files, options.tokenize or "auto")]
     else:
-        translator = load_ensemble(options, ranks)
-        if options.sources:
-            lowercase = translator.config.subwords.lowercase
-            pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
-            folder = results_folder(Path(options.run))
-            read = (options.sources, options.references, options.by)
-            ranks.run_on_main(lambda: check_name(folder, sources, pairs, translator, read))
-            if options.by:  # before the work of translating
-                _parts(options, pairs, None, ranks)
-            one = evaluate_pairs(translator, sources.name, pairs, options.tokenize, ranks, "evaluate")
-            found = [replace(one, files=(sources, references))]
-        else:
-            sets = Corpora(translator.config).held_out(options.split or "test")
-            for each in sets if options.by else ():
-                _parts(options, ranks.run_on_main(each.pairs), each, ranks)
-            found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
-        if options.ensemble:  # what --run alone has translated stays
-            found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
+        with loaded_ensemble(options, ranks) as (translator, searching):
+            found = _translated(options, translator, searching)
     if options.comet:
         found = _with_comet(Path(options.comet), found, ranks)
+    return found
+
+
+def _translated(options: argparse.Namespace, translator: Translator, ranks: Ranks) -> list[Evaluation]:
+    """Translate and score the files that the options name, or else the run's own data."""
+    from recipes.translation.data.corpora import Corpora
+    from recipes.translation.scores.evaluate import check_name, evaluate_each, evaluate_pairs, read_pairs
+
+    if options.sources:
+        sources = Path(options.sources)
+        references = Path(options.references)
+        lowercase = translator.config.subwords.lowercase
+        pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
+        folder = results_folder(Path(options.run))
+        read = (options.sources, options.references, options.by)
+        ranks.run_on_main(lambda: check_name(folder, sources, pairs, translator, read))
+        if options.by:  # before the work of translating
+            _parts(options, pairs, None, ranks)
+        one = evaluate_pairs(translator, sources.name, pairs, options.tokenize, ranks, "evaluate")
+        found = [replace(one, files=(sources, references))]
+    else:
+        sets = Corpora(translator.config).held_out(options.split or "test")
+        for each in sets if options.by else ():
+            _parts(options, ranks.run_on_main(each.pairs), each, ranks)
+        found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
+    if options.ensemble:  # what --run alone has translated stays
+        found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
     return found
 
 
@@ -228,12 +232,12 @@ def score(argv: Sequence[str]) -> int:
 
     with joined(LayoutConfig().timeout) as ranks:
         pairs = ranks.run_on_main(lambda: read_pairs(Path(options.sources), Path(options.targets)))
-        translator = load(options.run, options, ranks)
-        decoding = translator.config.decoding
         sources = [pair.source for pair in pairs]
         targets = [pair.target for pair in pairs]
-        for found in score_pairs(translator, sources, targets, decoding, ranks, "score"):
-            print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
+        with loaded([options.run], options, ranks) as ((translator,), searching):
+            decoding = translator.config.decoding
+            for found in score_pairs(translator, sources, targets, decoding, searching, "score"):
+                print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
     return 0
 
 

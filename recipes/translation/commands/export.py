@@ -15,13 +15,14 @@ from recipes.translation.commands.arguments import (
     parser_of,
     path,
     require,
+    saved_model,
 )
 from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.settings.config import LayoutConfig
 
 if TYPE_CHECKING:
-    from recipes.translation.run_folder.translator import Translator
+    from recipes.translation.run_folder.checkpoint import SavedModel
 
 PACKAGES = {
     "safetensors": ["safetensors"],
@@ -68,39 +69,39 @@ def export(argv: Sequence[str]) -> int:
     checkpoint = checkpoint_folder(options.run, options.checkpoint)
     check_output(folder, "--out", reads=[str(checkpoint)])
     with joined(LayoutConfig().timeout) as ranks:
-        translator = load(options.run, options, ranks)
-        if ranks.is_main:
-            write(translator, folder, checkpoint, options)
-            size = sum(file.stat().st_size for file in folder.iterdir())
-            print(f"[export] {folder}: {size / 1e6:.1f} MB")
+        ranks.run_on_main(lambda: write(folder, checkpoint, options))
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0
 
 
-def write(translator: Translator, folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
+def write(folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
     """Write the model in the format that --to names."""
     if options.to == "safetensors":
-        from recipes.translation.run_folder.checkpoint import save_model
+        from recipes.translation.run_folder.checkpoint import write_model
 
-        save_model(folder, translator, facts_of(translator, checkpoint))
+        saved = saved_model(options.run, options)
+        write_model(folder, saved, saved.weights, facts_of(saved, checkpoint))
+    elif options.to == "hf":
+        from recipes.translation.export import huggingface_model
+
+        huggingface_model.write(saved_model(options.run, options), folder)
     elif options.to == "ctranslate2":
         from recipes.translation.export import ctranslate2_model
 
+        translator = load(options.run, options)
         ctranslate2_model.write(translator, folder, options.quantization, translator.digests[0])
-    elif options.to == "onnx":
+    else:
         from recipes.translation.export import onnx_model
 
-        onnx_model.write(translator, folder)
-    else:
-        from recipes.translation.export import huggingface_model
-
-        huggingface_model.write(translator, folder)
+        onnx_model.write(load(options.run, options), folder)
 
 
-def facts_of(translator: Translator, checkpoint: Path) -> dict[str, Any]:
+def facts_of(saved: SavedModel, checkpoint: Path) -> dict[str, Any]:
     """Return the facts that are saved with a model; raise CheckpointError where training has replaced it since."""
     from recipes.translation.run_folder.checkpoint import load_facts, weights_digest
 
     facts = load_facts(checkpoint)
-    if (weights_digest(checkpoint),) != translator.digests:
+    if weights_digest(checkpoint) != saved.digest:
         raise CheckpointError(f"training has replaced {checkpoint} while it was exported: export it again")
     return facts

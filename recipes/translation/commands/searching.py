@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import as_option, count, load, number, path
+from recipes.translation.commands.arguments import as_option, count, loaded, number, path
 from recipes.translation.errors import CheckpointError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.translating.search_options import Sampling, SearchOptions
@@ -150,13 +152,18 @@ def phrases_in(lines: list[str], where: str) -> list[list[str]]:
     return found
 
 
-def load_ensemble(options: argparse.Namespace, ranks: Ranks) -> Translator:
-    """Read the model of --run and those of --ensemble, which must have the same subwords."""
-    first, *others = (load(run, options, ranks) for run in (options.run, *(options.ensemble or ())))
-    for run, other in zip(options.ensemble or [], others, strict=True):
-        check_same_subwords(options.run, first, run, other)
-    digests = (*first.digests, *(digest for other in others for digest in other.digests))
-    return replace(first, others=tuple(other.model for other in others), digests=digests)
+@contextmanager
+def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[Translator, Ranks]]:
+    """Within the block, yield the model of --run with those of --ensemble, as `loaded` does.
+
+    Raises CheckpointError unless all have the same subwords.
+    """
+    runs = [options.run, *(options.ensemble or ())]
+    with loaded(runs, options, ranks) as ((first, *others), searching):
+        for run, other in zip(runs[1:], others, strict=True):
+            check_same_subwords(options.run, first, run, other)
+        digests = (*first.digests, *(digest for other in others for digest in other.digests))
+        yield replace(first, others=tuple(other.model for other in others), digests=digests), searching
 
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:

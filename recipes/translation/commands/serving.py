@@ -85,11 +85,10 @@ port = number(int, lambda found: 0 <= found <= 65535, "a whole number from 0 to 
 def models_of(run: str, options: argparse.Namespace) -> list[Model]:
     """Read the model of a run, for the engine that is asked for, or else that which the run has; say which it is."""
     from recipes.translation.commands.served_models import served_models
-    from recipes.translation.processes.ranks import ALONE
 
     exported = exported_folder(run)
     if options.engine == "torch" or (options.engine is None and not (exported / "model.bin").is_file()):
-        models = served_models(run, load(run, options, ALONE))
+        models = served_models(run, load(run, options))
     else:
         found = load_exported(run, options)
         if options.checkpoint:
@@ -98,7 +97,7 @@ def models_of(run: str, options: argparse.Namespace) -> list[Model]:
             )
         translator = None
         if exported != Path(run) and whole_folder(model_folder(run)):
-            translator = load(run, options, ALONE)  # for alignments
+            translator = load(run, options)  # for alignments
         models = served_models(run, translator, found)
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
     print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].beam}", flush=True)

@@ -17,7 +17,7 @@ from recipes.translation.commands.arguments import (
     parser_of,
     path,
 )
-from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
+from recipes.translation.commands.searching import add_search_options, clashing, loaded_ensemble, search_options
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import lines_of, read_lines
 from recipes.translation.processes.terminal import print_text
@@ -78,15 +78,15 @@ def translate(argv: Sequence[str]) -> int:
             translate_by_ctranslate2(sentences, typing, options, ranks)
             return 0
         search = ranks.run_on_main(lambda: search_options(options))
-        translator = load_ensemble(options, ranks)
-        if typing:
-            for sentence in typed(f"{translator.config.data.source}> "):
-                print_text("\n".join(printed(translator, [sentence], search, options, ranks)), flush=True)
-        lines = printed(translator, sentences, search, options, ranks)
-        for line in lines:
-            print_text(line)
-        if options.alignments:
-            write_alignments(Path(options.alignments), translator, sentences, lines, ranks)
+        with loaded_ensemble(options, ranks) as (translator, searching):
+            if typing:
+                for sentence in typed(f"{translator.config.data.source}> "):
+                    print_text("\n".join(printed(translator, [sentence], search, options, searching)), flush=True)
+            lines = printed(translator, sentences, search, options, searching)
+            for line in lines:
+                print_text(line)
+            if options.alignments:
+                write_alignments(Path(options.alignments), translator, sentences, lines, searching)
     return 0
 
 

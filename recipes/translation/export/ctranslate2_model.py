@@ -7,7 +7,6 @@ subword models, so that it is all that translation needs: `python -m recipes.tra
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def spec_of(translator: Translator) -> specs.TransformerSpec:
     """Return the model as CTranslate2 describes one, with its weights in float32."""
     config = translator.config
     sizes = transformer_sizes(translator)
-    model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
+    model = translator.model
     spec = specs.TransformerSpec.from_config(
         (sizes.encoder_layers, sizes.decoder_layers),
         sizes.heads,
@@ -128,6 +127,6 @@ def fill_norm(spec: common_spec.LayerNormSpec, norm: nn.LayerNorm) -> None:
 
 
 def array(tensor: Tensor) -> numpy.ndarray[Any, Any]:
-    """Return a tensor as an array in the same memory."""
-    values: numpy.ndarray[Any, Any] = tensor.detach().numpy()
+    """Return a tensor as an array in float32, in the same memory if it is in the CPU's already."""
+    values: numpy.ndarray[Any, Any] = tensor.detach().cpu().float().numpy()
     return values

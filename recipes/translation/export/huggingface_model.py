@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,48 +29,43 @@ from transformers import (
     PreTrainedModel,
 )
 
-from models import EncoderDecoder, TransformerConfig
+from models import TransformerConfig
 from models.huggingface_names import huggingface_names
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.files.tensors import OneByOne, write_tensors
+from recipes.translation.run_folder.checkpoint import SavedModel
+from recipes.translation.run_folder.translator import build_model
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 
 
-def write(translator: Translator, folder: Path) -> None:
-    """Replace `folder` by one with the model, its generation settings and its tokenizer.
+def write(saved: SavedModel, folder: Path) -> None:
+    """Replace `folder` by one with the model in float32, its generation settings and its tokenizer.
 
-    Raises ConfigError for a pre-norm model with two vocabularies: Pegasus has one.
+    Only one weight at a time is in memory. Raises ConfigError for a pre-norm model with two vocabularies: Pegasus has
+    one.
     """
-    model = huggingface_model(translator)
-    with replaced_folder(folder) as new:
-        model.save_pretrained(new)
-        write_tokenizer(translator, new)
+    with torch.device("meta"):
+        model = empty_model(saved)
+    weights = weights_of(saved, model)
+    # What transformers' own `save_pretrained` notes, which has all weights in memory
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    digests: dict[str, str] = {}
+    with replaced_folder(folder, digests) as new:
+        model.config.save_pretrained(new)
+        generation_config(saved.config, saved.target.symbols.start[0]).save_pretrained(new)
+        digests["model.safetensors"] = write_tensors(new / "model.safetensors", weights, {"format": "pt"})
+        write_tokenizer(saved, new)
 
 
-def huggingface_model(translator: Translator) -> PreTrainedModel:
-    """Return the model in transformers' own class, with the same weights in float32."""
-    model = empty_model(translator)
-    weights = weights_of(translator.model, order_of(transformer_sizes(translator)))
-    if not hasattr(model.model, "shared"):  # a Marian model that does not share its embeddings
-        del weights["model.shared.weight"]
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    # transformers computes its tables of positions itself
-    left = [name for name in missing if not name.endswith("embed_positions.weight")]
-    if left or unexpected:
-        raise AssertionError(f"weights without a counterpart: {left}, {unexpected}")
-    model.tie_weights()
-    model.generation_config = generation_config(translator.config, translator.target.symbols.start[0])
-    return model.eval()
-
-
-def empty_model(translator: Translator) -> PreTrainedModel:
+def empty_model(saved: SavedModel) -> PreTrainedModel:
     """Return a model of the class and the sizes that fit, with random weights."""
-    config = translator.config
-    sizes = transformer_sizes(translator)
-    source, target = len(translator.source), len(translator.target)
+    config = saved.config
+    sizes = transformer_sizes(saved)
+    source, target = len(saved.source), len(saved.target)
     shared: dict[str, Any] = {
         "vocab_size": source,
         "d_model": sizes.d_model,
@@ -85,9 +81,9 @@ def empty_model(translator: Translator) -> PreTrainedModel:
         # A source has its end symbol too, and a target its start symbol
         "max_position_embeddings": max(config.training.max_length, config.decoding.max_length) + 1,
         "pad_token_id": PAD,
-        "bos_token_id": translator.target.symbols.start[0],
+        "bos_token_id": saved.target.symbols.start[0],
         "eos_token_id": EOS,
-        "decoder_start_token_id": translator.target.symbols.start[0],
+        "decoder_start_token_id": saved.target.symbols.start[0],
         "forced_eos_token_id": None,
     }
     if sizes.norm == "post":
@@ -99,7 +95,7 @@ def empty_model(translator: Translator) -> PreTrainedModel:
                 tie_word_embeddings=sizes.tie != "none",
             )
         )
-    if translator.source.pieces() != translator.target.pieces():
+    if saved.source.pieces() != saved.target.pieces():
         raise ConfigError(
             f"the model is pre-norm and has two vocabularies, of {source:,} and {target:,} subwords; Pegasus, the "
             "pre-norm model of transformers, has one: train with --subwords.joint true or --model.norm post"
@@ -116,18 +112,59 @@ def order_of(sizes: TransformerConfig) -> Tensor:
     return torch.cat((width[0::2], width[1::2]))
 
 
-def weights_of(model: EncoderDecoder, order: Tensor) -> dict[str, Tensor]:
-    """Return every weight under its name in transformers, with the dimensions of hidden states permuted."""
-    found: dict[str, Tensor] = {}
-    for name, own in model.state_dict().items():
-        tensor = own.cpu().float()
-        if re.search(r"norm\.|output\.|outer\.", name):  # of hidden states, or added to them
+class Origin(NamedTuple):
+    """Which weight here a weight of transformers is made from."""
+
+    name: str
+    part: int
+    parts: int
+    """Of the weight here, along its first axis."""
+
+
+def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
+    """Return every weight of transformers' model, which is on "meta", by its name; each is made when it is asked for.
+
+    The dimensions of hidden states are permuted. Positions that transformers keeps in its files are its own.
+    """
+    origins = origins_of(saved)
+    order = order_of(transformer_sizes(saved))
+    # A tied weight under the first of its names
+    kept = dict(chain(model.named_parameters(), model.named_buffers()))
+    positions = {name for name in kept if name.endswith("embed_positions.weight")}
+    if isinstance(model, MarianMTModel):  # whose files have none
+        for name in positions:
+            del kept[name]
+        positions = set()
+    if unknown := kept.keys() - origins.keys() - positions:
+        raise AssertionError(f"weights without a counterpart: {', '.join(sorted(unknown))}")
+    if unused := {each.name for each in origins.values()} - {origins[name].name for name in kept.keys() - positions}:
+        raise AssertionError(f"weights without a counterpart there: {', '.join(sorted(unused))}")
+
+    def made(name: str) -> Tensor:
+        if name in positions:
+            table: Tensor = model.get_submodule(name.removesuffix(".weight")).create_weight()
+            return table
+        own, part, parts = origins[name]
+        tensor = saved.weights[own].float()
+        if re.search(r"norm\.|output\.|outer\.", own):  # of hidden states, or added to them
             tensor = tensor[order]
         elif tensor.dim() == 2:
             tensor = tensor[:, order]
+        return tensor.chunk(parts)[part].view(kept[name].shape)
+
+    return OneByOne({name: torch.empty_like(each, dtype=torch.float32) for name, each in kept.items()}, made)
+
+
+def origins_of(saved: SavedModel) -> dict[str, Origin]:
+    """Return, by its name in transformers, what each weight is made from, tied ones under each of their names."""
+    with torch.device("meta"):
+        model = build_model(transformer_sizes(saved), saved.source, saved.target)
+    first = {id(weight): name for name, weight in model.named_parameters()}
+    found = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
         names = huggingface_names(name)
-        found.update(zip(names, tensor.chunk(len(names)), strict=True))
-    found["final_logits_bias"] = found["final_logits_bias"][None]
+        for part, theirs in enumerate(names):
+            found[theirs] = Origin(first[id(weight)], part, len(names))
     return {**found, "model.shared.weight": found["model.encoder.embed_tokens.weight"]}
 
 
@@ -153,24 +190,24 @@ def generation_config(config: RunConfig, start: int = BOS) -> GenerationConfig:
     )
 
 
-def write_tokenizer(translator: Translator, folder: Path) -> None:
+def write_tokenizer(saved: SavedModel, folder: Path) -> None:
     """Write the files of transformers' MarianTokenizer, which reads sentencepiece models."""
-    translator.source.save(folder / "source.spm")
-    translator.target.save(folder / "target.spm")
-    separate = translator.source.pieces() != translator.target.pieces()
-    write_vocabulary(translator.source, folder / "vocab.json")
+    saved.source.save(folder / "source.spm")
+    saved.target.save(folder / "target.spm")
+    separate = saved.source.pieces() != saved.target.pieces()
+    write_vocabulary(saved.source, folder / "vocab.json")
     if separate:
-        write_vocabulary(translator.target, folder / "target_vocab.json")
-    special = translator.source.pieces()
+        write_vocabulary(saved.target, folder / "target_vocab.json")
+    special = saved.source.pieces()
     settings = {
         "tokenizer_class": "MarianTokenizer",
-        "source_lang": translator.config.data.source,
-        "target_lang": translator.config.data.target,
+        "source_lang": saved.config.data.source,
+        "target_lang": saved.config.data.target,
         "separate_vocabs": separate,
         "pad_token": special[PAD],
         "unk_token": special[UNK],
         "eos_token": special[EOS],
-        "model_max_length": max(translator.config.training.max_length, translator.config.decoding.max_length) + 1,
+        "model_max_length": max(saved.config.training.max_length, saved.config.decoding.max_length) + 1,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

@@ -90,12 +90,15 @@ def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: ([*DTYPES].index(described(tensors)[name].dtype), name))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a new file, flush it to the disk, and return its SHA-256; each tensor is asked for once, `in_order`."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write a new file, flush it to the disk, and return its SHA-256; each tensor is asked for once, `in_order`.
+
+    `metadata` is what another program looks for in the file's header.
+    """
     digest = hashlib.sha256()
     # Both let go of Python's lock, so that hashing takes place while the disk writes
     with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
-        for part in _parts(tensors):
+        for part in _parts(tensors, metadata):
             hashed = beside.submit(digest.update, part)
             _write_all(file.fileno(), part)
             hashed.result()  # before the next part is in memory
@@ -103,18 +106,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
     """Yield the bytes of a file, part by part."""
-    header = {}
+    header: dict[str, object] = {}
+    if metadata:
+        header["__metadata__"] = metadata
     end = 0
-    for name in in_order(tensors):
+    names = in_order(tensors)
+    for name in names:
         tensor = described(tensors)[name]
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in header:
+    for name in names:
         # As bytes, since numpy has no bfloat16
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from recipes.translation.processes.beginning import LAUNCHER
 
@@ -52,6 +53,22 @@ def launch(processes: int, argv: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def started_by() -> list[str]:
+    """Return the words by which torchrun, or `launch`, was called, up to the name of this recipe.
+
+    As in torchrun --nproc-per-node 8 -m recipes.translation. Empty where no launcher can be seen.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    try:
+        words = os.fsdecode(Path(f"/proc/{os.getppid()}/cmdline").read_bytes()).split("\0")
+    except OSError:  # not every system has it
+        return []
+    if "recipes.translation" not in words:
+        return []
+    return words[: words.index("recipes.translation") + 1]
 
 
 def unambiguous(word: str) -> str:

@@ -95,12 +95,12 @@ def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]
 
 
 def write_model(
-    folder: Path, translator: Translator, weights: Mapping[str, Tensor], facts: Mapping[str, object]
+    folder: Path, model: Translator | SavedModel, weights: Mapping[str, Tensor], facts: Mapping[str, object]
 ) -> str:
-    """Replace `folder` by one with these weights in place of the translator's own; return their SHA-256."""
+    """Replace `folder` by one with these weights in place of the model's own; return their SHA-256."""
     of: dict[str, str] = {}
     with replaced_folder(folder, of) as new:
-        save_belongings(new, translator)
+        save_belongings(new, model)
         of.update({path.name: sha256(path) for path in new.iterdir()})
         of[WEIGHTS_FILE] = write_tensors(new / WEIGHTS_FILE, weights)
         _write_json(new / "model.json", {**facts, "of": of})
@@ -191,47 +191,72 @@ def _check(record: Mapping[str, Any], check: Check, path: Path) -> None:
         raise CheckpointError(f"{path}: {error}; {MIXED}") from None
 
 
-def load_translator(
-    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
-) -> Translator:
-    """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
+@dataclass(frozen=True)
+class SavedModel:
+    """A model in a verified folder, of which each weight is read when it is asked for."""
 
-    def read() -> Translator:
+    folder: Path
+    config: RunConfig
+    source: Subwords
+    target: Subwords
+    weights: Mapping[str, Tensor]
+    digest: str
+    """The SHA-256 of the weights, as they were saved."""
+
+
+def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> SavedModel:
+    """Open and verify the model in `folder`, without room for its weights; `overrides` are those of `load_config`."""
+
+    def read() -> SavedModel:
         whole = verified_folder(folder)
         weights, digest = _merged_weights(whole)
         config, source, target = load_belongings(whole, overrides)
-        sizes = model_sizes(config.model)
-        check_sizes(sizes, source, target, weights, whole)
-        model = model_to_fill(sizes, source, target)
-        fill_model(model, weights, whole)
-        return Translator(config, model.to(device).eval(), source, target, digests=(digest,))
+        check_sizes(model_sizes(config.model), source, target, weights, whole)
+        return SavedModel(folder, config, source, target, weights, digest)
 
     return undisturbed(folder, read)
 
 
+def load_translator(
+    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
+) -> Translator:
+    """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
+    saved = load_saved(folder, overrides)
+    model = model_to_fill(model_sizes(saved.config.model), saved.source, saved.target)
+    fill_model(model, saved.weights, folder)
+    return Translator(saved.config, model.to(device).eval(), saved.source, saved.target, digests=(saved.digest,))
+
+
 def load_weights(folder: Path) -> Mapping[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    weights, _ = load_weights_with_digest(folder)
+    weights, _ = undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
     return weights
-
-
-def load_weights_with_digest(folder: Path) -> tuple[Mapping[str, Tensor], str]:
-    """Do the same, and return the SHA-256 of the weights as they were saved, too."""
-    return undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
 
 
 def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
     """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
-    weights: Mapping[str, Tensor]
     weights, digest = _read_weights(folder)
-    if has_lora(weights):
+    if has_lora(weights.described):
         try:
-            weights = merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
+            weights = _merged(weights, load_config(folder / "config.yaml").training.lora_alpha)
         except (LookupError, ArithmeticError, ValueError, RuntimeError):
             raise CheckpointError(
                 f"{folder / 'model.safetensors'} has matrices of LoRA that do not fit; {MIXED}"
             ) from None
     return weights, digest
+
+
+def _merged(weights: OneByOne, alpha: float) -> OneByOne:
+    """Return weights to which LoRA's change is added, each when it is asked for."""
+
+    def merged(name: str) -> Tensor:
+        outer, _, own = name.rpartition(".")
+        needed = [name]
+        if own == "weight" and f"{outer}.lora_A" in weights.described:
+            needed += [f"{outer}.lora_A", f"{outer}.lora_B"]
+        return merged_tensors({each: weights[each] for each in needed}, alpha)[name]
+
+    return OneByOne(merged_tensors(weights.described, alpha), merged)
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
@@ -287,10 +312,10 @@ BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")
 """What belongs to weights, whatever their format; of the three models it is either the first or the others."""
 
 
-def save_belongings(folder: Path, translator: Translator) -> None:
+def save_belongings(folder: Path, model: Translator | SavedModel) -> None:
     """Write what belongs to a model's weights, whatever their format: the settings and the subword models."""
-    save_config(translator.config, folder / "config.yaml")
-    for name, subwords in _subwords_of(translator).items():
+    save_config(model.config, folder / "config.yaml")
+    for name, subwords in _subwords_of(model).items():
         subwords.save(folder / name)
 
 
@@ -303,10 +328,10 @@ def load_belongings(
     return config, source, target
 
 
-def _subwords_of(translator: Translator) -> dict[str, Subwords]:
+def _subwords_of(model: Translator | SavedModel) -> dict[str, Subwords]:
     """Return the subword models by file name; in memory, since those in the run's folder may have been replaced."""
-    source, target = subword_names(translator.config)
-    return {f"{source}.model": translator.source, f"{target}.model": translator.target}
+    source, target = subword_names(model.config)
+    return {f"{source}.model": model.source, f"{target}.model": model.target}
 
 
 def _read_weights(folder: Path) -> tuple[OneByOne, str]:

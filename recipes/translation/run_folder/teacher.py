@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
-from models import EncoderDecoder
 from recipes.translation.data.prepare import SHAPING
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
+    SavedModel,
     TrainingState,
     load_belongings,
-    load_weights_with_digest,
+    load_saved,
     saved_config,
 )
-from recipes.translation.run_folder.translator import WEIGHTS, check_sizes, fill_model, model_sizes, model_to_fill
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
-
-
-class TeacherModel(NamedTuple):
-    """A model to learn from."""
-
-    folder: Path
-    model: EncoderDecoder
-    digest: str
-    """SHA-256 of its weights, as they were saved, which a resumed run compares."""
 
 
 def teacher_folder(name: str) -> Path:
@@ -58,38 +47,29 @@ def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
     return source, target
 
 
-def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> TeacherModel | None:
-    """Read the model to learn from, in the weights' dtype of the training; None if there is none.
+def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> SavedModel:
+    """Open the model to learn from.
 
     Raises CheckpointError if it is missing or damaged, and ConfigError unless its subwords are `source` and `target`.
     """
-    settings = config.training
-    if not settings.teacher or not settings.teacher_weight:
-        return None
-    folder = teacher_folder(settings.teacher)
-    weights, digest = load_weights_with_digest(folder)
-    theirs, *subwords = load_belongings(verified_folder(folder, BELONGINGS))
-    if theirs.data.language_tags != config.data.language_tags:
+    saved = load_saved(teacher_folder(config.training.teacher))
+    if saved.config.data.language_tags != config.data.language_tags:
         raise ConfigError(
-            f"data.language_tags is {config.data.language_tags}, and {theirs.data.language_tags} of the teacher "
-            f"{folder}, which would read sentences that it was not trained on: set it to the same, or learn from its "
-            "translations alone, with training.teacher_weight 0"
+            f"data.language_tags is {config.data.language_tags}, and {saved.config.data.language_tags} of the teacher "
+            f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn from "
+            "its translations alone, with training.teacher_weight 0"
         )
-    for side, own, other in zip(("source", "target"), (source, target), subwords, strict=True):
+    for side, own, other in (("source", source, saved.source), ("target", target, saved.target)):
         if own.digest != other.digest:
             raise ConfigError(
-                f"training.teacher {folder} has other {side} subwords than this run ({len(other):,} and {len(own):,}), "
-                "and predictions of other subwords cannot be compared: choose a teacher with the same ones, or begin a "
-                "new run without training.start_from, which takes the teacher's"
+                f"training.teacher {saved.folder} has other {side} subwords than this run ({len(other):,} and "
+                f"{len(own):,}), and predictions of other subwords cannot be compared: choose a teacher with the same "
+                "ones, or begin a new run without training.start_from, which takes the teacher's"
             )
-    sizes = model_sizes(theirs.model)
-    check_sizes(sizes, source, target, weights, folder)
-    model = model_to_fill(sizes, source, target).to(WEIGHTS[settings.precision])
-    fill_model(model, weights, folder)
-    return TeacherModel(folder, model, digest)
+    return saved
 
 
-def check_same_teacher(teacher: TeacherModel | None, state: TrainingState, run: Path) -> None:
+def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Path) -> None:
     """Raise ConfigError if a run that has begun learnt from another model."""
     digest = ""
     if teacher is not None:

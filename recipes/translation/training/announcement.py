@@ -5,9 +5,9 @@ from __future__ import annotations
 from models import EncoderDecoder
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.run_folder.checkpoint import TrainingState
-from recipes.translation.run_folder.teacher import TeacherModel
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.layout import Layout
+from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.optimizer import steps_of_epochs
 
 
@@ -18,7 +18,7 @@ def announce(
     corpus: Corpus,
     layout: Layout,
     state: TrainingState,
-    teacher: TeacherModel | None,
+    teacher: OpenedModel | None,
 ) -> None:
     """Print the size of model, data and teacher, the layout, the end, and the step from which training resumes."""
     dropped = ""
@@ -32,7 +32,7 @@ def announce(
         lines.append(end_of(settings, corpus))
     if teacher is not None:
         lines.append(
-            f"learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"learning from {teacher.saved.folder}, {parameters_of(teacher.model)} parameters: weight "
             f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}"
         )
     if settings.label_smoothing:

@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 import seqpar
 from models import EncoderDecoder
 from recipes.translation.text.subwords import PAD
+from seqpar.distributed.torch_private import forget_forwards
 
 
 class Teacher:
@@ -33,7 +35,8 @@ class Teacher:
     copied, or sharded.
 
     Args:
-        model: whole, on every rank; it is changed in place, to evaluation mode without gradients.
+        model: whole, or sharded by FSDP2, whose layers are gathered one by one and the rest until `release`; it is
+            changed in place, to evaluation mode without gradients.
         devices: those of the model in training; each distinct one gets a copy.
         sequence: the ranks that have different time steps of the same sentences. Each computes the teacher's states of
             all of them, and keeps its own.
@@ -60,6 +63,14 @@ class Teacher:
         """Return the teacher's predictions of the classes `own`, given its hidden states."""
         generator = self.models[hidden_BTE.device].generator
         return seqpar.TeacherHidden(hidden_BTE, generator.weight[own], generator.bias[own])
+
+    def release(self) -> None:
+        """Free what the loss of a batch needed: of a model that is sharded, all but this rank's rows."""
+        for model in self.models.values():
+            if isinstance(model, FSDPModule):
+                model.reshard()
+                # No backward follows, at whose end it would forget them
+                forget_forwards(model)
 
 
 class WithTeacher(nn.Module):
@@ -132,6 +143,7 @@ class DistillationLoss(nn.Module):
             assert not isinstance(teacher, Tensor)
             shares = _by_device(hidden, target, teacher)
             divergence = self._summed(shares)
+        self.teacher.release()
         total = self.weight * self.temperature**2 * divergence.total
         if self.weight == 1:
             return seqpar.TokenLoss(total, divergence.tokens)

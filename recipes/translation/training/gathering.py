@@ -23,16 +23,15 @@ from seqpar.distributed.torch_private import forget_forwards
 
 @contextmanager
 def gathered_together(
-    root: nn.Module, layers: Sequence[nn.Module], group: ProcessGroup
+    roots: Sequence[nn.Module], layers: Sequence[nn.Module], group: ProcessGroup
 ) -> Iterator[Callable[[], None]]:
-    """Within the block, let each rank call the layers as often as it needs them, without gradients.
+    """Within the block, let each rank call the layers of one model or several as often as it needs them.
 
-    What is in `root` but in none of the layers is gathered throughout: the embeddings and the generator, which every
-    step needs. Every rank of the group must enter and leave the block, and call the function that it yields before any
-    other collective: it returns when all have called it. Where one leaves by an error the others wait, until they hear
-    that it has ended.
+    There are no gradients. What is in `roots`, one of each model, but in none of the layers is gathered throughout: the
+    embeddings and the generator, which every step needs. Every rank of the group must enter and leave the block, and
+    call the function that it yields before any other collective: it returns when all have called it. Where one leaves
+    by an error the others wait, until they hear that it has ended.
     """
-    assert isinstance(root, FSDPModule)
 
     def wait_for_turn(number: int) -> None:
         """Help to gather what others need before layer `number`, until it is the one that is gathered next."""
@@ -43,7 +42,9 @@ def gathered_together(
             layer.reshard()
 
     with torch.no_grad():
-        root.unshard()
+        for root in roots:
+            assert isinstance(root, FSDPModule)
+            root.unshard()
         hooks = []
         for number, layer in enumerate(layers):
             turn = partial(wait_for_turn, number)
@@ -55,6 +56,8 @@ def gathered_together(
         finally:
             for hook in hooks:
                 hook.remove()
-            root.reshard()
-            # FSDP2 gathers ahead, in backward, what was called before; other ranks have made other calls
-            forget_forwards(root)
+            for root in roots:
+                assert isinstance(root, FSDPModule)
+                root.reshard()
+                # FSDP2 gathers ahead, in backward, what was called before; other ranks have made other calls
+                forget_forwards(root)

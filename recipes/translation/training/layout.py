@@ -29,7 +29,6 @@ import seqpar
 from models import EncoderDecoder
 from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
-from models.transformer import DecoderLayer, EncoderLayer
 from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
@@ -38,7 +37,9 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.objective import Objective, objective_of
+from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.parts import Parts
+from recipes.translation.training.shards import allocate, layers_of, shard, shard_layers
 from seqpar.distributed.collectives import group_sum, world_size
 from seqpar.multi_device.devices import check_devices
 
@@ -159,7 +160,7 @@ class Layout:
         axes: from `axes_of`.
         devices: from `devices_of`.
         ranks: the processes.
-        teacher: the model to learn from, whole, with the same weights on every rank.
+        teacher: the model to learn from, which is sharded as `model` is.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -173,7 +174,7 @@ class Layout:
         axes: Axes,
         devices: list[torch.device],
         ranks: Ranks,
-        teacher: EncoderDecoder | None = None,
+        teacher: OpenedModel | None = None,
     ) -> None:
         self.settings = config.training
         self.axes = axes
@@ -189,24 +190,30 @@ class Layout:
         self.data_ranks = axes.data * axes.shard
         self.model = model
         self.parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
-        self.layers = [module for module in model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]
         self.reducer: nn.Module | None = None
         beside = None
         if teacher is not None:
-            beside = Teacher(teacher, devices, self.groups.sequence)
+            self._fill_teacher(teacher)
+            beside = Teacher(teacher.model, devices, self.groups.sequence)
         objective = objective_of(config.training, beside)
         if ranks.world == 1:
             allocate(model, self.device)
-            self._fill(weights)
+            self.parts.fill_model(self.model, weights)
             self.forward = self.over_devices(model, objective)
         else:
             self.forward = self._distribute(objective, weights)
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        parameters = dict(self.model.named_parameters())
-        for name, whole in weights:
-            self.parts.fill(name, parameters.pop(name), whole)
-        assert not parameters, f"without weights: {', '.join(parameters)}"
+    def _fill_teacher(self, teacher: OpenedModel) -> None:
+        """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
+        shapes = {name: weight.shape for name, weight in teacher.model.named_parameters()}
+        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, shapes)
+        # An LSTM keeps a list of its weights, which would not follow them
+        if self.groups.shards is not None and not isinstance(teacher.model, RecurrentEncoderDecoder):
+            shard(teacher.model, self.groups.shards, self.device)
+            # Ranks that split the vocabulary have the same rows
+            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), shapes)
+        allocate(teacher.model, self.device)
+        parts.fill_model(teacher.model, teacher.weights)
 
     def _distribute(
         self, objective: Objective, weights: Iterable[tuple[str, Tensor]]
@@ -225,19 +232,18 @@ class Layout:
             vocab = shard
             own_devices = None
         if self.groups.shards is not None:
-            # Each layer is gathered for its own forward and backward
-            for layer in self.layers:
-                allocate(layer, self.device)  # and, by the next line, freed but for this rank's rows
-                fully_shard(layer, mesh=self.groups.shards)
+            shard_layers(self.model, self.groups.shards, self.device)
         allocate(self.model, self.device)
         if self.groups.shards is None:
-            self._fill(weights)  # before DDP sends rank 0's to all, whatever processors have drawn them
+            self.parts.fill_model(
+                self.model, weights
+            )  # before DDP sends rank 0's to all, whatever processors have drawn them
         both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         self.usual_loss = Objective(self.settings).loss(self.model, own_devices, vocab)
         if self.groups.shards is not None:
             # What is in none of the layers
             fully_shard(both, mesh=self.groups.shards)
-            self._fill(weights)
+            self.parts.fill_model(self.model, weights)
             self.reducer = both
         elif self.groups.tokens is not None:
             device_ids = None
@@ -293,7 +299,8 @@ class Layout:
             if self.groups.shards is not None:
                 assert self.reducer is not None
                 shards = self.groups.shards.get_group("shard")
-                ranks = replace(ranks, meet=held.enter_context(gathered_together(self.reducer, self.layers, shards)))
+                together = gathered_together([self.reducer], layers_of(self.model), shards)
+                ranks = replace(ranks, meet=held.enter_context(together))
             yield ranks
 
     def plain_loss(self, model: EncoderDecoder) -> Callable[[Batch], seqpar.TokenLoss]:
@@ -378,18 +385,6 @@ class Layout:
                 continue
             optimizer.state[parameter][what] = torch.zeros_like(parameter, requires_grad=False)
             self.parts.fill(name, optimizer.state[parameter][what], whole)
-
-
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
-    allocated: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.is_meta:
-                if id(parameter) not in allocated:
-                    empty = torch.empty_like(parameter, device=device)
-                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(owner, name, allocated[id(parameter)])
 
 
 def _whole(tensor: Tensor) -> Tensor:

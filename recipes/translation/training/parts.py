@@ -8,12 +8,12 @@ saved fits any layout, and no rank needs room for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.sharding import cut, cut_of, join
@@ -65,6 +65,13 @@ class Parts:
     def fill(self, name: str, tensor: Tensor, whole: Tensor) -> None:
         """Copy this rank's part of a whole tensor into its own parameter, moment or average."""
         local_of(tensor).copy_(self.part(name, whole, *self.mine))
+
+    def fill_model(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's part of every whole weight into the model."""
+        parameters = dict(model.named_parameters())
+        for name, whole in weights:
+            self.fill(name, parameters.pop(name), whole)
+        assert not parameters, f"without weights: {', '.join(parameters)}"
 
     def copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy this rank's parts to the CPU; return the whole tensors, which rank 0 receives when it asks for them.

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.processes.launch import started_by, unambiguous
+from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
-from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
+from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_saved
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 
 SAMPLES = 3
+RECIPE = ["-m", "recipes.translation"]
 
 
 @dataclass(frozen=True)
@@ -68,25 +74,32 @@ class Summary:
             lines += ["[train] validation sentences, translated by the best model:", *map(str, self.samples)]
         lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
         if self.stopped_by:
-            lines.append(
-                f"[train] stopped by {self.stopped_by.name}; resume with: {command('train', '--run', self.run)}"
-            )
+            lines.append(f"[train] stopped by {self.stopped_by.name}; resume with: {going_on(self.run)}")
         return "\n".join(lines)
 
 
 def summarize(
-    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int
+    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int, ranks: Ranks
 ) -> Summary:
-    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to."""
+    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to.
+
+    Every rank calls it, as the model may be too large for one of them.
+    """
     run = Path(config.run)
-    if whole_folder(run / "best") is None:
-        return Summary(run, state, steps, None, stopped_by, ())
-    best = Validation.from_dict(load_facts(run / "best"))
-    if stopped_by:  # nobody who presses Ctrl-C wants to wait for translations
+    best = ranks.run_on_main(lambda: best_of(run))
+    # Nobody who presses Ctrl-C wants to wait for translations
+    if best is None or stopped_by:
         return Summary(run, state, steps, best, stopped_by, ())
     if is_hopeless(best):
         return Summary(run, state, steps, best, stopped_by, (), advice(config, state))
-    return Summary(run, state, steps, best, stopped_by, translated(run / "best", corpus))
+    return Summary(run, state, steps, best, stopped_by, translated(run / "best", corpus, ranks))
+
+
+def best_of(run: Path) -> Validation | None:
+    """Return the best validation of a run; None if it has no best model yet."""
+    if whole_folder(run / "best") is None:
+        return None
+    return Validation.from_dict(load_facts(run / "best"))
 
 
 def is_hopeless(best: Validation) -> bool:
@@ -115,15 +128,15 @@ def advice(config: RunConfig, state: TrainingState) -> str:
             "see whether the n-th line of one file translates the n-th line of the other; if it does, try another "
             "training.learning_rate, and with little data a smaller subwords.vocab_size"
         )
-    return f"{why}; go on with: {command('train', '--run', config.run, '--training.steps', steps)}"
+    return f"{why}; go on with: {going_on(config.run, '--training.steps', steps)}"
 
 
-def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
+def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:
     """Translate the first validation sentences, in turn of each set, by the model in `folder`."""
-    translator = load_translator(folder)
     in_turn = chain.from_iterable(zip_longest(*(valid.pairs[:SAMPLES] for valid in corpus.valid)))
     pairs = [pair for pair in in_turn if pair is not None][:SAMPLES]
-    found = translate(translator, [pair.source for pair in pairs], translator.config.decoding)
+    with loaded_models([lambda: load_saved(folder)], ranks) as ((translator,), searching):
+        found = translate(translator, [pair.source for pair in pairs], translator.config.decoding, searching)
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
 
 
@@ -132,14 +145,27 @@ def visible(run: Path) -> list[Path]:
     return [path for path in run.iterdir() if not path.name.startswith(".")]
 
 
+def going_on(run: Path | str, *words: object) -> str:
+    """Return a shell command that goes on with a training, by the launcher that has started this process, if any."""
+    words = ("train", "--run", run, *words)
+    program = started_by()
+    if not program:
+        return command(*words)
+    if program[1:] == RECIPE:
+        return command(*words, "--processes", os.environ["WORLD_SIZE"])
+    return shell(program, map(unambiguous, map(str, words)))
+
+
 def command(*words: object) -> str:
-    """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside.
+    """Return a shell command of this recipe.
 
     The folder of a run whose name begins with a dash is not taken for an option.
     """
-    python = Path(sys.executable)
+    return shell([sys.executable, *RECIPE], words)
+
+
+def shell(program: Sequence[str], words: Iterable[object]) -> str:
+    """Return a shell command; programs that are inside the current folder are named from there."""
     here = Path.cwd()
-    if python.is_relative_to(here):
-        python = python.relative_to(here)
-    texts = [f"./{word}" if re.match("-[^-]", str(word)) else str(word) for word in words]
-    return f"{python} -m recipes.translation {shlex.join(texts)}"
+    named = [str(Path(word).relative_to(here)) if Path(word).is_relative_to(here) else word for word in program]
+    return shlex.join([*named, *(f"./{word}" if re.match("-[^-]", str(word)) else str(word) for word in words)])

@@ -101,7 +101,7 @@ def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> L
         translator.translate(["Two trains leave."])    # a list of as many translations
 
     The folder may have been moved. Every file is verified by its SHA-256, and none can run code. The weights are in
-    the dtype in which they were trained, float32 or float64, on `device`.
+    float32 on `device`, whatever they were trained in.
 
     Raises CheckpointError where there is no model, or a damaged one, and ConfigError for a device that torch does not
     have here.

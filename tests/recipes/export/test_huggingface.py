@@ -17,7 +17,7 @@ from recipes.translation.run_folder.translator import Translator, build_model, m
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.translators import SENTENCES, random_translator, recorded
+from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats
@@ -56,7 +56,7 @@ def assert_same_log_probabilities(translator: Translator, folder: Path) -> None:
 @pytest.mark.parametrize("tie", ["none", "target", "all"])
 def test_log_probabilities_are_those_of_the_model(norm: str, tie: str, joint: Subwords, tmp_path: Path) -> None:
     translator = random_translator(joint, tmp_path / "run", {"model.norm": norm, "model.tie": tie}, end=0.0)
-    huggingface_model.write(translator, tmp_path / "exported")
+    huggingface_model.write(as_saved(translator), tmp_path / "exported")
     assert_same_log_probabilities(translator, tmp_path / "exported")
 
 
@@ -69,7 +69,7 @@ def two_vocabularies(norm: str, joint: Subwords, german: Subwords, run: Path) ->
 
 def test_two_vocabularies_are_kept_apart(joint: Subwords, german: Subwords, tmp_path: Path) -> None:
     translator = two_vocabularies("post", joint, german, tmp_path / "run")
-    huggingface_model.write(translator, tmp_path / "exported")
+    huggingface_model.write(as_saved(translator), tmp_path / "exported")
     assert_same_log_probabilities(translator, tmp_path / "exported")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it recommends sacremoses
@@ -84,7 +84,7 @@ def test_two_vocabularies_before_the_norm_are_refused_in_one_line(
 ) -> None:
     translator = two_vocabularies("pre", joint, german, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"two vocabularies, of 360 and 330 subwords.*--model\.norm post"):
-        huggingface_model.write(translator, tmp_path / "exported")
+        huggingface_model.write(as_saved(translator), tmp_path / "exported")
 
 
 @pytest.mark.parametrize("rules", [{}, {"decoding.min_length": 9, "decoding.no_repeat_ngram": 2}])
@@ -92,7 +92,7 @@ def test_text_goes_in_and_the_same_translation_comes_out(
     rules: dict[str, int], joint: Subwords, tmp_path: Path
 ) -> None:
     translator = random_translator(joint, tmp_path / "run", {"model.norm": "post", **rules}, end=1.0)
-    huggingface_model.write(translator, tmp_path / "exported")
+    huggingface_model.write(as_saved(translator), tmp_path / "exported")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it recommends sacremoses

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.checkpoint import SavedModel
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
 from tests.recipes.tiny import tiny
@@ -32,6 +33,13 @@ def random_translator(subwords: Subwords, run: Path, changes: dict[str, Any], en
         bytes_ = [number for number, piece in enumerate(subwords.pieces()) if piece.startswith("<0x")]
         model.generator.bias[bytes_] = -1e4  # text that differs is then seen to differ
     return Translator(config, model.eval(), subwords, subwords)
+
+
+def as_saved(translator: Translator) -> SavedModel:
+    """The same model, as it would be read from a folder."""
+    return SavedModel(
+        Path("made"), translator.config, translator.source, translator.target, tensors_of(translator.model), ""
+    )
 
 
 def recorded(decoding: DecodingConfig) -> tuple[DecodingConfig, set[str]]:

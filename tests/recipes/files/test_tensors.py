@@ -19,15 +19,17 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3)
 TENSORS = st.dictionaries(st.text(max_size=5), st.tuples(SHAPES, st.sampled_from([*DTYPES])), max_size=6)
 
 
-@given(described=TENSORS)
+@given(described=TENSORS, metadata=st.sampled_from([None, {"format": "pt"}]))
 def test_a_file_has_the_bytes_that_the_package_writes_and_their_hash(
-    described: dict[str, tuple[list[int], torch.dtype]], tmp_path_factory: pytest.TempPathFactory
+    described: dict[str, tuple[list[int], torch.dtype]],
+    metadata: dict[str, str] | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     described.pop("__metadata__", None)
     folder = tmp_path_factory.mktemp("tensors")
     found: dict[str, Tensor] = {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in described.items()}
-    digest = write_tensors(folder / "ours", found)
-    save_file(found, folder / "theirs")
+    digest = write_tensors(folder / "ours", found, metadata)
+    save_file(found, folder / "theirs", metadata)
     data = (folder / "ours").read_bytes()
     assert data == (folder / "theirs").read_bytes()
     assert digest == hashlib.sha256(data).hexdigest()

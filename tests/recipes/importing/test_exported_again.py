@@ -15,6 +15,7 @@ from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import PAD
 from recipes.translation.translating.translate import translate
+from tests.recipes.export.translators import as_saved
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats
@@ -47,7 +48,7 @@ def test_transformers_has_the_same_logits_of_an_imported_marian_model_again(
 ) -> None:
     from transformers import AutoModelForSeq2SeqLM
 
-    huggingface_model.write(imported, tmp_path / "exported")
+    huggingface_model.write(as_saved(imported), tmp_path / "exported")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
@@ -72,7 +73,10 @@ def test_imported_models_are_not_exported_as_onnx(imported: Translator, tmp_path
         onnx_model.write(imported, tmp_path / "exported")
 
 
-@pytest.mark.parametrize("write", [huggingface_model.write, lambda *each: ctranslate2_model.write(*each, None)])
+@pytest.mark.parametrize(
+    "write",
+    [lambda one, to: huggingface_model.write(as_saved(one), to), lambda *each: ctranslate2_model.write(*each, None)],
+)
 def test_other_architectures_are_not_exported(write: object, tmp_path: Path) -> None:
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     with pytest.raises(
@@ -84,7 +88,7 @@ def test_other_architectures_are_not_exported(write: object, tmp_path: Path) -> 
 def test_transformers_reads_the_tag_of_a_language_in_an_exported_model_as_in_the_published_one(
     imported: Translator, tmp_path: Path
 ) -> None:
-    huggingface_model.write(imported, tmp_path / "exported")
+    huggingface_model.write(as_saved(imported), tmp_path / "exported")
     sentence = ">>xx<< A small dog!"
     ids = published.tokenizer_of(tmp_path / "exported")(sentence).input_ids
     pieces = imported.source.pieces()

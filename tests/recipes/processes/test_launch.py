@@ -60,6 +60,7 @@ def test_a_signal_saves_and_ends_with_its_status(tmp_path: Path) -> None:
     status, output, _ = ended(process)
     assert status == 128 + signal.SIGTERM
     assert output.count("stopping after this step and saving") == 1
+    assert f" -m recipes.translation train --run {tmp_path / 'run'} --processes 2\n" in output
 
 
 def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp_path: Path) -> None:

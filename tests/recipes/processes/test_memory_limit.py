@@ -1,4 +1,4 @@
-"""A model whose weights, moments and gradient do not fit is trained in parts, each process under a limit of memory."""
+"""A model that does not fit is trained, and translated with, in parts, each process under a limit of memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.checkpoint import load_facts
+from recipes.translation.run_folder.checkpoint import load_facts, save_model
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from tests.recipes.processes.layouts import assert_same_weights
 from tests.recipes.processes.started import ended, recipe, wait_for_steps, workers_of
-from tests.recipes.saved import saved_file
-from tests.recipes.tiny import options
+from tests.recipes.random_translator import random_translator
+from tests.recipes.tiny import options, tiny
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
@@ -115,14 +116,34 @@ def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_transl
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == {name: pytest.approx(value, rel=1e-10) for name, value in theirs.items()}
 
-    status, _, errors = ended(limited(two, "export", "--run", str(run), "--to", "safetensors"))
-    assert status == 0, errors
     capsys.readouterr()
     said = []
     for folder in (run, tmp_path / "usual"):
         assert main(["translate", "--run", str(folder), "the red house"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
-    assert (run / "safetensors" / "model.safetensors").stat().st_size > saved_file(
-        run, "best", "model.safetensors"
-    ).stat().st_size / 3
+
+
+def test_a_model_that_fits_no_process_is_evaluated_by_four(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sizes = {"model.d_model": 384, "model.d_ff": 1536, "model.encoder_layers": 9, "model.decoder_layers": 9}
+    config = tiny(run, {**sizes, "layout.shard": 4, "decoding.beam": 2, "decoding.max_length": 3})
+    subwords = random_translator(tmp_path).source
+    model = build_model(model_sizes(config.model), subwords, subwords)
+    assert sum(weight.nbytes for weight in model.parameters()) > 142 * MIB
+    save_model(run / "best", Translator(config, model, subwords, subwords), {"step": 1})
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("".join(f"{getattr(pair, side)}\n" for pair in pairs(5, 3)))
+    words = ["--run", str(run), "--sources", str(tmp_path / "source"), "--references", str(tmp_path / "target")]
+    # The whole model is packed, too, so that one process needs 285 MiB; each of four has 36, a few layers of 9, and
+    # what four processes need to talk to each other
+    limit = at_import() + 215 * MIB
+    status, _, errors = ended(limited(limit, "evaluate", *words))
+    assert status != 0
+    assert "not enough memory" in errors or "can't allocate memory" in errors
+    status, _, errors = ended(limited(limit, "evaluate", *words, "--processes", "4"))
+    assert status == 0, errors
+    results = [run / "source.translations.txt", run / "source.scores.json"]
+    found = [path.read_text() for path in results]
+    assert main(["evaluate", *words]) == 0
+    assert found == [path.read_text() for path in results]

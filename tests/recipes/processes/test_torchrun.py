@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,15 +28,15 @@ from tests.recipes.tiny import LEARNS, options, tiny
 pytestmark = pytest.mark.launched
 
 ENDLESS = {"training.steps": 100_000, "training.validate_every": 5, "training.devices": "auto"}
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(command: str, *words: str, launcher: Sequence[str] = (), **keywords: Any) -> subprocess.Popen[str]:
     """Two processes of the recipe. torchrun would take --run for an abbreviation of one of its own options."""
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     named = ["--folder" if word == "--run" else word for word in words]
     return subprocess.Popen(
-        [*two, *launcher, "-m", "recipes.translation", command, *named],
+        [sys.executable, *LAUNCHER, *launcher, "-m", "recipes.translation", command, *named],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -77,7 +78,10 @@ def test_a_signal_to_torchrun_saves_the_step_at_hand(number: signal.Signals, tmp
         process.send_signal(number)
     _, output, _ = ended(process)
     assert output.count("stopping after this step and saving") == 1
-    assert "resume with:" in output
+    (line,) = [line for line in output.splitlines() if "resume with: " in line]
+    python, *words = shlex.split(line.partition("resume with: ")[2])
+    assert Path.cwd() / python == Path(sys.executable)
+    assert words == [*LAUNCHER, "-m", "recipes.translation", "train", "--folder", str(run)]
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == steps[-1] == len(steps)
 

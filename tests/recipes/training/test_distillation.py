@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.processes.ranks import ALONE
+from recipes.translation.processes.ranks import ALONE, joined
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.teacher import load_teacher
@@ -25,7 +25,9 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
-from recipes.translation.training.layout import Axes, Layout
+from recipes.translation.training.layout import Axes, Layout, axes_of
+from recipes.translation.training.opened_models import opened
+from recipes.translation.training.parts import local_of
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.saved import saved_file
@@ -159,12 +161,11 @@ def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path
     corpus = load_corpus(config, subwords_of=lambda _: (load_translator(teacher / "best").source,) * 2)
     torch.manual_seed(5)
     drawn = torch.get_rng_state()
-    beside = load_teacher(config, corpus.source, corpus.target)
-    assert beside is not None
+    beside = opened(lambda: load_teacher(config, corpus.source, corpus.target), ALONE)
     assert torch.equal(torch.get_rng_state(), drawn)
-    before = {name: tensor.clone() for name, tensor in beside.model.state_dict().items()}
     model, weights = first_model(config, corpus, None, ALONE)
-    layout = Layout(model, weights, config, Axes(1, 1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside.model)
+    layout = Layout(model, weights, config, Axes(1, 1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside)
+    before = {name: tensor.clone() for name, tensor in beside.model.state_dict().items()}
     own = {id(parameter) for parameter in layout.model.parameters()}
     both = WithTeacher(layout.model, Teacher(beside.model, layout.devices))
     assert {id(parameter) for parameter in both.parameters()} == own
@@ -263,7 +264,9 @@ def test_the_devices_of_one_process_give_the_weights_of_one_device(teacher: Path
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("layout", ["data 2", "shard 2", "vocab 2", "sequence 2", "sequence 2 x vocab 2"])
+@pytest.mark.parametrize(
+    "layout", ["data 2", "shard 2", "vocab 2", "sequence 2", "sequence 2 x vocab 2", "shard 2 x vocab 2"]
+)
 @pytest.mark.parametrize("weight", [0.7, 1.0])
 def test_every_layout_gives_the_weights_of_one_device(
     layout: str, weight: float, teacher: Path, tmp_path: Path
@@ -273,3 +276,27 @@ def test_every_layout_gives_the_weights_of_one_device(
     world, sizes = LAYOUTS[layout]
     ranks(world, trained, tiny(tmp_path / layout, {**changes, **sizes, "training.devices": "auto"}))
     assert_same_weights(tmp_path / layout, tmp_path / "one", 1e-10)
+
+
+def held(rank: int, world: int, config: RunConfig, teacher: Path) -> tuple[int, int]:
+    """How many of the teacher's numbers are in this rank's memory after a step, and how many it has."""
+    with joined(30) as every:
+        subwords = load_translator(teacher / "best").source
+        corpus = load_corpus(config, every, subwords_of=lambda _: (subwords, subwords))
+        beside = opened(lambda: load_teacher(config, subwords, subwords), every)
+        model, weights = first_model(config, corpus, None, every)
+        axes = axes_of(config.layout, world)
+        layout = Layout(model, weights, config, axes, [torch.device("cpu")], every, beside)
+        loss = layout.loss_of(corpus.train.batch(corpus.train.epoch(0)[0]))
+        (loss.total / loss.tokens).backward()
+        own = [local_of(weight).numel() for weight in beside.model.parameters()]
+        return sum(own), sum(weight.numel() for weight in beside.model.parameters())
+
+
+@pytest.mark.launched
+def test_the_teacher_is_sharded_as_the_student_is(teacher: Path, tmp_path: Path) -> None:
+    for layout in ("shard 2", "shard 2 x vocab 2"):
+        world, sizes = LAYOUTS[layout]
+        changes = {**distilled(teacher), **sizes, "training.devices": "auto"}
+        for own, whole in ranks(world, held, tiny(tmp_path / "run", changes), teacher):
+            assert own == pytest.approx(whole / 2, rel=0.02)

@@ -1,0 +1,75 @@
+"""Models that were trained, read to translate with: whole on every rank or, where they were trained so, in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.checkpoint import SavedModel
+from recipes.translation.run_folder.translator import Translator
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import EOS
+from recipes.translation.training.gathering import gathered_together
+from recipes.translation.training.layout import Axes, Groups
+from recipes.translation.training.opened_models import opened
+from recipes.translation.training.parts import Parts
+from recipes.translation.training.shards import allocate, layers_of, shard
+
+
+@contextmanager
+def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> Iterator[tuple[list[Translator], Ranks]]:
+    """Within the block, let each rank translate sentences of its own with models that rank 0 reads.
+
+    Yield the models, in eval mode on this process's GPU, if any, and the ranks that divide the sentences. A model that
+    was trained with `layout.shard` or `layout.vocab`, as no process may have room for it, is sharded over all ranks.
+    Weights are read and sent one at a time. Every rank must enter and leave the block.
+    """
+    device = device_of(ranks)
+    translators = []
+    in_parts = []
+    for read in reads:
+        saved, model, weights = opened(read, ranks)
+        axes = Axes(ranks.world, 1, 1, 1)
+        if was_in_parts(saved.config):
+            axes = Axes(1, ranks.world, 1, 1)
+        parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
+        if axes.shard > 1:
+            mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
+            assert mesh is not None
+            shard(model, mesh, device)
+            in_parts.append((model, mesh.get_group("shard")))
+        allocate(model, device)
+        parts.fill_model(model, weights)
+        translators.append(Translator(saved.config, model.eval(), saved.source, saved.target, digests=(saved.digest,)))
+    if not in_parts:
+        yield translators, ranks
+        return
+    ids = torch.full((1, 1), EOS, device=device)
+    for model, _ in in_parts:
+        with torch.no_grad():
+            model(ids, ids)  # since FSDP2 takes the module that is called first for the root
+        assert isinstance(model, FSDPModule)
+        model.reshard()
+    layers = [layer for model, _ in in_parts for layer in layers_of(model)]
+    with gathered_together([model for model, _ in in_parts], layers, in_parts[0][1]) as meet:
+        yield translators, replace(ranks, meet=meet)
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """Return this process's own GPU or, without one, the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def was_in_parts(config: RunConfig) -> bool:
+    """Return whether no process of the training had the whole model."""
+    return config.layout.shard > 1 or config.layout.vocab > 1

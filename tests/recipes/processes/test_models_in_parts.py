@@ -1,0 +1,93 @@
+"""A model that was trained in parts translates in parts: each rank reads its own, and finds what the whole does."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.processes.ranks import joined
+from recipes.translation.run_folder.checkpoint import load_saved, save_model
+from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.training.loaded_models import loaded_models
+from recipes.translation.training.parts import local_of
+from recipes.translation.training.shards import layers_of
+from seqpar.testing.ranks import ranks
+from tests.recipes.processes.test_search_over_ranks import SENTENCES
+from tests.recipes.random_translator import random_translator
+from tests.recipes.tiny import few_held_out
+
+pytestmark = pytest.mark.launched
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders `sharded`, `split` and `whole`, each with a model and the layout that trained it."""
+    folder = tmp_path_factory.mktemp("runs")
+    layouts = {"sharded": LayoutConfig(shard=4), "split": LayoutConfig(vocab=2), "whole": LayoutConfig()}
+    for seed, (name, layout) in enumerate(layouts.items()):
+        translator = random_translator(folder / f"made-{name}", seed)
+        config = replace(translator.config, layout=layout)
+        save_model(folder / name / "best", replace(translator, config=config), {"step": 1})
+    (folder / "sentences").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
+    (folder / "targets").write_text("".join(f"{sentence[::-1]}\n" for sentence in SENTENCES))
+    return folder
+
+
+def said(rank: int, world: int, *commands: list[str]) -> list[str]:
+    """What each command prints."""
+    found = []
+    for words in commands:
+        with few_held_out(), redirect_stdout(io.StringIO()) as output:
+            assert main(words) == 0
+        found.append(output.getvalue())
+    return found
+
+
+def commands(runs: Path, results: str) -> list[list[str]]:
+    """Those that translate; the alignments and scores that they write have names that begin with `results`."""
+    sharded, split, whole = (str(runs / name) for name in ("sharded", "split", "whole"))
+    file = ["--file", str(runs / "sentences")]
+    pairs = ["--sources", str(runs / "sentences"), "--targets", str(runs / "targets")]
+    return [
+        ["translate", "--run", sharded, *file, "--beam", "5", "--n-best", "3"],
+        ["translate", "--run", sharded, *file, "--alignments", str(runs / results)],
+        ["translate", "--run", sharded, *file, "--sample", "3"],
+        ["translate", "--run", whole, "--ensemble", sharded, "--ensemble", split, *file, "--beam", "3"],
+        ["evaluate", "--run", sharded, "--beam", "4"],
+        ["evaluate", "--run", split],
+        ["score", "--run", split, *pairs],
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_command_says_what_it_says_in_one_process(world: int, runs: Path) -> None:
+    expected = said(0, 1, *commands(runs, "one"))
+    scores = [json.loads((runs / name / "test.scores.json").read_text()) for name in ("sharded", "split")]
+    found, *others = ranks(world, said, *commands(runs, "several"))
+    assert found == expected
+    assert not any("".join(other) for other in others)
+    assert (runs / "several").read_text() == (runs / "one").read_text()
+    assert scores == [json.loads((runs / name / "test.scores.json").read_text()) for name in ("sharded", "split")]
+
+
+def held(rank: int, world: int, folder: Path) -> tuple[int, int]:
+    """How many numbers of the layers are in this rank's memory, and how many in the model."""
+    with joined(30) as every, loaded_models([partial(load_saved, folder)], every) as ((translator,), _):
+        weights = [weight for layer in layers_of(translator.model) for weight in layer.parameters()]
+        return sum(local_of(weight).numel() for weight in weights), sum(weight.numel() for weight in weights)
+
+
+def test_each_rank_has_a_share_of_the_layers_of_a_model_that_was_trained_in_parts(runs: Path) -> None:
+    for name in ("sharded", "split"):
+        (some, whole), (rest, _) = ranks(2, held, runs / name / "best")
+        assert some + rest == whole
+        assert abs(some - rest) < whole / 20
+    for own, whole in [*ranks(2, held, runs / "whole" / "best"), held(0, 1, runs / "sharded" / "best")]:
+        assert own == whole
