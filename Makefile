@@ -39,9 +39,10 @@ test: check  ## run the checks and the tests (15 to 19 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
+# Two workers: each of these tests has two to four busy processes of its own
 test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service (about 9 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m launched -q --durations=5 tests/recipes
 
 test-faults: .venv/dev  ## check the recipe under kills, interrupts, hostile files and links in a run's folder (about 2 minutes on 2 cores)
 	@echo "[test-faults] pytest, the recipe killed, interrupted and given hostile files"
