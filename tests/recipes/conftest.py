@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience() -> Iterator[None]:
+    """A training over ranks may take longer than a test of the library: on a busy machine, one took more than 60 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("seqpar.testing.ranks.TIMEOUT", 240.0)
+        yield
 
 
 @pytest.fixture
