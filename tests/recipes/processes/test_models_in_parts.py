@@ -21,7 +21,6 @@ from recipes.translation.training.shards import layers_of
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_search_over_ranks import SENTENCES
 from tests.recipes.random_translator import random_translator
-from tests.recipes.tiny import few_held_out
 
 pytestmark = pytest.mark.launched
 
@@ -44,7 +43,7 @@ def said(rank: int, world: int, *commands: list[str]) -> list[str]:
     """What each command prints."""
     found = []
     for words in commands:
-        with few_held_out(), redirect_stdout(io.StringIO()) as output:
+        with redirect_stdout(io.StringIO()) as output:
             assert main(words) == 0
         found.append(output.getvalue())
     return found

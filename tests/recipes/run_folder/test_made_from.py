@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import main
+from recipes.translation.export import ctranslate2_model
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
 from recipes.translation.run_folder.made_from import exported_from
 from recipes.translation.translating.translate import translate
@@ -52,7 +53,7 @@ def test_scores_are_of_the_model_that_translated(run: Path, tmp_path: Path, monk
 @pytest.mark.formats
 def test_an_export_says_from_which_model_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = weights_digest(run / "best")
-    monkeypatch.setattr(EXPORT, "write", replacing(run, EXPORT.write))
+    monkeypatch.setattr(ctranslate2_model, "write", replacing(run, ctranslate2_model.write))
     assert main(["export", "--run", str(run), "--to", "ctranslate2"]) == 0
     assert exported_from(run / "ctranslate2") == first
 
@@ -60,7 +61,7 @@ def test_an_export_says_from_which_model_it_is(run: Path, monkeypatch: pytest.Mo
 def test_an_export_never_has_the_step_of_another_model(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EXPORT, "write", replacing(run, EXPORT.write))
+    monkeypatch.setattr(EXPORT, "facts_of", replacing(run, EXPORT.facts_of))
     told = refusal(capsys, "export", "--run", str(run), "--to", "safetensors")
     assert told == f"error: training has replaced {run / 'best'} while it was exported: export it again"
     assert not (run / "safetensors").exists()
