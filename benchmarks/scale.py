@@ -1,6 +1,6 @@
 """Count what one rank sends in a step, by layout, for worlds of up to thousands of ranks, without the machines.
 
-    python -m benchmarks.scale                  # the table in docs/scaling.md
+    python -m benchmarks.scale                  # the collectives and bytes of each layout
     python -m benchmarks.scale --worlds 8 64
 
 torch's fake process group runs one rank's program of any world and moves no data; every other rank is assumed to have

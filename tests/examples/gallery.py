@@ -1,4 +1,4 @@
-"""Make docs/gallery.md: `python -m tests.examples.gallery` runs every example and writes what it prints (some minutes).
+"""Make docs/gallery.md: `python -m tests.examples.gallery` runs every example and writes its last lines (some minutes).
 
 An example whose package is not installed keeps the output that the page has of it.
 """
@@ -16,8 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
 HEAD = """# Gallery
 
-Every example runs on a CPU within a minute, from a checkout; this is what each printed there.
+Every example runs on a CPU within a minute, from a checkout; each is shown with the last lines that it printed there.
 """
+LINES = 6
+"""The most lines of an example's output that the page shows."""
 
 
 def command_of(example: Path) -> str:
@@ -40,8 +42,13 @@ def output_of(example: Path) -> str:
     return done.stdout.strip()
 
 
+def last_lines(output: str) -> str:
+    """Return what the page shows of an example's output."""
+    return "\n".join(output.splitlines()[-LINES:])
+
+
 def output_on_page(example: Path) -> str | None:
-    """Return the output of an example that the page has, if it has one."""
+    """Return the last lines of an example's output that the page has, if it has any."""
     page = PAGE.read_text() if PAGE.exists() else ""
     block = re.search(rf"{re.escape(command_of(example))}\n```\n\n```text\n(.*?)\n```", page, re.DOTALL)
     return block and block[1]
@@ -62,7 +69,7 @@ def entry(example: Path, output: str) -> str:
 ```
 
 ```text
-{output}
+{last_lines(output)}
 ```
 
 <details><summary>examples/{example.name}</summary>

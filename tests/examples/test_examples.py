@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.gallery import output_of, output_on_page
+from tests.examples.gallery import last_lines, output_of, output_on_page
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -22,7 +22,8 @@ RISING = {"grpo": "reward", "minimum_risk": "chrF"}
 def printed(example: Path, name: str) -> list[float]:
     """Run an example and return the figures that it prints after that name."""
     output = output_of(example)
-    assert without_numbers(output) == without_numbers(output_on_page(example) or ""), "python -m tests.examples.gallery"
+    on_page = output_on_page(example) or ""
+    assert without_numbers(last_lines(output)) == without_numbers(on_page), "python -m tests.examples.gallery"
     figures = [float(found) for found in re.findall(rf"{name} (\d+\.\d+)", output)]
     assert len(figures) >= 2, output
     return figures
