@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.pictures import draw
 from tests.printed_commands import calls, make_base, try_out
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,14 @@ def test_the_code_of_a_page_runs_when_pasted(page, capsys):
 def test_what_a_page_points_to_exists(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_diagrams_of_the_pages_are_what_their_code_draws(tmp_path):
+    draw(tmp_path)
+    drawn = sorted(tmp_path.iterdir())
+    assert drawn
+    for picture in drawn:
+        assert picture.read_text() == (ROOT / "docs" / picture.name).read_text(), picture.name
 
 
 COMMANDS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
