@@ -1,12 +1,15 @@
 """Every Python block and every command of the documents runs, in order, page by page; links and pictures exist."""
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from docs.pictures import draw
+from docs.run_notebooks import NOTEBOOKS, code_cells, run, stored
 from tests.printed_commands import calls, make_base, try_out
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +36,25 @@ def test_the_code_of_a_page_runs_when_pasted(page, capsys):
 def test_what_a_page_points_to_exists(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_diagrams_of_the_pages_are_what_their_code_draws(tmp_path):
+    draw(tmp_path)
+    drawn = sorted(tmp_path.iterdir())
+    assert drawn
+    for picture in drawn:
+        assert picture.read_text() == (ROOT / "docs" / picture.name).read_text(), picture.name
+
+
+def without_digits(text):
+    return re.sub(r"-?\d[\d.,]*(e-?\d+)?", "#", text)
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
+def test_a_notebook_prints_what_it_has_stored_up_to_the_digits_of_numbers(file):
+    notebook = json.loads(file.read_text())
+    for printed, cell in zip(run(notebook), code_cells(notebook), strict=True):
+        assert without_digits(printed) == without_digits(stored(cell))
 
 
 COMMANDS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
