@@ -10,7 +10,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest mutants docs check bench bench-gpu clean
+.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest mutants docs release check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -95,6 +95,9 @@ mutants: .venv/dev  ## plant faults in the code, COUNT=300 of them, drawn by SEE
 docs: .venv/dev  ## make the site, build/docs/index.html, without a network (half a minute)
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --nitpicky --fresh-env docs build/docs
 	@echo "[docs] build/docs/index.html"
+
+release: .venv/dev  ## build the last commit twice, check both, install the wheel elsewhere, and fill dist/ with what may be published (some minutes)
+	@$(BIN)/python -m release
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"

@@ -1,14 +1,21 @@
 """What is shipped: the wheel holds seqpar alone, and importing it brings nothing along but torch."""
 
+import json
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import seqpar
+from release.sbom import external
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,6 +58,30 @@ def test_the_wheel_holds_seqpar_alone_with_its_types(built):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_the_wheel_names_what_it_requires_in_a_bill_of_materials(built):
+    archive = zipfile.ZipFile(built[0])
+    (name,) = [name for name in archive.namelist() if ".dist-info/sboms/" in name]
+    document = json.loads(archive.read(name))
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.7")
+    assert document["metadata"]["component"]["purl"] == f"pkg:pypi/seqpar@{seqpar.__version__}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {part["name"] + part["versionRange"].removeprefix("vers:pypi/") for part in document["components"]}
+    assert named == set(project["dependencies"])
+    assert all(part["isExternal"] for part in document["components"])
+
+
+def test_a_requirement_that_a_bill_of_materials_cannot_state_is_refused():
+    assert external(Requirement("torch<3,>=2.11"))["versionRange"] == "vers:pypi/>=2.11|<3"
+    with pytest.raises(ValueError, match=r"torch~=2.11 in pyproject.toml: .* not \{'~='\}"):
+        external(Requirement("torch~=2.11"))
+
+
+def test_the_version_is_the_same_in_package_project_and_citation():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert seqpar.__version__ == project["version"] == citation["version"]
+
+
 def test_the_source_distribution_holds_what_a_checkout_does(built):
     with tarfile.open(built[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
@@ -63,6 +94,7 @@ def test_the_source_distribution_holds_what_a_checkout_does(built):
         "benchmarks",
         "deploy",
         "docs",
+        "release",
         "README.md",
         "Makefile",
         "LICENSE",

@@ -1,0 +1,38 @@
+"""The workflows run what the Makefile and nox offer, on the versions that the package names."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+CI = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+ELSEWHERE = {"test-comet", "test-newest"}
+"""Suites with environments of their own, of packages that change without a commit here."""
+
+
+def test_every_suite_of_the_makefile_runs():
+    suites = set(re.findall(r"^(test[a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(CI["suite"]["strategy"]["matrix"]["suite"]) == suites - ELSEWHERE
+
+
+def test_every_pair_of_versions_of_nox_runs():
+    nox = (ROOT / "noxfile.py").read_text()
+    python, torch = (ast.literal_eval(re.search(start + r"(\[.*?\])", nox)[1]) for start in ("python=", '"torch", '))
+    assert CI["versions"]["strategy"]["matrix"] == {"python": python, "torch": torch}
+
+
+def test_every_python_that_the_package_names_is_tested():
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    pythons = [name.removeprefix("Programming Language :: Python :: ") for name in named if ":: Python ::" in name]
+    assert CI["versions"]["strategy"]["matrix"]["python"] == pythons
+
+
+def test_every_action_is_one_commit_and_not_a_tag_that_can_move():
+    for workflow in WORKFLOWS:
+        used = re.findall(r"uses: (.*)", workflow.read_text())
+        assert used
+        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v[\d.]+", name) for name in used), workflow
