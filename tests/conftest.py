@@ -1,12 +1,15 @@
 """Hypothesis profiles, and what the tests need to know of the machine."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.internal.conjecture.engine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from seqpar.testing.ranks import close_all
 
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
@@ -33,6 +36,13 @@ if SWITCHED:
     on_device.switch(SWITCHED)
 
 torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each other
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_of_a_file() -> Iterator[None]:
+    """Ranks end with the file that used them: the threads of every group that was made in them take time."""
+    yield
+    close_all()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,7 +20,6 @@ PHRASES = (
     rf"{SETTING}` is \w+, ([\w.-]+) unless it is set",
     rf"{SETTING}`, ([\w.,-]+) unless it is set",
     rf"{SETTING}` \| [^|]*?([\d.]+) unless it is set",
-    rf"{SETTING} ([\w.-]+)`, the default",
     rf"{SETTING}` \(([\d.,]+)\)",
 )
 """The ways in which the pages state the default of a setting: its name, then the value."""
@@ -92,7 +91,6 @@ def test_the_ways_of_stating_a_default_are_all_found() -> None:
         ("layout.timeout", "300"),
         ("training.teacher_weight", "0.9"),
         ("training.lora_alpha", "16"),
-        ("subwords.joint", "true"),
     ):
         assert fact in found
 

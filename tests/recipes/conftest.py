@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from seqpar.testing.ranks import close_all
+
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
@@ -16,6 +18,13 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("seqpar.testing.ranks.TIMEOUT", 240.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_ranks() -> Iterator[None]:
+    """Ranks end with their test: a training leaves gloo groups in them, whose threads wake a hundred times a second."""
+    yield
+    close_all()
 
 
 @pytest.fixture
