@@ -76,6 +76,7 @@ def test_what_differences_cannot_judge_is_refused_in_one_line():
     assert_numerical_gradients(lambda: loss(head(hidden)), tensors)
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_compiled_operator_passes_torchs_own_check_of_operators(trained, dtype):

@@ -437,12 +437,14 @@ def whole_batch():
     return *head, torch.randn(5, 3, 4), target
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("loss", [None, right_in_ranks], ids=["seqpar's", "own"])
 def test_one_call_proves_a_loss_over_ranks_with_unequal_tokens(world, loss):
     assert_same_loss(*whole_batch(), loss=loss, ranks=world, tokens=11)
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize(
     ("loss", "cause"),
     [
@@ -467,6 +469,7 @@ def test_one_call_over_ranks_names_the_cause_and_the_smallest_part_that_fails(lo
         eval(more[-1].strip(), globals(), locals())
 
 
+@pytest.mark.unswitched
 def test_an_error_of_a_rank_is_shown_with_its_number(monkeypatch):
     monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT", 3.0)
     ranks_module.close_all()
