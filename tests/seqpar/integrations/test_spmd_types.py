@@ -126,15 +126,17 @@ def test_a_split_sequence_has_a_copied_weight_and_a_summed_loss(groups):
     total.backward()
 
 
-def without_tokens_elsewhere(micro_batches, tokens, *given):
-    return accumulate._Step([micro_batches] * 2, tokens)
-
-
-def test_accumulated_gradients_return_the_sums_of_all_ranks(groups, monkeypatch):
-    data, _ = groups
+@pytest.fixture
+def two_ranks_alike(monkeypatch):
+    """A fake group exchanges nothing: the other rank has as many micro-batches, and the tokens are this rank's."""
     monkeypatch.setattr(
         accumulate, "_exchange_counts", lambda count, tokens, *given: accumulate._Step([count] * 2, tokens)
     )
+
+
+@pytest.mark.usefixtures("two_ranks_alike")
+def test_accumulated_gradients_return_the_sums_of_all_ranks(groups):
+    data, _ = groups
     weight = typed((CLASSES, 4), groups, R, I)
 
     def loss_of(target):
@@ -146,11 +148,9 @@ def test_accumulated_gradients_return_the_sums_of_all_ranks(groups, monkeypatch)
     assert weight.grad is not None
 
 
-def test_sums_that_are_whole_already_are_not_summed_again(groups, monkeypatch):
+@pytest.mark.usefixtures("two_ranks_alike")
+def test_sums_that_are_whole_already_are_not_summed_again(groups):
     data, _ = groups
-    monkeypatch.setattr(
-        accumulate, "_exchange_counts", lambda count, tokens, *given: accumulate._Step([count] * 2, tokens)
-    )
     weight = typed((CLASSES, 4), groups, R, I)
 
     def summed(target):
