@@ -10,6 +10,7 @@ import pytest
 
 from docs.pictures import draw
 from docs.run_notebooks import NOTEBOOKS, code_cells, run, stored
+from tests.examples.gallery import without_numbers
 from tests.printed_commands import calls, make_base, try_out
 
 ROOT = Path(__file__).parent.parent
@@ -46,15 +47,11 @@ def test_the_diagrams_of_the_pages_are_what_their_code_draws(tmp_path):
         assert picture.read_text() == (ROOT / "docs" / picture.name).read_text(), picture.name
 
 
-def without_digits(text):
-    return re.sub(r"-?\d[\d.,]*(e-?\d+)?", "#", text)
-
-
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
 def test_a_notebook_prints_what_it_has_stored_up_to_the_digits_of_numbers(file):
     notebook = json.loads(file.read_text())
     for printed, cell in zip(run(notebook), code_cells(notebook), strict=True):
-        assert without_digits(printed) == without_digits(stored(cell))
+        assert without_numbers(printed) == without_numbers(stored(cell))
 
 
 COMMANDS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -2,19 +2,16 @@
 
 import ast
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.examples.gallery import last_lines, output_of, output_on_page
+from tests.examples.gallery import last_lines, output_of, output_on_page, runs_here, without_numbers
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NOT_INSTALLED = {"ray_train": "ray", "torchtitan_loss": "torchtitan"}
-"""Examples that run where a package that no extra installs can be imported, and that package."""
 RECIPE = ROOT / "recipes" / "translation" / "__main__.py"
-RUNNING = [path for path in EXAMPLES if path.stem not in NOT_INSTALLED or find_spec(NOT_INSTALLED[path.stem])]
+RUNNING = [path for path in EXAMPLES if runs_here(path)]
 RISING = {"grpo": "reward", "minimum_risk": "chrF"}
 """Examples whose figure rises, and its name; those of the others are losses, and fall."""
 
@@ -27,10 +24,6 @@ def printed(example: Path, name: str) -> list[float]:
     figures = [float(found) for found in re.findall(rf"{name} (\d+\.\d+)", output)]
     assert len(figures) >= 2, output
     return figures
-
-
-def without_numbers(text: str) -> str:
-    return re.sub(r"[-+]?\d[\d,.]*(e[-+]?\d+)?", "#", text)
 
 
 @pytest.mark.parametrize("example", [path for path in RUNNING if path.stem not in RISING], ids=lambda path: path.stem)
