@@ -135,7 +135,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_a_checkpoint_of_one_form_or
         run = shutil.copytree(earlier, tmp_path / str(number))
         killed = killed_before(number, lambda run=run: save(run))  # type: ignore[misc]
         seen.append((load_training(run / "last").state.step, load_facts(run / "best")["step"]))
-        assert all(load_weights(folder) for folder in (run / "best", *kept_models(run)))  # every file verified
+        assert all(load_translator(folder).digests for folder in (run / "best", *kept_models(run)))
         save(run)  # what was left behind is no obstacle, and goes
         assert load_training(run / "last").state.step == load_facts(run / "best")["step"] == 5
         assert [folder.name for folder in kept_models(run)] == ["step-00000004", "step-00000005"]
