@@ -53,7 +53,9 @@ class Summary:
     best: Validation | None
     stopped_by: signal.Signals | None
     """The signal that stopped training early."""
-    samples: tuple[Sample, ...]
+    files: tuple[str, ...]
+    """Names in the run's folder, as rank 0 sees it: no file system need be shared."""
+    samples: tuple[Sample, ...] = ()
     advice: str = ""
     """What to do about a model that has hardly learned anything; empty for others."""
 
@@ -72,7 +74,7 @@ class Summary:
             )
         if self.samples:
             lines += ["[train] validation sentences, translated by the best model:", *map(str, self.samples)]
-        lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
+        lines.append(f"[train] {self.run}: {', '.join(self.files)}")
         if self.stopped_by:
             lines.append(f"[train] stopped by {self.stopped_by.name}; resume with: {going_on(self.run)}")
         return "\n".join(lines)
@@ -86,13 +88,13 @@ def summarize(
     Every rank calls it, as the model may be too large for one of them.
     """
     run = Path(config.run)
-    best = ranks.run_on_main(lambda: best_of(run))
+    best, files = ranks.run_on_main(lambda: (best_of(run), visible(run)))
     # Nobody who presses Ctrl-C wants to wait for translations
     if best is None or stopped_by:
-        return Summary(run, state, steps, best, stopped_by, ())
+        return Summary(run, state, steps, best, stopped_by, files)
     if is_hopeless(best):
-        return Summary(run, state, steps, best, stopped_by, (), advice(config, state))
-    return Summary(run, state, steps, best, stopped_by, translated(run / "best", corpus, ranks))
+        return Summary(run, state, steps, best, stopped_by, files, advice=advice(config, state))
+    return Summary(run, state, steps, best, stopped_by, files, translated(run / "best", corpus, ranks))
 
 
 def best_of(run: Path) -> Validation | None:
@@ -140,9 +142,9 @@ def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
 
 
-def visible(run: Path) -> list[Path]:
-    """Return the files and folders of a run that are not hidden."""
-    return [path for path in run.iterdir() if not path.name.startswith(".")]
+def visible(run: Path) -> tuple[str, ...]:
+    """Return the names of a run's files and folders that are not hidden."""
+    return tuple(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
 
 
 def going_on(run: Path | str, *words: object) -> str:

@@ -23,9 +23,13 @@ def recipe(*words: str, environment: Mapping[str, str], **keywords: Any) -> subp
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status, output and errors."""
+    """Exit status, output and errors; a process that hangs is killed, and its test fails."""
     with process:
-        output, errors = process.communicate(timeout=300)
+        try:
+            output, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     return process.returncode, output, errors
 
 
