@@ -81,6 +81,11 @@ def limited(limit: int, *words: str) -> subprocess.Popen[str]:
     )
 
 
+def assert_died_of_memory(status: int, errors: str) -> None:
+    """An allocation failed: torch says so, and a C library that does not look reads from address 0 (one run in 25)."""
+    assert status == -signal.SIGSEGV or "not enough memory" in errors or "can't allocate memory" in errors, errors
+
+
 def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_translates(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,8 +96,7 @@ def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_transl
     four, two = base + 430 * MIB, base + 560 * MIB
     alone = {**settings, "training.devices": "[cpu]", "training.steps": 2}
     status, _, errors = ended(limited(two, "train", *options(tmp_path / "alone", alone)))
-    assert status != 0
-    assert "not enough memory" in errors or "can't allocate memory" in errors
+    assert_died_of_memory(status, errors)
     assert not (tmp_path / "alone" / "last").exists()
 
     endless = {**settings, "layout.shard": 4, "training.steps": 100_000}
@@ -139,8 +143,7 @@ def test_a_model_that_fits_no_process_is_evaluated_by_four(tmp_path: Path) -> No
     # what four processes need to talk to each other
     limit = at_import() + 215 * MIB
     status, _, errors = ended(limited(limit, "evaluate", *words))
-    assert status != 0
-    assert "not enough memory" in errors or "can't allocate memory" in errors
+    assert_died_of_memory(status, errors)
     status, _, errors = ended(limited(limit, "evaluate", *words, "--processes", "4"))
     assert status == 0, errors
     results = [run / "source.translations.txt", run / "source.scores.json"]
