@@ -19,6 +19,7 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_saved
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
@@ -118,7 +119,8 @@ def is_hopeless(best: Validation) -> bool:
 
 def advice(config: RunConfig, state: TrainingState) -> str:
     """Return what to try with a run that has learned hardly anything."""
-    warmup = config.training.warmup
+    training = config.training
+    warmup = training.warmup
     if state.step <= warmup:
         why = f"the learning rate still rose when training ended, at step {state.step:,} (training.warmup {warmup:,})"
         steps = 10 * warmup
@@ -130,7 +132,12 @@ def advice(config: RunConfig, state: TrainingState) -> str:
             "see whether the n-th line of one file translates the n-th line of the other; if it does, try another "
             "training.learning_rate, and with little data a smaller subwords.vocab_size"
         )
-    return f"{why}; go on with: {going_on(config.run, '--training.steps', steps)}"
+    words: list[object] = ["--training.steps", steps]
+    if training.epochs:
+        words += ["--training.epochs", 0]
+    if SCHEDULES[training.schedule].by_steps:
+        words += ["--insist"]  # on a learning rate that jumps to that of a longer training
+    return f"{why}; go on with: {going_on(config.run, *words)}"
 
 
 def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:

@@ -13,8 +13,9 @@ from recipes.translation.commands import main
 from recipes.translation.commands.training import PURPOSES, next_steps
 from recipes.translation.demo import layout_in_words
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.config import load_config
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.training.summary import advice, command, is_hopeless
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
@@ -53,6 +54,25 @@ def test_a_run_that_learned_nothing_shows_no_samples_and_says_what_to_do(
 
     assert main([*words[3:-1], "2"]) == 0  # as it says, but not for so long
     assert "resuming from step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"training.steps": 1}, {"training.epochs": 1, "training.warmup": 50}])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_command_of_the_advice_goes_on(
+    schedule: str, changes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    settings = {**changes, "training.schedule": schedule}
+    given = options(run, settings)
+    if "training.epochs" in settings:
+        at = given.index("--training.steps")
+        del given[at : at + 2]
+    assert main(["train", *given]) == 0
+    words = shlex.split(capsys.readouterr().out.partition("go on with: ")[2].splitlines()[0])[3:]
+    made = int(load_facts(run / "last")["step"])
+    words[words.index("--training.steps") + 1] = str(made + 1)  # as it says, but not for so long
+    assert main(words) == 0
+    assert load_facts(run / "last")["step"] == made + 1
 
 
 def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
