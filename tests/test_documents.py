@@ -1,5 +1,6 @@
 """Every Python block and every command of the documents runs, in order, page by page; links and pictures exist."""
 
+import ast
 import io
 import json
 import re
@@ -37,6 +38,24 @@ def test_the_code_of_a_page_runs_when_pasted(page, capsys):
 def test_what_a_page_points_to_exists(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def messages() -> list[str]:
+    """Return every string in the code of the library and the recipe; an f-string has "..." for what it inserts."""
+    files = [path for part in ("seqpar", "recipes") for path in (ROOT / part).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    parts = [node.values if isinstance(node, ast.JoinedStr) else [node] for node in nodes]
+    return ["".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in each) for each in parts]
+
+
+def test_an_error_is_found_under_what_the_code_says():
+    page = (ROOT / "docs" / "faq.md").read_text()
+    headings = re.findall("`([^`]+)`", "\n".join(re.findall("^### (.*)", page, flags=re.MULTILINE)))
+    # An example on the page, which its test runs, may show a message that several strings make
+    said = "\n".join([*messages(), *blocks(page)])
+    assert len(headings) > 20
+    for heading in headings:
+        assert re.search(".*".join(map(re.escape, heading.split("..."))), said), heading
 
 
 def test_the_diagrams_of_the_pages_are_what_their_code_draws(tmp_path):
