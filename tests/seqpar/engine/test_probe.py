@@ -637,8 +637,8 @@ class Counting(Number):
     ("counts", "message"),
     [
         ({}, "token_loss returned a Tensor; it must return a TokenLoss"),
-        ({"total": 1.0}, "whose total is a float, no tensor"),
-        ({"tokens": 3}, "whose tokens is a int, no tensor"),
+        ({"total": 1.0}, "whose total is a float, not a tensor"),
+        ({"tokens": 3}, "whose tokens is a int, not a tensor"),
         ({"tokens": None}, "whose tokens is a NoneType, no tensor"),
         ({"nll": 1.0}, "whose nll is a float, no tensor"),
     ],
