@@ -76,7 +76,7 @@ class MinimumLength:
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
-            raise ValueError(f"the minimum length is {self.tokens}, below 0: 0 demands nothing")
+            raise ValueError(f"the minimum length is {self.tokens}, below 0: 0 sets no minimum")
 
     def check(self, task: Task) -> None:
         """Raise ValueError if a sentence has too few steps for as many tokens and the end symbol."""

@@ -443,7 +443,7 @@ def refuse_second_backward(stored: object, what: str) -> None:
     """Raise RuntimeError if a backward has taken what forward stored."""
     if stored is None:
         again = f"backward went through {what} a second time"
-        raise RuntimeError(f"{again}; call it again, or add the losses up before")
+        raise RuntimeError(f"{again}; call it again, or add the losses up first")
 
 
 def refuse_unknown_leaves(result: Tensor, known: Iterable[Tensor], used: str, instead: str) -> None:

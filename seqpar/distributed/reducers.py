@@ -57,7 +57,7 @@ def reducer_in(model: nn.Module) -> nn.Module | None:
     if len(found) > 1:
         kinds = " and ".join(sorted(type(module).__name__ for module in found))
         raise ValueError(
-            f"{len(found)} modules reduce gradients each for itself, {kinds}; {WRAP_BOTH}, which then reduces all"
+            f"{len(found)} modules each reduce their own gradients, {kinds}; {WRAP_BOTH}, which then reduces all"
         )
     return found[0] if found else None
 

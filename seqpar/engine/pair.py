@@ -81,5 +81,5 @@ def _checked_token_loss(loss: object) -> TokenLoss:
     for name, value in loss._asdict().items():
         if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
             kind = type(value).__name__
-            raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, no tensor")
+            raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, not a tensor")
     return loss

@@ -232,7 +232,7 @@ class _Probe:
         if mixed:
             raise ValueError(
                 f"the generator mixes rows: {mixed}{_usual_culprit(copy['generator'])}. It is called on a few tokens "
-                "at a time, so a token's scores must depend on that token alone; compute anything that mixes tokens "
+                "at a time, so a token's scores must depend only on that token; compute anything that mixes tokens "
                 "before the engine, and pass the result as hidden or as a per-token keyword"
             )
         return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing)

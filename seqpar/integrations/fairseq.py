@@ -236,4 +236,4 @@ def _refuse_more_than_projecting(model: nn.Module, projection: nn.Linear, sample
             f"get_normalized_probs scales, masks or mixes the scores; {INSTEAD}"
         )
     if not (isinstance(target_BT, Tensor) and torch.equal(target_BT, sample["target"])):
-        raise TypeError(f"{name}.get_targets returns others than sample['target']; {INSTEAD}")
+        raise TypeError(f"{name}.get_targets does not return sample['target']; {INSTEAD}")

@@ -129,11 +129,11 @@ def apply_seqpar_loss(
         refuse_adapter(model, WITHOUT)
         model = model.get_base_model()
     if hasattr(model, "_orig_mod"):
-        before = "apply the loss to the model from before torch.compile (model._orig_mod), which the compiled one has"
+        before = "apply the loss before torch.compile, to the model inside (model._orig_mod)"
         raise TypeError(f"this {type(model._orig_mod).__name__} is compiled; {before}")
     plain_head(model)
     if any(isinstance(getattr(hook, "__self__", None), AppliedLoss) for hook in model._forward_hooks.values()):
-        raise ValueError(f"this {type(model).__name__} has the loss already; remove() the first before another")
+        raise ValueError(f"this {type(model).__name__} has the loss already; remove() it before you apply another")
     return AppliedLoss(model, label_smoothing, chunk_tokens)
 
 
@@ -228,7 +228,7 @@ class AppliedLoss:
             return None
         if PROVED.get() and not model.training:
             evaluating = f"{type(model).__name__} is in evaluation mode, where its own loss stays"
-            raise RefusedModelError(f"{evaluating}: call train() before, on a model whose dropout is 0")
+            raise RefusedModelError(f"{evaluating}: call train() first, on a model whose dropout is 0")
         if not (model.training and torch.is_grad_enabled()):
             self.unlabelled = None
             if kwargs.get("labels") is None and not self.checked:
@@ -246,7 +246,7 @@ class AppliedLoss:
             if call.reading.adds:
                 raise RuntimeError(
                     f"{type(model).__name__} adds an auxiliary loss to its own (output_router_logits), which a "
-                    "compute_loss_func would lose; leave it out: with apply_seqpar_loss alone the model adds it"
+                    "compute_loss_func would lose; leave it out: with apply_seqpar_loss by itself the model adds it"
                 )
             self.withheld = call.reading
         # In the head's __dict__, past nn.Module.__setattr__: the head's hooks and the model's share it for this forward
@@ -273,7 +273,7 @@ class AppliedLoss:
         labels_BT = kwargs.get("labels")
         # The model's own loss would take it, and a window of made-up labels cannot show whether it does
         if (ignored := kwargs.get("ignore_index", IGNORED)) != IGNORED:
-            raise ValueError(f"ignore_index is {ignored}, and the loss ignores {IGNORED} alone: give it such labels")
+            raise ValueError(f"ignore_index is {ignored}, and the loss ignores only {IGNORED}: use that label")
         if labels_BT is not None and labels_BT.dim() != 2:
             raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
         if lacks_decoder_inputs(model, kwargs):
@@ -351,7 +351,7 @@ class AppliedLoss:
         refuse_sharded_head(head)
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
-            shape = f"{tuple(hidden_BTD.shape)}, and not (batch, time, hidden)"
+            shape = f"{tuple(hidden_BTD.shape)}, not (batch, time, hidden)"
             raise RefusedModelError(f"{name}'s output embeddings get hidden states of shape {shape}; {WITHOUT}")
         call.hidden_BTD = hidden_BTD
         call.computed_weight = vars(head).get("weight")

@@ -55,7 +55,7 @@ def refuse_released_head(head: nn.Linear) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
         raise RuntimeError(
             "DeepSpeed's ZeRO-3 divides the output embeddings, and has released them when a compute_loss_func is "
-            "called; leave that out: with apply_seqpar_loss alone the loss is computed in the forward"
+            "called; leave that out: apply_seqpar_loss by itself computes the loss in the forward"
         )
 
 

@@ -77,9 +77,11 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
         models.append(trainer.accelerator.unwrap_model(reference))
     for model in map(base_of, models):
         if has_scores(model):
-            raise ValueError(f"this {type(trainer).__name__} has the scores already; remove() the first before another")
+            raise ValueError(
+                f"this {type(trainer).__name__} has the scores already; remove() it before you apply another"
+            )
         if hasattr(model, "_orig_mod"):
-            before = "make the trainer with the model from before torch.compile, or call model.compile()"
+            before = "make the trainer with the model as it was before torch.compile, or call model.compile()"
             raise TypeError(f"the {type(model._orig_mod).__name__} of this trainer is compiled; {before}")
         if getattr(trainer, "precompute_ref_logps", False):
             _refuse_other_references(model, examine(model))

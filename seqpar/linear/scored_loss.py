@@ -175,7 +175,7 @@ class _LossByAutograd:
         if mixed:
             raise ValueError(
                 f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
-                "row alone; compute anything that joins tokens before, and pass it as a per-token keyword, or use "
+                "row alone; compute anything that joins tokens beforehand, and pass it as a per-token keyword, or use "
                 "token_scores"
             )
 

@@ -109,9 +109,9 @@ def _refuse(module: nn.Module) -> None:
     """Raise TypeError, with the remedy, unless the module itself (not its submodules) can be replicated."""
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{kind} is scripted and cannot be replicated; pass the module from before torch.jit.script")
+        raise TypeError(f"{kind} is scripted and cannot be replicated; pass the module before torch.jit.script")
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-        instead = "pass the module from before torch.compile (module._orig_mod)"
+        instead = "pass the module as it was before torch.compile (module._orig_mod)"
         raise TypeError(f"{kind} is compiled, and the compiled code keeps the original's parameters; {instead}")
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         # Such as the bias of nn.Linear(..., bias=False)

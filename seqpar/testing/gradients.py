@@ -190,7 +190,7 @@ def check_leaves(tensors: Mapping[str, Tensor]) -> None:
             raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; it must be a tensor")
         if not tensor.is_leaf:
             raise ValueError(
-                f"tensors[{name!r}] is not a leaf, and backward leaves a gradient in leaves alone; give the parameter "
+                f"tensors[{name!r}] is not a leaf, and backward stores gradients only in leaves; give the parameter "
                 "or the input that it was computed from"
             )
 

@@ -48,7 +48,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
     if other is not None:
         raise ValueError(
             f"the loss is {float(value):.6g} in one call and {other:.6g} in another, so differences of it say "
-            "nothing; call .eval() before, where dropout draws no numbers"
+            "nothing; call .eval() first, so that dropout draws no numbers"
         )
     for name, tensor in wanted.items():
 

@@ -64,7 +64,7 @@ def path(word: str) -> str:
     if "\0" in word:
         raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
     if not word:
-        raise argparse.ArgumentTypeError("it is empty, as of a variable of the shell that is not set: give a path")
+        raise argparse.ArgumentTypeError("it is empty, perhaps because a shell variable is not set: give a path")
     return word
 
 
@@ -177,7 +177,7 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
     if begun := begun_settings(run):
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"[train] {run} has no checkpoint yet: it begins anew, with the settings of its last start", flush=True
+                f"[train] {run} has no checkpoint yet: it starts over, with the settings of its last start", flush=True
             )
         return begun
     if of_other_data(run / "subwords", load_config(None, given)):
@@ -200,7 +200,7 @@ def resumed_config(path: Path, run: str, given: dict[str, object]) -> RunConfig:
 def with_folder(config: RunConfig) -> RunConfig:
     """Return settings whose run is a folder that a run can be in; raise ConfigError for any other."""
     if not config.run:
-        raise ConfigError("run is empty, as of a variable of the shell that is not set: name the folder of the run")
+        raise ConfigError("run is empty, perhaps because a shell variable is not set: name the folder of the run")
     if "\0" in config.run:
         raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
     check_run(Path(config.run))

@@ -67,7 +67,7 @@ def distil(argv: Sequence[str]) -> int:
         metavar="X",
         type=number(float, lambda found: 0 <= found < 1e9, "a number from 0 to below 1e9"),
         help="train on the original pairs too, with this weight beside that of the translations, which is 1 (default: "
-        "0, on the translations alone)",
+        "0, only on the translations)",
     )
     parser.add_argument(
         "--fresh", action="store_true", help="start the training over; translations that still fit are kept"

@@ -190,7 +190,7 @@ def compare(argv: Sequence[str]) -> int:
     if len(options.systems) < 2:
         parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
     if options.split and all(Path(system).is_file() for system in options.systems):
-        parser.error("--split is data of a run, and there are files alone; leave it out")
+        parser.error("--split selects data of a run, but only files were given; leave it out")
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.scores.compare import compare as compare_systems

@@ -76,7 +76,7 @@ def serve(argv: Sequence[str]) -> int:
         return serve_app(app, taken, lambda: print(ready, flush=True))
 
 
-HOST_HELP = "0.0.0.0 lets other machines in, without a password (default: 127.0.0.1, this machine alone)"
+HOST_HELP = "0.0.0.0 lets other machines in, without a password (default: 127.0.0.1, only this machine)"
 
 
 port = number(int, lambda found: 0 <= found <= 65535, "a whole number from 0 to 65535")

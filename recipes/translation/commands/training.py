@@ -113,7 +113,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 PURPOSES = {
-    "translate": "type sentences, or add --file FILE",
+    "translate": "type sentences (to one process), or add --file FILE",
     "evaluate": "scores with confidence intervals",
     "report": "a page with curves, scores and translations",
     "serve": "a page that translates, and an endpoint for programs",
@@ -123,11 +123,15 @@ PURPOSES = {
 def next_steps(config: RunConfig) -> str:
     """Return a line for each command to go on with, as it can be pasted."""
     from recipes.translation.data.corpora import Corpora
+    from recipes.translation.training.loaded_models import was_in_parts
     from recipes.translation.training.summary import command
 
     lines = ["[train] next:"]
     for name, purpose in PURPOSES.items():
-        words = [name, "--run", config.run]
+        words: list[object] = [name, "--run", config.run]
+        if name in ("translate", "evaluate") and was_in_parts(config):
+            # One process may not have room for the model
+            words += ["--processes", config.layout.shard * config.layout.vocab]
         if name == "evaluate" and not Corpora(config).has("test"):
             words += ["--split", "valid"]
         lines.append(f"  {command(*words)}  # {purpose}")

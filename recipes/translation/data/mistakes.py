@@ -27,8 +27,8 @@ def check_meant(corpora: Corpora) -> None:
             for ours, theirs in zip(_sources(data, "train"), _sources(its_data, "valid"), strict=False):
                 if _are_same(ours, theirs):
                     raise DataError(
-                        f"{setting} and {other} are the same data ({ours} and {theirs}), so that a validation "
-                        f"would praise what is learnt by heart: hold some pairs back; {WAY}"
+                        f"{setting} and {other} are the same data ({ours} and {theirs}), so that validation "
+                        f"would reward memorisation: hold some pairs back; {WAY}"
                     )
 
 

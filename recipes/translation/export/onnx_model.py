@@ -87,7 +87,7 @@ def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder) -> None
     difference = (log_probabilities(folder, names, src, tgt) - expected).abs().max().item()
     if not difference <= TOLERANCE:
         raise ConfigError(
-            f"torch.onnx does not export this model rightly: in ONNX Runtime its log-probabilities differ by up to "
+            f"torch.onnx does not export this model correctly: in ONNX Runtime its log-probabilities differ by up to "
             f"{difference:.2g}; export it to another format"
         )
 

@@ -50,7 +50,7 @@ def _lines_in(plain: io.BufferedReader, where: str) -> Iterator[str]:
             if text:
                 yield text.removesuffix("\r\n").removesuffix("\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{where} cannot be unpacked: {error}; copy it once more") from error
+        raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
 
 
 def _without_mark(line: bytes, where: str) -> bytes:

@@ -160,7 +160,7 @@ def _multilingual(folder: Folder, settings: Mapping[str, Any], own: Mapping[str,
                 raise CheckpointError(f"{where} has {name} as {number}, and by {SPM} it is {ids[name]}")
         tags = {name: name for name in added if name not in special and not name.startswith("<")}
         if not tags:
-            raise CheckpointError(f"{where} has no tags of languages among its added_tokens")
+            raise CheckpointError(f"{where} has no language tags among its added_tokens")
     vocabulary = Vocabulary(
         ids, special, settings["vocab_size"], frozenset([*tags.values(), "<mask>"]), str(folder.path / where)
     )

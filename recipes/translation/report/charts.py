@@ -76,7 +76,7 @@ class Series:
     points: bool = False
     """Whether each value is marked, as where there are few."""
     marks: Sequence[tuple[float, float]] = field(default=())
-    """Points that stand out."""
+    """Outliers."""
 
 
 @matplotlib.rc_context(SETTINGS)

@@ -90,8 +90,8 @@ def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
     for name, metric in METRICS.items():
         if best := run.best(name):
             found.append((f"best {metric.heading}", shown(best[f"valid_{name}"]), f"validation, step {best['step']:,}"))
-    marked = sum(bool(record.get("stands_out")) for record in run.steps)
-    found.append(("steps that stand out", f"{marked:,}", "loss or gradient norm"))
+    marked = sum(bool(record.get("outliers")) for record in run.steps)
+    found.append(("outliers", f"{marked:,}", "steps, by loss or gradient norm"))
     return found
 
 

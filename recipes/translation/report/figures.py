@@ -183,13 +183,13 @@ def _gradient_norm(runs: Sequence[RunRecords]) -> Chart:
         marks = [
             (float(record["step"]), float(record["gradient_norm"]))
             for record in run.steps
-            if "gradient_norm" in record.get("stands_out", ()) and is_number(record.get("gradient_norm"))
+            if "gradient_norm" in record.get("outliers", ()) and is_number(record.get("gradient_norm"))
         ]
         count += len(marks)
         # The largest, where there are many: a page has room for so many crosses
         marks = sorted(sorted(marks, key=lambda mark: -mark[1])[:100])
         series.append(Series(run.name, x, y, number, marks=marks))
-    caption = f"Before clipping, means of consecutive steps. Steps that stand out: {count:,}"
+    caption = f"Before clipping, means of consecutive steps. Outliers: {count:,}"
     if count:
         caption += ", each marked by a cross at its own norm"
     return _chart("Gradient norm", f"{caption}.", series, NO_STEPS, log=True)

@@ -162,7 +162,7 @@ def _scores(folder: Path) -> dict[str, Record]:
     for path in sorted(folder.glob("*.scores.json")):
         record = _json(path)
         if not record:
-            raise DataError(f"{path} is no JSON object with scores: make it again with evaluate, or remove it")
+            raise DataError(f"{path} is not a JSON object with scores: make it again with evaluate, or remove it")
         check_record(record, SCORES, str(path))
         found[path.name.removesuffix(".scores.json")] = record
     return found

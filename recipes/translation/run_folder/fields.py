@@ -53,7 +53,7 @@ METRICS = fields(
     {
         "step": STEP,
         **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "tokens", "valid_*"), maybe(NUMBER)),
-        "stands_out": maybe(TEXTS),
+        "outliers": maybe(TEXTS),
     }
 )
 """A line of `metrics.jsonl`."""

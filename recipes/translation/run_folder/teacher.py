@@ -56,8 +56,8 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Saved
     if saved.config.data.language_tags != config.data.language_tags:
         raise ConfigError(
             f"data.language_tags is {config.data.language_tags}, and {saved.config.data.language_tags} of the teacher "
-            f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn from "
-            "its translations alone, with training.teacher_weight 0"
+            f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn only "
+            "from its translations, with training.teacher_weight 0"
         )
     for side, own, other in (("source", source, saved.source), ("target", target, saved.target)):
         if own.digest != other.digest:

@@ -65,9 +65,9 @@ def _loaded(checkpoint: Path) -> Any:
             return comet.load_from_checkpoint(str(checkpoint), local_files_only=True)
     except UnpicklingError as error:
         raise ConfigError(
-            f"--comet: {checkpoint} is not loaded: it is no checkpoint, or contains more than weights and plain "
+            f"--comet: {checkpoint} is not loaded: it is not a checkpoint, or contains more than weights and plain "
             "settings, which could run any code: copy it anew, or save it again in a program you trust, with its "
-            "state_dict and hyper_parameters alone"
+            "state_dict and hyper_parameters and nothing else"
         ) from error
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

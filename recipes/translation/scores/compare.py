@@ -135,7 +135,7 @@ def _system(name: str, split: HeldOutSplit) -> System:
         return System(name, read_lines(path))
     model = next((path / model for model in MODELS if whole_folder(path / model)), None)
     if model is None:
-        raise DataError(f"{name} is no run: it has none of {', '.join(MODELS)}; name runs, or files of translations")
+        raise DataError(f"{name} is not a run: it has none of {', '.join(MODELS)}; name runs, or files of translations")
     config = saved_config(model)
     assert config is not None
     data = Corpora(config).the_one(split)

@@ -94,7 +94,7 @@ class Guard:
         host = headers.get("host", "")
         if self.loopback and not is_local(name_of(host)):
             # Another site's name that was made to mean this machine ("DNS rebinding")
-            message = "this service is for this machine alone: call it localhost, 127.0.0.1 or [::1]"
+            message = "this service answers only this machine: call it localhost, 127.0.0.1 or [::1]"
             return error_response(421, message, CLOSE)
         if method == "POST" and is_from_elsewhere(headers):
             message = "a page of another site cannot ask for translations: open the service's own page"

@@ -46,7 +46,7 @@ class WeightAverage:
     def check(self, saved: Mapping[str, Tensor], folder: Path) -> None:
         """Raise CheckpointError unless the checkpoint in `folder`, with these averages, has those of this model."""
         for name in sorted(self.averages.keys() ^ saved.keys()):
-            raise CheckpointError(f"{folder} does not fit training.ema {self.decay:g}: {name} is in one of them alone")
+            raise CheckpointError(f"{folder} does not fit training.ema {self.decay:g}: {name} is in only one of them")
 
     def fill(self, saved: Mapping[str, Tensor]) -> None:
         """Set the averages from rank 0's whole ones."""

@@ -69,15 +69,21 @@ def axes_of(layout: LayoutConfig, world: int) -> Axes:
     return axes
 
 
+def device_of(ranks: Ranks) -> torch.device:
+    """Return this process's own GPU or, without one, the CPU."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank % gpus)
+
+
 def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
     """Return the devices of this process: all GPUs or two replicas on the CPU, but one device with several ranks."""
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if settings.devices == "auto":
-        if ranks.world == 1:
-            return gpus or [torch.device("cpu")] * 2
-        if gpus:
-            return [gpus[ranks.local_rank % len(gpus)]]
-        return [torch.device("cpu")]
+        if ranks.world > 1:
+            return [device_of(ranks)]
+        gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return gpus or [torch.device("cpu")] * 2
     given = settings.devices
     if isinstance(given, str):
         given = (given,)

@@ -15,7 +15,7 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.gathering import gathered_together
-from recipes.translation.training.layout import Axes, Groups
+from recipes.translation.training.layout import Axes, Groups, device_of
 from recipes.translation.training.opened_models import opened
 from recipes.translation.training.parts import Parts
 from recipes.translation.training.shards import allocate, layers_of, shard
@@ -30,6 +30,9 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     Weights are read and sent one at a time. Every rank must enter and leave the block.
     """
     device = device_of(ranks)
+    if device.type != "cpu":
+        # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
+        torch.accelerator.set_device_index(device.index)
     translators = []
     in_parts = []
     for read in reads:
@@ -58,16 +61,6 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     layers = [layer for model, _ in in_parts for layer in layers_of(model)]
     with gathered_together([model for model, _ in in_parts], layers, in_parts[0][1]) as meet:
         yield translators, replace(ranks, meet=meet)
-
-
-def device_of(ranks: Ranks) -> torch.device:
-    """Return this process's own GPU or, without one, the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-    # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
-    torch.accelerator.set_device_index(device.index)
-    return device
 
 
 def was_in_parts(config: RunConfig) -> bool:

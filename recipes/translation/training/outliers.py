@@ -1,6 +1,6 @@
-"""Steps whose loss or gradient norm stands out from those before: a bad batch, or the beginning of a divergence.
+"""Outliers: steps whose loss or gradient norm is far above those before: a bad batch, or the beginning of a divergence.
 
-A value stands out if it is above
+A value is an outlier if it is above
 
     median + 10 x 1.4826 x MAD
 
@@ -21,13 +21,13 @@ LENGTH = 100
 LEAST = 20
 """Steps that it is compared with, at least."""
 MOST_SAID = 3
-"""Steps that are reported on the console; where a few rare sentences decide the gradient, dozens stand out."""
+"""Steps that are reported on the console; where a few rare sentences decide the gradient, there are dozens."""
 NAMES = {"loss": "loss", "gradient_norm": "gradient norm"}
 """The numbers of a record in `metrics.jsonl` that are judged, and what they are called."""
 
 
 class Outlier(NamedTuple):
-    """A number that stands out."""
+    """A number far above those of the steps before."""
 
     name: str
     value: float
@@ -42,7 +42,7 @@ class Outliers:
         self.before = {name: deque[float](maxlen=LENGTH) for name in NAMES}
         self.found: list[Outlier] = []
         self.follows = False
-        """Whether the step before stood out too."""
+        """Whether the step before had one, too."""
         self.said = 0
         """Steps that `lines` has reported."""
         for record in records:
@@ -62,13 +62,13 @@ class Outliers:
             before.append(value)
 
     def record(self) -> dict[str, list[str]]:
-        """Return what `metrics.jsonl` says of the step: nothing, or the names of the numbers that stand out."""
+        """Return what `metrics.jsonl` says of the step: nothing, or the names of the numbers that are outliers."""
         if not self.found:
             return {}
-        return {"stands_out": [each.name for each in self.found]}
+        return {"outliers": [each.name for each in self.found]}
 
     def lines(self, step: int) -> list[str]:
-        """Return a line for each number that stands out.
+        """Return a line for each outlier.
 
         Of several such steps in a row the first is reported; after MOST_SAID reports one line says where the rest is.
         """
@@ -76,9 +76,9 @@ class Outliers:
             return []
         self.said += 1
         if self.said > MOST_SAID:
-            return [f"[train] step {step:>6,}   stands out again; metrics.jsonl has this and all further ones"]
+            return [f"[train] step {step:>6,}   another outlier; metrics.jsonl has this and all further ones"]
         return [
-            f"[train] step {step:>6,}   {NAMES[each.name]} {each.value:.3g} stands out: the median of the steps before "
-            f"is {each.median:.3g}"
+            f"[train] step {step:>6,}   outlier: {NAMES[each.name]} {each.value:.3g}, where the median of the steps "
+            f"before is {each.median:.3g}"
             for each in self.found
         ]

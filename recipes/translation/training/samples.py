@@ -108,7 +108,7 @@ def with_samples(run: RunRecords, folder: Path) -> RunRecords:
         sets = Corpora(config).valid
         pairs = [pair for each in sets for pair in each.spoken(each.pairs()[: MADE_AFTERWARDS // len(sets)])]
     except (CheckpointError, ConfigError, DataError, OSError) as error:
-        return replace(run, note=f"Training kept no translations, and now there can be none: {error}")
+        return replace(run, note=f"Training kept no translations, and none can be made now: {error}")
     greedy = replace(config.decoding, beam=1)
     translations = translate(translator, [pair.source for pair in pairs], greedy)
     sentences = Sentences(step, [pair.source for pair in pairs], [pair.target for pair in pairs], translations)

@@ -136,7 +136,7 @@ def _name_of(run: Path, resumed: bool) -> str:
             known = json.loads(path.read_text(encoding="utf-8"))
             TRACKERS(known, "")
         except (ValueError, RecursionError, WrongFieldError) as error:
-            raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers begin anew") from None
+            raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers start over") from None
         return str(known["id"])
     name = uuid.uuid4().hex[:12]
     replace_file(path, (json.dumps({"id": name}) + "\n").encode())

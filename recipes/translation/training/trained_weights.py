@@ -51,7 +51,7 @@ def adapt(model: EncoderDecoder, config: RunConfig) -> None:
         add_lora(model, rank, config.training.lora_alpha)
     except ValueError as error:
         raise ConfigError(
-            f"training.lora_rank is {rank}, but model.preset {config.model.preset} is no Transformer: set it to 0; "
+            f"training.lora_rank is {rank}, but model.preset {config.model.preset} is not a Transformer: set it to 0; "
             "training.freeze can keep parts as they are"
         ) from error
 

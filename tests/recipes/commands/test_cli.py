@@ -194,9 +194,9 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
             "--checkpoint belongs to a model",
         ),
         (["evaluate", "--hypotheses", "a", "--references", "b", "--run", "{tmp}"], "--run belongs to a model"),
-        (["train", "--run", ""], "run is empty, as of a variable of the shell that is not set: name the folder"),
+        (["train", "--run", ""], "run is empty, perhaps because a shell variable is not set: name the folder"),
         *[
-            (words, "it is empty, as of a variable of the shell that is not set: give a path")
+            (words, "it is empty, perhaps because a shell variable is not set: give a path")
             for words in (
                 ["evaluate", "--sources", "", "--references", ""],
                 ["translate", "--file", ""],

@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "training data": ({"train": ["t.en", "t.de"], "valid": ["t.en", "t.de"]}, "data.train and data.valid are the same"),
     "a link to it": (
         {"train": ["t.txt", "t.de"], "valid": ["t.link", "t.tgt"]},
-        "would praise what is learnt by heart",
+        "would reward memorisation",
     ),
     "the same table": ({"train": "a.tsv", "valid": "a.tsv"}, "data.train and data.valid are the same data"),
     "swapped": ({"train": ["t.de", "t.en"], "valid": VALID}, "t.de as source, and data.source is en, not de: name the"),

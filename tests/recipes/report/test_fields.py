@@ -21,7 +21,7 @@ WRONG: list[tuple[str, int, str, Any, str]] = [
     ("metrics.jsonl", 2, "loss", "high", 'loss is "high", and must be a number'),
     ("metrics.jsonl", 2, "tokens", [7], "tokens is [7], and must be a number"),
     ("metrics.jsonl", 2, "step", -1, "step is -1, and must be a whole number from 0 to 10^15"),
-    ("metrics.jsonl", 2, "stands_out", "loss", 'stands_out is "loss", and must be a list'),
+    ("metrics.jsonl", 2, "outliers", "loss", 'outliers is "loss", and must be a list'),
     ("metrics.jsonl", 2, "gradient_norm", 10**400, "gradient_norm is 1000000000"),
     ("metrics.jsonl", 41, "valid_bleu", True, "valid_bleu is true, and must be a number"),
     ("metrics.jsonl", 41, "valid_loss.news", {}, "valid_loss.news is {}, and must be a number"),
@@ -90,7 +90,7 @@ def test_scores_that_cannot_be_read_are_not_taken_for_none(
     (run / "test.scores.json").write_text(content)
     told = refusal(capsys, "report", str(run))
     assert told.startswith(
-        f"error: {run / 'test.scores.json'} is no JSON object with scores: make it again with evalua"
+        f"error: {run / 'test.scores.json'} is not a JSON object with scores: make it again with evalua"
     )
 
 

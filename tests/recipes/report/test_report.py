@@ -141,14 +141,14 @@ def gradient_norm(run: Path) -> Chart:
     return chart
 
 
-def test_steps_that_stand_out_are_counted_and_marked(tmp_path: Path) -> None:
+def test_outliers_are_counted_and_marked(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     calm = gradient_norm(run)
-    lines(run / "metrics.jsonl", [step(1), step(2, gradient_norm=9.0, stands_out=["gradient_norm"]), step(3)])
+    lines(run / "metrics.jsonl", [step(1), step(2, gradient_norm=9.0, outliers=["gradient_norm"]), step(3)])
     marked = gradient_norm(run)
-    assert "stand out: 0" in calm.caption
+    assert "Outliers: 0" in calm.caption
     assert "var(--mark)" not in calm.svg
-    assert "stand out: 1," in marked.caption
+    assert "Outliers: 1," in marked.caption
     assert "var(--mark)" in marked.svg
 
 
@@ -165,15 +165,15 @@ def series(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Series]]:
     return found
 
 
-def test_of_many_steps_that_stand_out_the_hundred_with_the_largest_norms_are_marked(
+def test_of_many_outliers_the_hundred_with_the_largest_norms_are_marked(
     tmp_path: Path, series: dict[str, list[Series]]
 ) -> None:
     run = make_run(tmp_path / "run")
     norms = [float(1 + (number * 37) % 151) for number in range(150)]
-    records = [step(n, gradient_norm=norm, stands_out=["gradient_norm"]) for n, norm in enumerate(norms, start=1)]
+    records = [step(n, gradient_norm=norm, outliers=["gradient_norm"]) for n, norm in enumerate(norms, start=1)]
     lines(run / "metrics.jsonl", records)
     chart = gradient_norm(run)
-    assert "stand out: 150," in chart.caption
+    assert "Outliers: 150," in chart.caption
     smallest = sorted(norms)[-100]
     (line,) = series["Gradient norm"]
     assert line.marks == [(float(n), norm) for n, norm in enumerate(norms, start=1) if norm >= smallest]

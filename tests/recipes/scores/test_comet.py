@@ -113,7 +113,7 @@ def test_code_in_a_checkpoint_is_never_run(
     (tmp_path / "made").rmdir()
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     line = refusal(capsys, "evaluate", *files, "--comet", str(tmp_path / "code"))
-    assert f"{path} is not loaded: it is no checkpoint, or contains more than weights and plain settings" in line
+    assert f"{path} is not loaded: it is not a checkpoint, or contains more than weights and plain settings" in line
     assert not (tmp_path / "made").exists()
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ

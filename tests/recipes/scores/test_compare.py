@@ -39,7 +39,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_the_split_of_files_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     reference, *systems = files
     told = refusal(capsys, "compare", "--references", reference, *systems, "--split", "valid")
-    assert "--split is data of a run, and there are files alone; leave it out" in told
+    assert "--split selects data of a run, but only files were given; leave it out" in told
 
 
 def test_each_system_is_compared_with_the_first(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_tokenised_text_is_compared_by_multi_bleu_too(files: list[str]) -> None:
         (["base", "b"], "files of translations do not tell their test set: name its references with --references"),
         (["--references", "r", "base", "nowhere"], "there is no file or run nowhere"),
         (["--references", "r", "base", "short"], "short has 29 translations, and the test set 30 sentences"),
-        (["--references", "r", "base", "."], ". is no run: it has none of best, last, averaged"),
+        (["--references", "r", "base", "."], ". is not a run: it has none of best, last, averaged"),
         (["--references", "r", "base", "b", "--tokenize", "13b"], "no tokeniser '13b'"),
     ],
 )

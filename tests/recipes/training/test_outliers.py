@@ -1,4 +1,4 @@
-"""Losses and gradient norms that stand out, by the median rule computed once more with numpy."""
+"""Losses and gradient norms that are outliers, by the median rule computed once more with numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALVES = [(1.0, 1.0), (2.0, 1.0)] * 10 + [(9.0, 1.0)]
 @example(HALVES, 0)
 @example(FIRST, 20)
 @given(st.lists(st.tuples(VALUES, VALUES), max_size=140), st.integers(0, 140))
-def test_a_value_stands_out_above_the_median_by_ten_deviations(steps: list[tuple[float, float]], resumed: int) -> None:
+def test_an_outlier_is_ten_deviations_above_the_median(steps: list[tuple[float, float]], resumed: int) -> None:
     records = [{"step": step, "loss": loss, "gradient_norm": norm} for step, (loss, norm) in enumerate(steps)]
     outliers = Outliers([{"step": 1, "valid_loss": 1.0}, *records[:resumed]])
     for at, (loss, norm) in list(enumerate(steps))[resumed:]:
@@ -32,7 +32,7 @@ def test_a_value_stands_out_above_the_median_by_ten_deviations(steps: list[tuple
                 mad = max(numpy.median(numpy.abs(before - middle)), 0.01 * middle)
                 if steps[at][column] > middle + 10 * 1.4826 * mad:
                     expected.append(name)
-        assert outliers.record().get("stands_out", []) == expected
+        assert outliers.record().get("outliers", []) == expected
 
 
 def test_only_the_first_of_several_in_a_row_is_said() -> None:
@@ -42,8 +42,8 @@ def test_only_the_first_of_several_in_a_row_is_said() -> None:
         outliers.judge(loss=1.0, gradient_norm=norm)
         said += outliers.lines(step)
     assert said == [
-        "[train] step     32   gradient norm 50 stands out: the median of the steps before is 2",
-        "[train] step     35   gradient norm 70 stands out: the median of the steps before is 2",
+        "[train] step     32   outlier: gradient norm 50, where the median of the steps before is 2",
+        "[train] step     35   outlier: gradient norm 70, where the median of the steps before is 2",
     ]
 
 
@@ -56,6 +56,6 @@ def test_after_three_reports_one_line_says_where_the_rest_is() -> None:
         said += outliers.lines(step)
         marked += bool(outliers.record())
     assert [line.split()[2] for line in said] == ["33", "36", "39", "42"]
-    assert "gradient norm 50 stands out: the median" in said[2]
-    assert said[3] == "[train] step     42   stands out again; metrics.jsonl has this and all further ones"
+    assert "outlier: gradient norm 50, where the median" in said[2]
+    assert said[3] == "[train] step     42   another outlier; metrics.jsonl has this and all further ones"
     assert marked == 6

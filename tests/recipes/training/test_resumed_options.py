@@ -65,7 +65,7 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(
         [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record] for run in (through, resumed)
     )
     assert steps_through == steps_resumed
-    assert [record["step"] for record in steps_through if "loss" in record.get("stands_out", ())] != []
+    assert [record["step"] for record in steps_through if "loss" in record.get("outliers", ())] != []
     assert all(math.isfinite(record["loss"]) for record in steps_through)
 
 

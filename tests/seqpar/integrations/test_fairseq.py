@@ -209,7 +209,7 @@ REFUSED = {
     Smaller: "Smaller's log-probabilities are not log_softmax",
     Copying: "Copying fails with the scores of a few tokens",
     Twice: "Twice called its projection 2 times",
-    OtherTargets: "OtherTargets.get_targets returns others",
+    OtherTargets: "OtherTargets.get_targets does not return",
     Bare: "Bare's Decoder has no output_projection, fc_out or fc3",
     Adaptive: "Adaptive's Decoder.output_projection is a AdaptiveLogSoftmaxWithLoss",
     Hooked: "Hooked's log-probabilities are not log_softmax",

@@ -113,7 +113,7 @@ def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts, kind):
 
 
 def refused(rank, world):
-    with pytest.raises(ValueError, match="2 modules reduce gradients each for itself, FSDPLossCompute and FSDPTrunk"):
+    with pytest.raises(ValueError, match="2 modules each reduce their own gradients, FSDPLossCompute and FSDPTrunk"):
         fitted(rank, world, [1, 1], InTwo)
     with pytest.raises(
         TypeError, match=r"nothing in this InNone reduces the gradients over ranks; .* call fully_shard"

@@ -373,7 +373,7 @@ def test_of_a_decoder_that_rounds_its_logits_the_proof_says_so_and_how_it_is_pro
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "t5", "marian"])
 def test_a_proof_in_evaluation_mode_would_compare_the_stock_loss_with_itself_and_is_refused(name):
     chunked, stock, model, _ = proof(name, "eval")
-    refused = rf"{type(model).__name__} is in evaluation mode, .*: call train\(\) before"
+    refused = rf"{type(model).__name__} is in evaluation mode, .*: call train\(\) first"
     with pytest.raises(TypeError, match=refused):
         assert_same_gradients(chunked, stock, dict(model.named_parameters()))
     hidden, target = torch.randn(2, model.config.hidden_size), torch.tensor([1, 2])

@@ -336,7 +336,7 @@ def test_another_label_to_ignore_is_refused_and_the_usual_one_is_not(ignored):
     with apply_seqpar_loss(model):
         expected = model(**batch).loss
         assert torch.equal(model(**batch, ignore_index=-100).loss, expected)
-        with pytest.raises(ValueError, match=f"^ignore_index is {ignored}, and the loss ignores -100 alone"):
+        with pytest.raises(ValueError, match=f"^ignore_index is {ignored}, and the loss ignores only -100"):
             model(**batch, ignore_index=ignored)
 
 

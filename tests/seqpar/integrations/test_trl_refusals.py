@@ -202,7 +202,7 @@ def test_another_version_of_trl_is_refused(trainer, monkeypatch):
 
 def test_the_scores_twice_are_refused_and_once_more_after_remove_are_fine(trainer):
     applied = apply_seqpar_scores(trainer)
-    with pytest.raises(ValueError, match=r"this SFTTrainer has the scores already; remove\(\) the first"):
+    with pytest.raises(ValueError, match=r"this SFTTrainer has the scores already; remove\(\) it"):
         apply_seqpar_scores(trainer)
     applied.remove()
     applied.remove()
