@@ -84,7 +84,8 @@ def draw_step(file: Path) -> None:
             axes.text(left + 7, 226 + LINE * number, text, color=OURS_BLUE, fontsize=9)
     line(axes, (12, 284), (12, 308), head="v")
     axes.text(22, 300, "gather: sums", fontsize=9)
-    box(axes, 4, 314, width, "TokenLoss\ntotal, tokens; one autograd node\nbackward: the stored gradients, times a factor", INK)
+    node = "TokenLoss\ntotal, tokens; one autograd node\nbackward: the stored gradients, times a factor"
+    box(axes, 4, 314, width, node, INK)
     line(axes, (WIDTH - 24, 340), (WIDTH - 14, 340), (WIDTH - 14, 22), (WIDTH - 22, 22), colour=OURS_BLUE, head="<")
     way_back = "one backward: every hook fires once"
     axes.text(WIDTH - 9, 180, way_back, rotation=90, ha="left", va="center", color=OURS_BLUE, fontsize=9)
