@@ -1,6 +1,6 @@
 """Draw the diagrams of the pages, narrow enough for a phone and readable on light and dark backgrounds alike.
 
-python -m docs.pictures      # writes docs/layouts.svg, docs/smoothing.svg and docs/row-function.svg
+python -m docs.pictures      # writes docs/concepts.svg, layouts.svg, smoothing.svg and row-function.svg
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ def drawing(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, x: float, y: float, width: float, text: str, colour: str = OURS_BLUE) -> float:
-    """Draw a frame around lines of text, the first of them bold; return its height."""
+def box(
+    axes: Axes, x: float, y: float, width: float, text: str, colour: str = OURS_BLUE, height: float | None = None
+) -> float:
+    """Draw a frame around lines of text, the first of them bold, or higher than these; return its height."""
     from matplotlib.patches import FancyBboxPatch
 
     first, *rest = text.split("\n")
-    height = LINE * (1 + len(rest)) + 8
+    if height is None:
+        height = LINE * (1 + len(rest)) + 8
     style = "round,pad=0,rounding_size=4"
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, fill=False, edgecolor=colour))
     axes.text(x + 7, y + LINE, first, color=colour, weight="bold", fontsize=9)
@@ -54,6 +57,39 @@ def line(axes: Axes, *points: tuple[float, float], colour: str = INK, head: str 
     """Draw a line through points, with a marker of matplotlib's as its arrowhead if one is given."""
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.2)
     axes.plot(*points[-1], head, color=colour, markersize=5)
+
+
+CHUNKS = (
+    ("done", INK),
+    ("its logits exist", OURS_BLUE),
+    ("waits", INK),
+)
+"""What the chunks of a device are doing at one moment."""
+
+
+def draw_step(file: Path) -> None:
+    """Write the way of the hidden states through a step, and of their gradient back."""
+    figure, axes = drawing(372)
+    width, gap = WIDTH - 28, 8
+    box(axes, 4, 4, width, "encoder-decoder\nplain, or in DataParallel, DDP or FSDP2", INK)
+    line(axes, (12, 38), (12, 62), head="v")
+    axes.text(22, 54, "scatter: hidden states, no padding", fontsize=9)
+    half = (width - gap) / 2
+    for device in (0, 1):
+        left = 4 + device * (half + gap)
+        box(axes, left, 66, half, f"device {device}\ngenerator, criterion", INK, height=218)
+        for number, (state, colour) in enumerate(CHUNKS):
+            box(axes, left + 7, 102 + 42 * number, half - 14, f"chunk {number + 1}\n{state}", colour)
+        for number, text in enumerate(("stored: gradients of", "its hidden states and", "parameters"), 1):
+            axes.text(left + 7, 226 + LINE * number, text, color=OURS_BLUE, fontsize=9)
+    line(axes, (12, 284), (12, 308), head="v")
+    axes.text(22, 300, "gather: sums", fontsize=9)
+    node = "TokenLoss\ntotal, tokens; one autograd node\nbackward: the stored gradients, times a factor"
+    box(axes, 4, 314, width, node, INK)
+    line(axes, (WIDTH - 24, 340), (WIDTH - 14, 340), (WIDTH - 14, 22), (WIDTH - 22, 22), colour=OURS_BLUE, head="<")
+    way_back = "one backward: every hook fires once"
+    axes.text(WIDTH - 9, 180, way_back, rotation=90, ha="left", va="center", color=OURS_BLUE, fontsize=9)
+    save(figure, file)
 
 
 LAYOUTS = (
@@ -183,6 +219,7 @@ def save(figure: Figure, file: Path) -> None:
 def draw(folder: Path) -> None:
     """Write all diagrams into a folder."""
     use_style()
+    draw_step(folder / "concepts.svg")
     draw_layouts(folder / "layouts.svg")
     draw_smoothing(folder / "smoothing.svg")
     draw_row_function(folder / "row-function.svg")
