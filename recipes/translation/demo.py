@@ -9,12 +9,13 @@ from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
 from recipes.translation.processes.terminal import print_text
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.checkpoint import load_saved
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.layout import devices_of
+from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.summary import Sample, Summary, command
 
 SAMPLES = 10
@@ -36,8 +37,8 @@ def demo(config: RunConfig, ranks: Ranks) -> Summary:
         return summary
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
-    translator = ranks.run_on_main(lambda: load_translator(run / "best"))
-    evaluation = evaluate(translator, "test", ranks, "demo")
+    with loaded_models([lambda: load_saved(run / "best")], ranks) as ((translator,), searching):
+        evaluation = evaluate(translator, "test", searching, "demo")
     print(scores_in_words(evaluation.scores))
     if not summary.advice:
         print(f"[demo] the first {SAMPLES} sentences of the test set:")

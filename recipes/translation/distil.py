@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.checkpoint import load_saved
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import check_others_stay
 from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwords
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
+from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.student_data import FOLDER, sentences_of, student_of
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.teacher_translations import write_translations
@@ -45,13 +46,12 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
 
 def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
     """Translate the sentences of every training corpus by the teacher; return the names of its two files."""
-    teacher = ranks.run_on_main(lambda: load_translator(teacher_folder(config.training.teacher)))
-    if torch.cuda.is_available():
-        teacher.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
-    found = ranks.run_on_main(lambda: sentences_of(config, teacher.config))
+    teacher_run = teacher_folder(config.training.teacher)
     folder = Path(config.run) / FOLDER
     names = []
-    for number, (_, tag, sources) in enumerate(found, start=1):
-        paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=ranks)
-        names.append(tuple(path.name for path in paths))
+    with loaded_models([lambda: load_saved(teacher_run)], ranks) as ((teacher,), searching):
+        found = ranks.run_on_main(lambda: sentences_of(config, teacher.config))
+        for number, (_, tag, sources) in enumerate(found, start=1):
+            paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=searching)
+            names.append(tuple(path.name for path in paths))
     return names

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, fingerprint, model_sizes, tensors_of
 from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from tests.recipes.tiny import tiny
 
@@ -23,4 +23,4 @@ def random_translator(folder: Path, seed: int = 1, corpus: int = 1) -> Translato
         for parameter in model.parameters():
             parameter.mul_(2.0)
         model.generator.bias[EOS] = 8
-    return Translator(config, model.eval(), subwords, subwords)
+    return Translator(config, model.eval(), subwords, subwords, digests=(fingerprint(tensors_of(model)),))

@@ -20,7 +20,7 @@ from recipes.translation.data.tags import tags_of
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
-from recipes.translation.run_folder.translator import Translator, fingerprint, tensors_of
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translating.translate import translate
 
@@ -75,7 +75,7 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
         "sources": digest.hexdigest(),
         "tag": tag,
         "tags": list(tags_of(teacher.config)),
-        "weights": fingerprint(tensors_of(teacher.model)),
+        "weights": list(teacher.digests),
         "subwords": [teacher.source.digest, teacher.target.digest],
         "placeholders": sorted(teacher.config.subwords.placeholders),
         "lowercase": teacher.config.subwords.lowercase,

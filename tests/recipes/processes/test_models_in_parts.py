@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
+from recipes.translation.demo import demo
+from recipes.translation.distil import translations_of
+from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import load_saved, save_model
-from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.settings.config import LayoutConfig, RunConfig
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.parts import local_of
 from recipes.translation.training.shards import layers_of
+from recipes.translation.training.student_data import FOLDER
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_search_over_ranks import SENTENCES
 from tests.recipes.random_translator import random_translator
+from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.launched
 
@@ -90,3 +95,31 @@ def test_each_rank_has_a_share_of_the_layers_of_a_model_that_was_trained_in_part
         assert abs(some - rest) < whole / 20
     for own, whole in [*ranks(2, held, runs / "whole" / "best"), held(0, 1, runs / "sharded" / "best")]:
         assert own == whole
+
+
+def taught(rank: int, world: int, config: RunConfig) -> None:
+    with joined(60) as every:
+        translations_of(config, every)
+
+
+@pytest.mark.parametrize("teacher", ["sharded", "split"])
+def test_a_teacher_in_parts_translates_as_in_one_process(teacher: str, runs: Path, tmp_path: Path) -> None:
+    for name, world in (("one", 1), ("three", 3)):
+        ranks(world, taught, tiny(tmp_path / name, {"training.teacher": str(runs / teacher)}))
+    one, three = (read_lines(tmp_path / name / FOLDER / "1.target.txt") for name in ("one", "three"))
+    assert one == three
+    assert len(set(one)) > 2
+
+
+def demonstrated(rank: int, world: int, config: RunConfig) -> None:
+    with joined(60) as every:
+        demo(config, every)
+
+
+def test_the_demo_of_a_model_in_parts_ends_with_the_scores_of_one_process(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ranks(2, demonstrated, tiny(run, {"layout.shard": 2, "training.devices": "auto", "decoding.beam": 2}))
+    files = [run / "test.translations.txt", run / "test.scores.json"]
+    found = [file.read_text() for file in files]
+    assert main(["evaluate", "--run", str(run)]) == 0
+    assert found == [file.read_text() for file in files]
