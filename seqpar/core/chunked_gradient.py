@@ -125,6 +125,18 @@ def chunked_gradient(
             `create_graph=True`, or if no chunk's loss required a gradient (torch's own backward raises there, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
             would be lost.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+        >>> target = torch.randint(50, (6,))
+        >>> def per_chunk(params, rows, chunk):
+        ...     total = F.cross_entropy(rows[0] @ params[0].T, target[chunk], reduction="sum")
+        ...     return seqpar.TokenLoss(total, torch.tensor(len(target[chunk])))
+        >>> empty = seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+        >>> loss = seqpar.chunked_gradient(per_chunk, [slice(0, 4), slice(4, 6)], [hidden], [weight], empty)
+        >>> loss.total.backward()
+        >>> torch.allclose(loss.mean, F.cross_entropy(hidden @ weight.T, target))
+        True
     """
     _check_arguments(per_chunk, per_token, params, empty)
     check_loss_scale(loss_scale)

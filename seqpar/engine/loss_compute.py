@@ -48,16 +48,25 @@ class LossCompute(nn.Module):
         generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
             whose scores of a token depend on that token alone.
         criterion: any module that returns a sum; `seqpar.rows.criteria` lists the requirements.
-        devices: the devices of the replicas of both, over which the rows are divided; None is hidden's device.
+        devices: the devices of the replicas of both, among which the rows are divided; None is hidden's device.
         chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
         chunk_size: instead of chunk_tokens, time steps of the whole batch, as in 2018; hidden must be `(B, T, D)`.
         vocab: the classes of the generator's rows, if the vocabulary is split over ranks, as for
             `linear_cross_entropy`; needs a pair with a closed form, and no device list.
 
     Raises:
-        TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is no module, or has no
-            closed form although `vocab` is given.
+        TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is not a module, or that
+            has no closed form although `vocab` is given.
         ValueError: a criterion whose `reduction` is not "sum".
+
+    Example:
+        >>> generator = nn.Linear(8, 50)
+        >>> engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices=["cpu", "cpu"], chunk_tokens=4)
+        >>> hidden, target = torch.randn(2, 6, 8, requires_grad=True), torch.randint(50, (2, 6))
+        >>> loss = engine(hidden, target)
+        >>> (loss.total / loss.tokens).backward()
+        >>> torch.allclose(loss.mean, F.cross_entropy(generator(hidden).flatten(0, 1), target.flatten()))
+        True
     """
 
     def __init__(

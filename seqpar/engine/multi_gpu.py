@@ -38,6 +38,15 @@ class MultiGPULossCompute:
 
     Raises:
         TypeError: `opt` has no `.step()`. Everything `LossCompute` raises.
+
+    Example:
+        >>> generator = nn.Linear(8, 50)
+        >>> opt = torch.optim.Adam(generator.parameters())
+        >>> compute = seqpar.MultiGPULossCompute(generator, seqpar.CrossEntropy(), ["cpu", "cpu"], opt)
+        >>> out, targets = torch.randn(2, 6, 8), torch.randint(50, (2, 6))
+        >>> first = compute(out, targets, targets.numel())
+        >>> compute(out, targets, targets.numel()) < first  # the first call took a step
+        True
     """
 
     def __init__(
