@@ -12,7 +12,7 @@ from torch import nn
 import seqpar
 
 PAGE = Path(__file__).parents[2] / "docs" / "api" / "integrations.md"
-PACKAGES = ("seqpar", "seqpar.objectives")
+PACKAGES = ("seqpar", "seqpar.objectives", "seqpar.testing")
 NAMES = [f"{package}.{name}" for package in PACKAGES for name in import_module(package).__all__]
 ASSUMED = {"torch": torch, "nn": nn, "F": F, "seqpar": seqpar}
 """What the pages of docs/api say that the examples assume."""
