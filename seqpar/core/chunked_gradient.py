@@ -103,7 +103,7 @@ def chunked_gradient(
     gradients by the upstream factor and returns them to autograd as the gradients of `per_token` and `params`.
 
     Args:
-        per_chunk: must compute from its arguments alone: a pure function of `params` and the rows.
+        per_chunk: must compute only from its arguments: a pure function of `params` and the rows.
         chunks: the rows of each chunk, as slices or int64 indices. No row may be in two chunks; a row in no chunk has
             no loss, and its gradient is 0.
         per_token: tensors whose first dimension is the rows, hidden first.
@@ -122,7 +122,7 @@ def chunked_gradient(
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
             inf.
         RuntimeError: in backward, if it is the second one (the gradients were freed by the first), if
-            `create_graph=True`, or if no chunk's loss required a gradient (torch's own backward raises there, too).
+            `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
             would be lost.
 

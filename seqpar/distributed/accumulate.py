@@ -104,7 +104,7 @@ def accumulate_gradients(
         RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts different tokens from the losses. The
             call is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
         ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or with a divide factor that is not
-            the number of its ranks; a group of other ranks than those that gradients are reduced over. A trainable
+            the number of its ranks; a group of ranks other than those that gradients are reduced over. A trainable
             parameter that nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
         TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
             returned value of a wrong type.

@@ -118,9 +118,9 @@ class LossCompute(nn.Module):
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: an argument that is no dense tensor, or has a wrong dtype or shape; class weights of
-                another number of classes; a `loss_scale` of 0, nan or inf.
-            ValueError: on the first call, a generator that mixes rows, or a criterion that is no sum over rows
+            TypeError, ValueError: an argument that is not a dense tensor, or has a wrong dtype or shape; class weights
+                for another number of classes; a `loss_scale` of 0, nan or inf.
+            ValueError: on the first call, a generator that mixes rows, or a criterion that is not a sum over rows
                 (`seqpar.engine.probe` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
@@ -176,7 +176,7 @@ class LossCompute(nn.Module):
 
         Args:
             hidden, target: as for the loss; ignored targets are the criterion's.
-            temperature, ids: as `seqpar.token_scores`; those of each token are scattered with hidden.
+            temperature, ids: as in `seqpar.token_scores`; those of each token are scattered with hidden.
             options: entropy, top_k, rank, softcap, product_dtype, batch_invariant, chunk_tokens, as
                 `seqpar.token_scores`.
 
@@ -185,7 +185,7 @@ class LossCompute(nn.Module):
 
         Raises:
             TypeError: a pair without a closed form (`explain()` says why).
-            TypeError, ValueError, IndexError, RuntimeError: as `seqpar.token_scores`.
+            TypeError, ValueError, IndexError, RuntimeError: as in `seqpar.token_scores`.
         """
         found: list[TokenScores] = self._over_devices(token_scores, hidden, target, temperature, ids, {}, options)
         return gather(found, found[0].log_prob.device)  # type: ignore[no-any-return]
@@ -208,7 +208,7 @@ class LossCompute(nn.Module):
 
         Args:
             hidden, target: as for the loss; ignored targets are the criterion's.
-            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as `seqpar.scored_loss`; what each token
+            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as in `seqpar.scored_loss`; what each token
                 has is scattered with hidden. A None among `per_token` is not passed on.
 
         Returns:
@@ -216,7 +216,7 @@ class LossCompute(nn.Module):
 
         Raises:
             TypeError: a pair without a closed form (`explain()` says why).
-            TypeError, ValueError, IndexError, RuntimeError: as `seqpar.scored_loss`.
+            TypeError, ValueError, IndexError, RuntimeError: as in `seqpar.scored_loss`.
         """
         options = {"loss": loss, "entropy": entropy, "softcap": softcap, "loss_scale": loss_scale}
         losses: list[TokenLoss] = self._over_devices(scored_loss, hidden, target, temperature, ids, per_token, options)
@@ -247,10 +247,10 @@ class LossCompute(nn.Module):
         return over_devices(*arguments)
 
     def explain(self, tokens: int | None = None) -> str:
-        """Describe how one device computes the loss of so many tokens that are not ignored, and why.
+        """Describe how one device computes the loss of this many tokens that are not ignored, and why.
 
         Without a number, these are the tokens of the latest call, divided evenly among the devices, or 4,096 before
-        there was one. Reading that number waits for the device.
+        the first one. Reading that number waits for the device.
         """
         if tokens is None:
             tokens = self._tokens_of_a_device()

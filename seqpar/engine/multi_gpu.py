@@ -32,7 +32,7 @@ class MultiGPULossCompute:
     Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the same arguments.
 
     Args:
-        generator, criterion, devices: as `LossCompute`.
+        generator, criterion, devices: as in `LossCompute`.
         opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
         chunk_size: time steps whose logits exist at once.
 

@@ -101,7 +101,7 @@ def token_scores(
         the projection does                    4, or 3 if hidden does not
 
     Args:
-        hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as `linear_cross_entropy`. A class
+        hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as in `linear_cross_entropy`. A class
             whose bias is -inf has probability 0 and no part in the entropy. A split vocabulary costs one all-gather per
             chunk, two more with `top_k` and one with `rank`; both are those of the whole vocabulary.
         temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
@@ -122,7 +122,7 @@ def token_scores(
         `TokenScores`, the same on every rank of a split vocabulary's group.
 
     Raises:
-        TypeError, ValueError, IndexError, RuntimeError: as `linear_cross_entropy`.
+        TypeError, ValueError, IndexError, RuntimeError: as in `linear_cross_entropy`.
         TypeError: a temperature that requires a gradient; ids that are not integers.
         ValueError: ids or a temperature of another shape; top_k outside [1, vocab_size].
         IndexError: an id outside [0, vocab_size).

@@ -19,7 +19,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     Plain equivalent: `module.to(device)` for each submodule and `x = x.to(device)` in front of each call; the output of
     a submodule inside another placed one is sent back to the outer one's device. Autograd sees the transfers, so
     gradients arrive where the parameters are. Tensors in nested dict, list, tuple, NamedTuple and dataclass arguments
-    are moved, too.
+    are moved as well.
 
         seqpar.place(model, {"": "cuda:0", "src_embed": "cpu"})          # embedding on the CPU, the rest on the GPU
         seqpar.place(resnet, {"stem": 0, "layer1": 0, "layer2": 1, "head": 1})   # a stack cut in two

@@ -55,10 +55,10 @@ def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLo
 
     Args:
         losses: one per token, (B, T) or (N,).
-        segment_ids, sequences: as `sequence_sums`.
+        segment_ids, sequences: as in `sequence_sums`.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `sequence_sums`.
 
     Example:
         >>> from seqpar.objectives import padded_segments, per_sequence
@@ -82,7 +82,7 @@ def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
         mask: (S,) bool, true for the items that count; None is all of them.
 
     Raises:
-        TypeError, ValueError: as `per_token`; losses that are not a vector.
+        TypeError, ValueError: as in `per_token`; losses that are not a vector.
 
     Example:
         >>> from seqpar.objectives import dpo, per_item
@@ -105,12 +105,12 @@ def per_constant(losses: Tensor, mask: Tensor, constant: int) -> TokenLoss:
     sequences.
 
     Args:
-        losses, mask: as `per_token`.
+        losses, mask: as in `per_token`.
         constant: this micro-batch's part of the denominator; the parts of all micro-batches and ranks are added up.
 
     Raises:
-        TypeError: as `per_token`; a constant that is not an int.
-        ValueError: as `per_token`; a negative constant.
+        TypeError: as in `per_token`; a constant that is not an int.
+        ValueError: as in `per_token`; a negative constant.
 
     Example:
         >>> from seqpar.objectives import per_constant

@@ -58,11 +58,11 @@ def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Te
     `sequence_sums(token_log_ratio(...), segment_ids, sequences)`.
 
     Args:
-        log_prob, other_log_prob: as `token_log_ratio`.
-        segment_ids, sequences: as `sequence_sums`. A sequence without tokens has the log-ratio 0.
+        log_prob, other_log_prob: as in `token_log_ratio`.
+        segment_ids, sequences: as in `sequence_sums`. A sequence without tokens has the log-ratio 0.
 
     Raises:
-        TypeError, ValueError, IndexError: as `token_log_ratio` and `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `token_log_ratio` and `sequence_sums`.
 
     Example:
         >>> from seqpar.objectives import sequence_log_ratio

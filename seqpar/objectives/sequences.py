@@ -80,7 +80,7 @@ def sequence_lengths(segment_ids: Tensor, sequences: int) -> Tensor:
     """Return how many tokens of each sequence count (S,), int64.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `sequence_sums`.
 
     Example:
         >>> from seqpar.objectives import sequence_lengths
@@ -97,10 +97,10 @@ def sequence_means(values: Tensor, segment_ids: Tensor, sequences: int) -> Tenso
     Plain equivalent of a padded batch: `values.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)`.
 
     Args:
-        values, segment_ids, sequences: as `sequence_sums`.
+        values, segment_ids, sequences: as in `sequence_sums`.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `sequence_sums`.
 
     Example:
         >>> from seqpar.objectives import sequence_means
@@ -120,13 +120,13 @@ def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
 
     Args:
         values: (S,), one number per sequence.
-        segment_ids: as `sequence_sums`.
+        segment_ids: as in `sequence_sums`.
 
     Returns:
         (the shape of segment_ids), differentiable, float32 or wider.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`; values that are not a vector.
+        TypeError, ValueError, IndexError: as in `sequence_sums`; values that are not a vector.
 
     Example:
         >>> from seqpar.objectives import spread_to_tokens

@@ -119,7 +119,7 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
     Args:
         got: the loss under test, and its gradients by name.
         expected: the plain ones, under the same names. A gradient of None counts as 0.
-        rtol: as `assert_same_gradients`.
+        rtol: as in `assert_same_gradients`.
 
     Raises:
         AssertionError: they differ or are nan; the message names the tensor, the difference and the reference's size.

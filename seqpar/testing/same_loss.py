@@ -44,7 +44,7 @@ def assert_same_loss(
         assert_same_loss(generator, criterion, hidden, target, loss=my_loss, ranks=2, tokens=count)
 
     Args:
-        generator, criterion: as `seqpar.LossCompute`. If either is not float64, float64 copies of both are used. In
+        generator, criterion: as in `seqpar.LossCompute`. If either is not float64, float64 copies of both are used. In
             training mode dropout would draw other numbers in every call: call `.eval()` before. On a device without
             float64, such as mps, the loss is computed in float32; it is compared with the plain one in float64 on the
             CPU, and may be at most twice as far from it as plain PyTorch is in float32 on that device.
@@ -57,11 +57,11 @@ def assert_same_loss(
         tokens: the number that the step's sum is divided by; 1 leaves the sum as it is.
         group: the ranks among which the step is divided; each of them calls this with its own hidden and target, and
             gradients of parameters are averaged over them, as DDP does.
-        ranks: call it once, outside of any group, and the first dimension of these tensors is divided among so many new
-            processes over gloo (`seqpar.testing.ranks`), unequally: the loss is computed in each of them on its own
-            part, and `torch.distributed`'s default group is theirs. Modules and loss must be picklable, so the loss
-            is a function at the top level of a module.
-        rtol: as `assert_same_gradients`; on a device without float64 it has no effect.
+        ranks: call it once, outside any group, and the first dimension of these tensors is divided, unequally, among
+            this many new processes over gloo (`seqpar.testing.ranks`): each of them computes the loss of its own part,
+            and `torch.distributed`'s default group is theirs. Modules and loss must be picklable, so the loss is a
+            function at the top level of a module.
+        rtol: as in `assert_same_gradients`; on a device without float64 it has no effect.
         per_token: further tensors for the generator, whose first dimensions are target's; floating ones are
             differentiated.
 
