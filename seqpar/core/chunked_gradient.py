@@ -103,7 +103,7 @@ def chunked_gradient(
     gradients by the upstream factor and returns them to autograd as the gradients of `per_token` and `params`.
 
     Args:
-        per_chunk: must compute from its arguments alone: a pure function of `params` and the rows.
+        per_chunk: must compute only from its arguments: a pure function of `params` and the rows.
         chunks: the rows of each chunk, as slices or int64 indices. No row may be in two chunks; a row in no chunk has
             no loss, and its gradient is 0.
         per_token: tensors whose first dimension is the rows, hidden first.
@@ -122,9 +122,21 @@ def chunked_gradient(
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
             inf.
         RuntimeError: in backward, if it is the second one (the gradients were freed by the first), if
-            `create_graph=True`, or if no chunk's loss required a gradient (torch's own backward raises there, too).
+            `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
             would be lost.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+        >>> target = torch.randint(50, (6,))
+        >>> def per_chunk(params, rows, chunk):
+        ...     total = F.cross_entropy(rows[0] @ params[0].T, target[chunk], reduction="sum")
+        ...     return seqpar.TokenLoss(total, torch.tensor(len(target[chunk])))
+        >>> empty = seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+        >>> loss = seqpar.chunked_gradient(per_chunk, [slice(0, 4), slice(4, 6)], [hidden], [weight], empty)
+        >>> loss.total.backward()
+        >>> torch.allclose(loss.mean, F.cross_entropy(hidden @ weight.T, target))
+        True
     """
     _check_arguments(per_chunk, per_token, params, empty)
     check_loss_scale(loss_scale)

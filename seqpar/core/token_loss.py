@@ -76,6 +76,15 @@ class TokenLoss(NamedTuple):
 
     It is a NamedTuple so that DDP, FSDP2 and DataParallel find the tensors in it. Unlike a plain tuple's, its `+`
     adds field by field, so `sum(losses)` is the loss of all of them.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(50, 8)
+        >>> target = torch.tensor([3, 9, 4, -100, -100, 1])
+        >>> losses = [seqpar.linear_cross_entropy(hidden[i : i + 3], weight, target[i : i + 3]) for i in (0, 3)]
+        >>> [loss.tokens.item() for loss in losses]
+        [3, 1]
+        >>> torch.allclose(sum(losses).mean, F.cross_entropy(hidden @ weight.T, target))
+        True
     """
 
     total: Tensor

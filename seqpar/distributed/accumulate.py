@@ -78,7 +78,7 @@ def accumulate_gradients(
     others still takes part in every forward and backward: it runs one of its own again, or one borrowed from another
     rank, with the factor 0. With FSDP2, whose forwards communicate, every micro-batch must call the same units. If one
     rank raises an error, the others wait until the group's timeout. After an error `.grad` may have a part of the step;
-    after `zero_grad` the next step has its own gradient alone, with FSDP2, too.
+    after `zero_grad` the next step has only its own gradient, also with FSDP2.
 
     Args:
         micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none.
@@ -101,13 +101,23 @@ def accumulate_gradients(
         tokens has zero gradients.
 
     Raises:
-        RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts other tokens than the losses do. The call
-            is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
+        RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts different tokens from the losses. The
+            call is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
         ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or with a divide factor that is not
-            the number of its ranks; a group of other ranks than those that gradients are reduced over. A trainable
+            the number of its ranks; a group of ranks other than those that gradients are reduced over. A trainable
             parameter that nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
         TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
             returned value of a wrong type.
+
+    Example:
+        >>> generator = nn.Linear(8, 50)
+        >>> engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+        >>> micro_batches = [(torch.randn(n, 8), torch.randint(50, (n,))) for n in (5, 2)]
+        >>> loss = seqpar.accumulate_gradients(micro_batches, lambda m: engine(*m), tokens_of=lambda m: len(m[1]))
+        >>> hidden, target = (torch.cat(parts) for parts in zip(*micro_batches))
+        >>> (plain,) = torch.autograd.grad(F.cross_entropy(generator(hidden), target), generator.weight)
+        >>> torch.allclose(generator.weight.grad, plain, atol=1e-6)
+        True
     """
     check_type(micro_batches, "micro_batches", Iterable, "an iterable of this rank's micro-batches")
     for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
@@ -170,7 +180,15 @@ def _zeros_like(loss: TokenLoss) -> TokenLoss:
 
 
 def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
-    """Return the loss of all ranks' tokens, detached: each field summed over the group, in one collective."""
+    """Return the loss of all ranks' tokens, detached: each field summed over the group, in one collective.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+        >>> own = seqpar.linear_cross_entropy(hidden, weight, target)
+        >>> whole = seqpar.sum_over_ranks(own, torch.distributed.group.WORLD)
+        >>> whole.tokens  # of one rank; of two, the tokens of both
+        tensor(6)
+    """
     check_type(loss, "loss", TokenLoss, "a seqpar.TokenLoss")
     if world_size(group) == 1:
         return loss.detach()

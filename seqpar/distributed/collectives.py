@@ -65,7 +65,13 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 
 def group_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the sum over the group as a new tensor, without a gradient."""
+    """Return the sum over the group as a new tensor, without a gradient.
+
+    Example:
+        >>> target = torch.tensor([[4, 7, 2], [9, 2, -100]])
+        >>> seqpar.group_sum((target != -100).sum(), torch.distributed.group.WORLD)  # the tokens of a single rank
+        tensor(5)
+    """
     return _reduced(tensor, group, dist.ReduceOp.SUM)
 
 
@@ -123,7 +129,16 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
 
 
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the tensor itself; its gradient is the sum of all ranks' gradients."""
+    """Return the tensor itself; its gradient is the sum of all ranks' gradients.
+
+    Example:
+        >>> hidden, target = torch.randn(6, 8), torch.randint(50, (6,))  # of this rank
+        >>> weight = torch.randn(50, 8, requires_grad=True)  # of every rank
+        >>> copy = seqpar.copy_to_group(weight, torch.distributed.group.WORLD)
+        >>> seqpar.linear_cross_entropy(hidden, copy, target).total.backward()
+        >>> weight.grad.shape  # the gradient of all ranks' tokens
+        torch.Size([50, 8])
+    """
     check_dense(tensor, "tensor")
     if world_size(group) > 1:
         tensor = _CopyToGroup.apply(tensor, group)
@@ -216,6 +231,11 @@ def check_agreement(
     Raises:
         TypeError, ValueError: `facts` is not a dict with text keys, or contains a tensor or an array, or `numbers` are
             not int64.
+
+    Example:
+        >>> group = torch.distributed.group.WORLD
+        >>> seqpar.check_agreement({"vocabulary": 32_000, "seed": 1}, group, numbers=[512])  # on a single rank
+        [[512]]
     """
     check_type(facts, "facts", Mapping, "a dict of names and the values that must be the same")
     check_type(numbers, "numbers", (list, tuple), "a list of whole numbers")

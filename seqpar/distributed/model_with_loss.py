@@ -46,6 +46,14 @@ class ModelWithLoss(nn.Module):
     Raises:
         RuntimeError: the model or the loss is already wrapped in DistributedDataParallel.
         TypeError: either of them is not a module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8))
+        >>> both = seqpar.ModelWithLoss(model, seqpar.LossCompute(nn.Linear(8, 50), seqpar.CrossEntropy()))
+        >>> tokens = torch.randint(50, (2, 7))
+        >>> loss = both(tokens[:, :-1], target=tokens[:, 1:])
+        >>> loss.tokens
+        tensor(12)
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:

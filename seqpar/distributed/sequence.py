@@ -54,6 +54,12 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
     Raises:
         ValueError: an unknown order, a rank outside [0, world), or a negative time.
         TypeError: an argument that is not a whole number.
+
+    Example:
+        >>> seqpar.time_steps(8, rank=0, world=2)
+        tensor([0, 1, 2, 3])
+        >>> seqpar.time_steps(8, rank=0, world=2, order="zigzag")
+        tensor([0, 1, 6, 7])
     """
     check_choice(order, "order", get_args(Order))
     for name, value, least in (("time", time, 0), ("world", world, 1)):
@@ -88,6 +94,11 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
 
     Raises:
         TypeError, ValueError: not a dense tensor, no such dimension, not a group, or an unknown order.
+
+    Example:
+        >>> tokens = torch.arange(8).unsqueeze(0)
+        >>> seqpar.split_time(tokens, torch.distributed.group.WORLD)  # of two ranks, the first would have 0 to 3
+        tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
     check_dense(tensor, "tensor")
     check_dim(dim, tensor=tensor)
@@ -103,6 +114,14 @@ def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous"
     Raises:
         ValueError: sizes other than those of `split_time`, no tensors, or an unknown order or dimension.
         TypeError: not dense tensors, or not all of the same dtype.
+
+    Example:
+        >>> tokens = torch.arange(8).unsqueeze(0)
+        >>> parts = [tokens[:, seqpar.time_steps(8, rank, world=2, order="zigzag")] for rank in range(2)]
+        >>> parts
+        [tensor([[0, 1, 6, 7]]), tensor([[2, 3, 4, 5]])]
+        >>> torch.equal(seqpar.join_time(parts, order="zigzag"), tokens)
+        True
     """
     check_choice(order, "order", get_args(Order))
     _check_parts(parts, dim)
@@ -156,6 +175,12 @@ def next_token_targets(
         TypeError, ValueError: tokens that are not (batch, time) indices, zigzag sizes other than those of `split_time`,
             an unknown order, or an ignore_index that is not an int64.
         RuntimeError: the ranks disagree on the batch size.
+
+    Example:
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 9, 4]])  # of a single rank
+        >>> seqpar.next_token_targets(tokens, torch.distributed.group.WORLD)
+        tensor([[   6,    7, -100],
+                [   9,    4, -100]])
     """
     check_choice(order, "order", get_args(Order))
     check_integer(ignore_index, "ignore_index")

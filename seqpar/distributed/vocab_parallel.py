@@ -47,6 +47,15 @@ class VocabShard:
     Raises:
         ValueError: a start outside [0, vocab_size], or a vocabulary without classes.
         TypeError: a number that is not a whole number, or a group that is not a process group.
+
+    Example:
+        >>> group = torch.distributed.group.WORLD
+        >>> hidden, target = torch.randn(2, 6, 8), torch.randint(50, (2, 6))
+        >>> weight = torch.randn(50, 8)  # the rows of this rank, here the only one
+        >>> vocab = seqpar.VocabShard.of(len(weight), group)
+        >>> loss = seqpar.linear_cross_entropy(hidden, weight, target, vocab=vocab)
+        >>> vocab.start, vocab.vocab_size
+        (0, 50)
     """
 
     group: ProcessGroup | None

@@ -48,16 +48,25 @@ class LossCompute(nn.Module):
         generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
             whose scores of a token depend on that token alone.
         criterion: any module that returns a sum; `seqpar.rows.criteria` lists the requirements.
-        devices: the devices of the replicas of both, over which the rows are divided; None is hidden's device.
+        devices: the devices of the replicas of both, among which the rows are divided; None is hidden's device.
         chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
         chunk_size: instead of chunk_tokens, time steps of the whole batch, as in 2018; hidden must be `(B, T, D)`.
         vocab: the classes of the generator's rows, if the vocabulary is split over ranks, as for
             `linear_cross_entropy`; needs a pair with a closed form, and no device list.
 
     Raises:
-        TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is no module, or has no
-            closed form although `vocab` is given.
+        TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is not a module, or that
+            has no closed form although `vocab` is given.
         ValueError: a criterion whose `reduction` is not "sum".
+
+    Example:
+        >>> generator = nn.Linear(8, 50)
+        >>> engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices=["cpu", "cpu"], chunk_tokens=4)
+        >>> hidden, target = torch.randn(2, 6, 8, requires_grad=True), torch.randint(50, (2, 6))
+        >>> loss = engine(hidden, target)
+        >>> (loss.total / loss.tokens).backward()
+        >>> torch.allclose(loss.mean, F.cross_entropy(generator(hidden).flatten(0, 1), target.flatten()))
+        True
     """
 
     def __init__(
@@ -109,9 +118,9 @@ class LossCompute(nn.Module):
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: an argument that is no dense tensor, or has a wrong dtype or shape; class weights of
-                another number of classes; a `loss_scale` of 0, nan or inf.
-            ValueError: on the first call, a generator that mixes rows, or a criterion that is no sum over rows
+            TypeError, ValueError: an argument that is not a dense tensor, or has a wrong dtype or shape; class weights
+                for another number of classes; a `loss_scale` of 0, nan or inf.
+            ValueError: on the first call, a generator that mixes rows, or a criterion that is not a sum over rows
                 (`seqpar.engine.probe` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
@@ -167,7 +176,7 @@ class LossCompute(nn.Module):
 
         Args:
             hidden, target: as for the loss; ignored targets are the criterion's.
-            temperature, ids: as `seqpar.token_scores`; those of each token are scattered with hidden.
+            temperature, ids: as in `seqpar.token_scores`; those of each token are scattered with hidden.
             options: entropy, top_k, rank, softcap, product_dtype, batch_invariant, chunk_tokens, as
                 `seqpar.token_scores`.
 
@@ -176,7 +185,7 @@ class LossCompute(nn.Module):
 
         Raises:
             TypeError: a pair without a closed form (`explain()` says why).
-            TypeError, ValueError, IndexError, RuntimeError: as `seqpar.token_scores`.
+            TypeError, ValueError, IndexError, RuntimeError: as in `seqpar.token_scores`.
         """
         found: list[TokenScores] = self._over_devices(token_scores, hidden, target, temperature, ids, {}, options)
         return gather(found, found[0].log_prob.device)  # type: ignore[no-any-return]
@@ -199,7 +208,7 @@ class LossCompute(nn.Module):
 
         Args:
             hidden, target: as for the loss; ignored targets are the criterion's.
-            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as `seqpar.scored_loss`; what each token
+            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as in `seqpar.scored_loss`; what each token
                 has is scattered with hidden. A None among `per_token` is not passed on.
 
         Returns:
@@ -207,7 +216,7 @@ class LossCompute(nn.Module):
 
         Raises:
             TypeError: a pair without a closed form (`explain()` says why).
-            TypeError, ValueError, IndexError, RuntimeError: as `seqpar.scored_loss`.
+            TypeError, ValueError, IndexError, RuntimeError: as in `seqpar.scored_loss`.
         """
         options = {"loss": loss, "entropy": entropy, "softcap": softcap, "loss_scale": loss_scale}
         losses: list[TokenLoss] = self._over_devices(scored_loss, hidden, target, temperature, ids, per_token, options)
@@ -238,10 +247,10 @@ class LossCompute(nn.Module):
         return over_devices(*arguments)
 
     def explain(self, tokens: int | None = None) -> str:
-        """Describe how one device computes the loss of so many tokens that are not ignored, and why.
+        """Describe how one device computes the loss of this many tokens that are not ignored, and why.
 
         Without a number, these are the tokens of the latest call, divided evenly among the devices, or 4,096 before
-        there was one. Reading that number waits for the device.
+        the first one. Reading that number waits for the device.
         """
         if tokens is None:
             tokens = self._tokens_of_a_device()

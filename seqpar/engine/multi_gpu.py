@@ -32,12 +32,21 @@ class MultiGPULossCompute:
     Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the same arguments.
 
     Args:
-        generator, criterion, devices: as `LossCompute`.
+        generator, criterion, devices: as in `LossCompute`.
         opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
         chunk_size: time steps whose logits exist at once.
 
     Raises:
         TypeError: `opt` has no `.step()`. Everything `LossCompute` raises.
+
+    Example:
+        >>> generator = nn.Linear(8, 50)
+        >>> opt = torch.optim.Adam(generator.parameters())
+        >>> compute = seqpar.MultiGPULossCompute(generator, seqpar.CrossEntropy(), ["cpu", "cpu"], opt)
+        >>> out, targets = torch.randn(2, 6, 8), torch.randint(50, (2, 6))
+        >>> first = compute(out, targets, targets.numel())
+        >>> compute(out, targets, targets.numel()) < first  # the first call took a step
+        True
     """
 
     def __init__(

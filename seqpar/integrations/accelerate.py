@@ -58,8 +58,19 @@ def accumulated_step(
     Raises:
         ValueError: an accelerator that divides by accumulation steps itself.
         TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
-        Exception: whatever `seqpar.accumulate_gradients` raises. Where a model is split over some of the ranks beside
-            FSDP2, as by tensor parallelism, call that, with the group of the ranks that have different tokens.
+        Exception: whatever `seqpar.accumulate_gradients` raises. If a model is split over some of the ranks in addition
+            to FSDP2, as by tensor parallelism, call that, with the group of the ranks that have different tokens.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from seqpar.integrations.accelerate import accumulated_step
+        >>> loss = seqpar.LossCompute(nn.Linear(8, 50), seqpar.CrossEntropy())
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(seqpar.ModelWithLoss(nn.Embedding(50, 8), loss))
+        >>> micro_batches = torch.randint(50, (4, 2, 7))
+        >>> loss_of, tokens_of = lambda m: model(m[:, :-1], target=m[:, 1:]), lambda m: m[:, 1:].numel()
+        >>> accumulated_step(accelerator, model, micro_batches, loss_of, tokens_of).tokens
+        tensor(48)
     """
     # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
     steps = accelerator.gradient_accumulation_steps

@@ -61,6 +61,17 @@ def accumulated_step(
     Raises:
         TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
         Exception: whatever `seqpar.accumulate_gradients` raises.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> from seqpar.integrations.fabric import accumulated_step
+        >>> loss = seqpar.LossCompute(nn.Linear(8, 50), seqpar.CrossEntropy())
+        >>> fabric = Fabric(accelerator="cpu")
+        >>> model = fabric.setup_module(seqpar.ModelWithLoss(nn.Embedding(50, 8), loss))
+        >>> micro_batches = torch.randint(50, (4, 2, 7))
+        >>> loss_of, tokens_of = lambda m: model(m[:, :-1], target=m[:, 1:]), lambda m: m[:, 1:].numel()
+        >>> accumulated_step(fabric, model, micro_batches, loss_of, tokens_of).tokens
+        tensor(48)
     """
     reducer = reducer_over(fabric.world_size, model, "fabric.setup")
     group: ProcessGroup | None = None

@@ -71,6 +71,14 @@ class ChunkedCrossEntropy(nn.Module):
         ignore_prefix_size: the first target tokens of each sentence, such as a language tag, that are left out of the
             loss. As in fairseq, the sample size counts them.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
+
+    Example:
+        >>> from seqpar.integrations.fairseq import ChunkedCrossEntropy
+        >>> criterion = ChunkedCrossEntropy(padding_idx=0, label_smoothing=0.1)
+        >>> loss, sample_size, logged = criterion(model, sample)  # a fairseq model, and a batch of its task
+        >>> (loss / sample_size).backward()
+        >>> sample_size == sample["ntokens"]
+        True
     """
 
     def __init__(

@@ -2,25 +2,7 @@
 
 A loss that `training_step` returns is divided by `accumulate_grad_batches` and averaged over ranks; where token counts
 differ, that mean of means is not the gradient of the batch. Use manual optimisation instead, with a data loader whose
-batches are lists of micro-batches:
-
-    class Translation(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            ...
-
-        def training_step(self, micro_batches, index):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            loss = accumulated_step(
-                self,
-                micro_batches,
-                lambda m: self.engine(self.model(m["source"], m["target_in"]), m["target"]),  # a TokenLoss
-                tokens_of=lambda m: (m["target"] != PAD).sum(),
-            )
-            optimizer.step()
-            self.log("loss", loss.mean)
+batches are lists of micro-batches, as in the example below.
 
 The strategy is DDP, or `ModelParallelStrategy`, whose `configure_model` calls
 `fully_shard(self.both, mesh=self.device_mesh["data_parallel"])` on one module that holds the model and its loss, a
@@ -68,6 +50,29 @@ def accumulated_step(
         ValueError: a module with automatic optimisation.
         TypeError: a strategy other than one device, DDP or ModelParallelStrategy; nothing that reduces the gradients.
         Exception: whatever `seqpar.accumulate_gradients` raises.
+
+    Example:
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from seqpar.integrations.lightning import accumulated_step
+        >>> class Language(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.automatic_optimization = False
+        ...         engine = seqpar.LossCompute(nn.Linear(8, 50), seqpar.CrossEntropy())
+        ...         self.both = seqpar.ModelWithLoss(nn.Embedding(50, 8), engine)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        ...     def training_step(self, micro_batches, index):
+        ...         optimizer = self.optimizers()
+        ...         optimizer.zero_grad()
+        ...         loss_of, tokens_of = lambda m: self.both(m[:, :-1], target=m[:, 1:]), lambda m: m[:, 1:].numel()
+        ...         loss = accumulated_step(self, micro_batches, loss_of, tokens_of)
+        ...         optimizer.step()
+        ...         print(loss.tokens)
+        >>> steps = torch.utils.data.DataLoader(torch.randint(50, (3, 4, 2, 7)), batch_size=None)  # of 4 micro-batches
+        >>> trainer = Trainer(accelerator="cpu", fast_dev_run=1, enable_progress_bar=False, enable_model_summary=False)
+        >>> trainer.fit(Language(), steps)
+        tensor(48)
     """
     if module.automatic_optimization:
         raise ValueError(

@@ -43,8 +43,16 @@ def apply_seqpar_loss(trainer: Any, *, chunk_tokens: int | None = None) -> None:
         TypeError: a loss that needs the scores of all tokens: copy attention, sparsemax, or a language model as a
             prior; or one that has been applied before.
         RuntimeError: after the second training forward of `trainer.model`, if the trainer has not asked for the loss,
-            as trainers of reinforcement learning with a loss of their own.
+            like reinforcement-learning trainers that have a loss of their own.
         Exception: whatever `seqpar.LossCompute` raises.
+
+    Example:
+        >>> from seqpar.integrations.opennmt import apply_seqpar_loss
+        >>> plain, _ = trainer.train_loss(batch, *trainer.model(batch["src"], batch["tgt"]))
+        >>> apply_seqpar_loss(trainer)
+        >>> chunked, _ = trainer.train_loss(batch, *trainer.model(batch["src"], batch["tgt"]))
+        >>> torch.allclose(chunked, plain)
+        True
     """
     losses = dict.fromkeys([trainer.train_loss, trainer.valid_loss])
     criteria = {loss: ChunkedCriterion(loss, chunk_tokens) for loss in losses}

@@ -1,13 +1,8 @@
 """Say the types of seqpar's collectives and losses to the checker of `spmd_types` (github.com/meta-pytorch/spmd_types).
 
-    from seqpar.integrations.spmd_types import apply_spmd_types
-
-    apply_spmd_types()
-    with spmd.set_current_mesh(mesh), spmd.checker.typecheck():
-        ...                                   # a training step, on a fake group of any size
-
-Its types say what a tensor is on one axis of a mesh, and what its gradient will be: R is the same on every rank with a
-gradient still to be summed, I the same with one that is complete, V differs between the ranks, P is to be summed.
+A training step runs under the checker on a fake group of any size. Its types say what a tensor is on one axis of a
+mesh, and what its gradient will be: R is the same on every rank with a gradient still to be summed, I the same with one
+that is complete, V differs between the ranks, P is to be summed.
 
 | function | takes | returns |
 |---|---|---|
@@ -50,9 +45,22 @@ SUM_OVER_RANKS = accumulate.sum_over_ranks
 
 
 def apply_spmd_types() -> None:
-    """Give seqpar's functions their types, for every later `spmd_types.checker.typecheck()`; twice is as good as once.
+    """Give seqpar's functions their types, for every later `spmd_types.checker.typecheck()`.
 
-    What happens inside a loss is not looked at: its node in autograd's graph has a type of its own, above.
+    A second call changes nothing. The inside of a loss is not checked: its node in autograd's graph has a type of its
+    own, above.
+
+    Example:
+        >>> import spmd_types as spmd
+        >>> from spmd_types.checker import typecheck
+        >>> from seqpar.integrations.spmd_types import apply_spmd_types
+        >>> apply_spmd_types()
+        >>> group = mesh.get_group("data")  # of a DeviceMesh over a fake group
+        >>> with spmd.set_current_mesh(mesh), typecheck():
+        ...     weight = spmd.assert_type(torch.randn(50, 8, requires_grad=True), {group: spmd.I})
+        ...     found = spmd.get_axis_local_type(seqpar.copy_to_group(weight, group), group)
+        >>> found is spmd.R
+        True
     """
     nodes: dict[Any, Callable[..., Any]] = {
         collectives._CopyToGroup: _copied,

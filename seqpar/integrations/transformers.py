@@ -88,7 +88,7 @@ def apply_seqpar_loss(
         with apply_seqpar_loss(model, label_smoothing=0.1):
             Seq2SeqTrainer(model, arguments, train_dataset=..., data_collator=...).train()
 
-    The loss is chunked when the model is training, gradients are enabled and labels are given; `logits` is then None.
+    The loss is chunked if the model is training, gradients are enabled and labels are given; `logits` is then None.
     Evaluation (whose loss has no smoothing), `generate` and calls without labels do not change. With
     `num_items_in_batch`, which a Trainer passes to the model, the loss is sum / num_items_in_batch, so that
     accumulation and several ranks are exact; without it the loss is the mean over labels that are not -100 (0, not nan,
@@ -121,6 +121,17 @@ def apply_seqpar_loss(
             the loss needs them.
 
     A forward with new arguments or settings runs the model twice, for this check, or three times if it adds a loss.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from seqpar.integrations.transformers import apply_seqpar_loss
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model, tokens = LlamaForCausalLM(config).train(), torch.randint(50, (2, 9))
+        >>> plain = model(tokens, labels=tokens).loss
+        >>> with apply_seqpar_loss(model):
+        ...     chunked = model(tokens, labels=tokens)
+        >>> torch.allclose(chunked.loss, plain), chunked.logits
+        (True, None)
     """
     check_smoothing(label_smoothing, "torch")
     check_size(chunk_tokens, "chunk_tokens")
@@ -140,16 +151,22 @@ def apply_seqpar_loss(
 def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
     """Return a function for `Trainer(compute_loss_func=...)` that computes sum / num_items_in_batch in chunks.
 
-    Plain equivalent: `F.cross_entropy(logits, labels, label_smoothing=..., reduction="sum") / num_items_in_batch`.
-
-        applied = apply_seqpar_loss(model, label_smoothing=0.1)
-        Seq2SeqTrainer(model, ..., compute_loss_func=compute_loss_func(applied)).train()
-
     `apply_seqpar_loss` alone gives the same gradient, exact over accumulation and ranks; use this only for a Trainer
     that requires a loss function. Such a Trainer removes the labels before the forward. So, after this call, a training
     forward without labels returns hidden states in the field `logits`, which the function turns into the loss; and an
     encoder-decoder needs `decoder_input_ids` in the batch, as `DataCollatorForSeq2Seq(tokenizer, model=model)` makes
     them. The function must be called after each forward before the next one; it raises RuntimeError otherwise.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model, tokens = LlamaForCausalLM(config).train(), torch.randint(50, (2, 9))
+        >>> logits = model(tokens).logits[:, :-1].flatten(0, 1)
+        >>> loss_func = compute_loss_func(apply_seqpar_loss(model))  # Trainer(model, ..., compute_loss_func=loss_func)
+        >>> loss = loss_func(model(input_ids=tokens), tokens, num_items_in_batch=16)
+        >>> torch.allclose(loss, F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum") / 16)
+        True
     """
     applied.withholds = True
     return applied.loss_of_outputs
@@ -161,7 +178,18 @@ def _of_this_thread() -> str:
 
 
 class AppliedLoss:
-    """The chunked loss of a model, until `remove()`; `apply_seqpar_loss` returns it."""
+    """The chunked loss of a model, until `remove()`; `apply_seqpar_loss` returns it.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from seqpar.integrations.transformers import apply_seqpar_loss
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model, tokens = LlamaForCausalLM(config).train(), torch.randint(50, (2, 9))
+        >>> applied = apply_seqpar_loss(model)
+        >>> applied.remove()
+        >>> model(tokens, labels=tokens).logits.shape
+        torch.Size([2, 9, 50])
+    """
 
     def __init__(self, model: PreTrainedModel, label_smoothing: float, chunk_tokens: int | None) -> None:
         self.model = model

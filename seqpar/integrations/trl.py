@@ -37,10 +37,6 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
 
     Plain equivalent: the trainer itself; its loss, its metrics and all gradients keep their values.
 
-        trainer = DPOTrainer(model, args=..., train_dataset=..., processing_class=...)
-        with apply_seqpar_scores(trainer):
-            trainer.train()
-
     TRL's own function keeps sums in float32 and trusts the configuration's names for softcaps and factors. Here the
     model runs once on a few tokens, and its logits decide: a model whose output embeddings do something else is refused
     by name. A reference model is treated in the same way. Rows without a label are never projected.
@@ -65,6 +61,15 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
         RuntimeError: another version of TRL whose log-probabilities are computed in another way, or a model whose
             logits are not those of its configuration. In training, a trainer that asks the model for logits instead (as
             distillation does).
+
+    Example:
+        >>> from trl import DPOTrainer
+        >>> from seqpar.integrations.trl import apply_seqpar_scores
+        >>> trainer = DPOTrainer(model, reference, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        >>> with apply_seqpar_scores(trainer):
+        ...     output = trainer.train()
+        >>> output.global_step == arguments.max_steps
+        True
     """
     check_size(chunk_tokens, "chunk_tokens")
     check_version()
@@ -107,18 +112,23 @@ def _refuse_other_references(model: Any, reading: Reading) -> None:
 def allow_head_adapter(model: Any) -> Iterator[None]:
     """Let TRL's trainers accept a PEFT model with a LoRA adapter on its output embeddings.
 
-    TRL's own function would ignore such an adapter, so its constructors refuse it. The scores do not ignore it:
-
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
-        with allow_head_adapter(model):
-            trainer = SFTTrainer(model, ...)
-        with apply_seqpar_scores(trainer):
-            trainer.train()
-
-    Outside `apply_seqpar_scores` a training step of this model raises RuntimeError.
+    TRL's own function would ignore such an adapter, so its constructors refuse it. The scores do not ignore it. Outside
+    `apply_seqpar_scores` a training step of this model raises RuntimeError.
 
     Raises:
         TypeError: not a PEFT model, or no LoRA adapter on its output embeddings, or one that is not supported.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> from trl import SFTTrainer
+        >>> from seqpar.integrations.trl import allow_head_adapter, apply_seqpar_scores
+        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
+        >>> with allow_head_adapter(model):
+        ...     trainer = SFTTrainer(model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        >>> with apply_seqpar_scores(trainer):
+        ...     output = trainer.train()
+        >>> output.global_step == arguments.max_steps
+        True
     """
     if not is_peft_model(model):
         raise TypeError(f"allow_head_adapter got a {type(model).__name__}; it needs a PEFT model: get_peft_model(...)")
@@ -156,7 +166,18 @@ def has_scores(model: Any) -> bool:
 
 
 class AppliedScores:
-    """The scores of a trainer's models, until `remove()`; `apply_seqpar_scores` returns it."""
+    """The scores of a trainer's models, until `remove()`; `apply_seqpar_scores` returns it.
+
+    Example:
+        >>> from trl import SFTTrainer
+        >>> from seqpar.integrations.trl import apply_seqpar_scores
+        >>> trainer = SFTTrainer(model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        >>> applied = apply_seqpar_scores(trainer)
+        >>> output = trainer.train()
+        >>> applied.remove()  # from here on the scores are TRL's own
+        >>> output.global_step == arguments.max_steps
+        True
+    """
 
     def __init__(self, models: list[Any], chunk_tokens: int | None) -> None:
         self.chunk_tokens = chunk_tokens

@@ -62,7 +62,7 @@ def linear_cross_entropy(
         target: class indices of hidden's leading shape, in [0, vocab_size) or `ignore_index`.
         soft_target: a distribution over a few classes of each row, which takes the target's place in the loss:
             `-sum_j q_j log p_j` over the given classes. `target` then only says which rows are ignored, and what `nll`
-            and `correct` are of. It gets no gradient, and goes with neither label smoothing nor class weights.
+            and `correct` refer to. It gets no gradient, and cannot be combined with label smoothing or class weights.
         bias: (V,).
         label_smoothing, smoothing_convention: the probability taken from the target, in [0, 1), and which classes get
             it: "torch", "fairseq" or "harvard", as `seqpar.LabelSmoothing` defines them.
@@ -96,12 +96,21 @@ def linear_cross_entropy(
     target it runs between two graphs.
 
     Raises:
-        TypeError: an argument that is no dense tensor or no number; a float target; tensors of different dtypes; a
-            DTensor of another layout.
+        TypeError: an argument that is not a dense tensor or not a number; a float target; tensors of different dtypes;
+            a DTensor of another layout.
         ValueError: shapes or devices that do not fit; a number out of its range; a shard beyond the vocabulary.
         IndexError: a target outside [0, vocab_size) that is not ignored (with value and position), on every rank.
         RuntimeError: ranks that disagree on sizes, settings, hidden, targets or the validity of their inputs, on every
             rank.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+        >>> target = torch.randint(50, (2, 6))
+        >>> loss = seqpar.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1)
+        >>> (loss.total / loss.tokens).backward()
+        >>> plain = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), target.flatten(), label_smoothing=0.1)
+        >>> torch.allclose(loss.mean, plain)
+        True
     """
     settings = Settings(ignore_index, label_smoothing, smoothing_convention, z_loss, softcap, temperature, chunk_tokens)
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)

@@ -72,7 +72,7 @@ def linear_distillation(
         teacher: a `TeacherHidden`, `TeacherLogProbs` or `TeacherTopK`. It gets no gradient.
         target: the classes, of hidden's leading shape; for the loss they only say which rows are ignored.
         divergence: which one; all are at least 0, and 0 where student and teacher agree.
-        beta: for "jsd" alone, in (0, 1): near 0 it behaves as forward_kl, near 1 as reverse_kl.
+        beta: for "jsd" only, in (0, 1): near 0 it behaves like forward_kl, near 1 like reverse_kl.
         temperature: divides the student's logits and those of a `TeacherHidden`; above 0. Log-probabilities are taken
             as they are, so they must be of the same temperature.
         token_weight, loss_scale: as in `linear_cross_entropy`.
@@ -92,9 +92,21 @@ def linear_distillation(
     Raises:
         TypeError: a teacher of another type; a float target; hidden and weight of different dtypes outside autocast.
         ValueError: shapes or devices that do not fit; a number out of its range; another divergence; log-probabilities
-            that are none; a class that a row of ids has twice.
+            that do not sum to 1 as probabilities (those of a `TeacherTopK`: to more than 1); a class that occurs twice
+            in a row of ids.
         IndexError: a target outside [0, vocab_size) that is not ignored, or an id outside it (with value and position).
         RuntimeError: ranks that disagree, on every rank.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 6, 8), torch.randn(50, 8)
+        >>> teacher = seqpar.TeacherHidden(torch.randn(2, 6, 32), torch.randn(50, 32))
+        >>> target = torch.randint(50, (2, 6))
+        >>> loss = seqpar.linear_distillation(hidden, weight, teacher, target, divergence="jsd", beta=0.5)
+        >>> p, q = (hidden @ weight.T).softmax(-1), (teacher.hidden @ teacher.weight.T).softmax(-1)
+        >>> log_m = ((p + q) / 2).log()
+        >>> plain = (F.kl_div(log_m, q, reduction="sum") + F.kl_div(log_m, p, reduction="sum")) / 2
+        >>> torch.allclose(loss.total, plain)
+        True
     """
     inputs = Inputs(hidden, weight, target, bias, token_weight=token_weight)
     settings = Settings(ignore_index=ignore_index, temperature=temperature, chunk_tokens=chunk_tokens)

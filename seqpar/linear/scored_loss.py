@@ -63,26 +63,18 @@ def scored_loss(
         scores.log_probs_at = log_p.gather(-1, ids)
         loss(scores, **per_token).sum()
 
-    For a clipped surrogate with an entropy bonus:
-
-        def surrogate(scores, old, advantage):
-            ratio = (scores.log_prob - old).exp()
-            clipped = ratio.clamp(0.8, 1.2)
-            return -torch.minimum(ratio * advantage, clipped * advantage) - 0.01 * scores.entropy
-
-        loss = seqpar.scored_loss(hidden, weight, target, surrogate, entropy=True, old=old, advantage=advantage)
-
-    Because a token's loss depends on its own scores alone, its gradient is taken while its logits are in memory: three
-    matrix products of rows x D x V, and two under a frozen projection, where `token_scores` needs four, for losses that
-    join tokens.
+    Because a token's loss depends only on its own scores, its gradient is taken while its logits are in memory: three
+    matrix products of rows x D x V, and two under a frozen projection; `token_scores`, for losses that join tokens,
+    needs four.
 
     Args:
-        hidden, weight, target, bias, softcap, ignore_index, vocab, chunk_tokens, loss_scale: as `linear_cross_entropy`.
+        hidden, weight, target, bias, softcap, ignore_index, vocab, chunk_tokens, loss_scale: as in
+            `linear_cross_entropy`.
         loss: a differentiable function of a chunk's scores and per-token tensors, that returns one number for each row.
-            `scores` has the fields `log_prob` and `lse` (rows,), and where asked for `entropy` (rows,) and
+            `scores` has the fields `log_prob` and `lse` (rows,) and, if asked for, `entropy` (rows,) and
             `log_probs_at` (rows, J), in float32 or wider; `seqpar.rows.scores.Scores` describes them. It is called once
             or several times for each chunk, and must neither mix rows nor use other tensors that need a gradient.
-        ids: int64 classes (target's shape, J), whose log-probabilities the loss takes.
+        ids: int64 classes (target's shape, J) whose log-probabilities the loss takes.
         entropy: whether the loss takes the entropy of each token's distribution.
         temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
         per_token: further tensors for the loss, whose first dimensions are target's shape. They are chunked along and
@@ -93,11 +85,24 @@ def scored_loss(
         this temperature. On a split vocabulary it is the same on every rank.
 
     Raises:
-        TypeError, ValueError, IndexError, RuntimeError: as `linear_cross_entropy` and `token_scores`.
-        TypeError: a `loss` that is no function, or returns no floating tensor; a per-token argument that is no tensor.
-        ValueError: a loss that mixes rows, or returns another shape than (rows,); a per-token tensor of another shape.
-        RuntimeError: a loss that uses a tensor that needs a gradient and is no per-token argument, or one whose result
+        TypeError, ValueError, IndexError, RuntimeError: as in `linear_cross_entropy` and `token_scores`.
+        TypeError: a `loss` that is not a function, or does not return a floating tensor; a per-token argument that is
+            not a tensor.
+        ValueError: a loss that mixes rows, or returns a shape other than (rows,); a per-token tensor of another shape.
+        RuntimeError: a loss that uses a tensor that needs a gradient and is not a per-token argument, or whose result
             has no gradient at all.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(2, 6, 8), torch.randn(50, 8), torch.randint(50, (2, 6))
+        >>> def surrogate(scores, old, advantage):  # clipped, with an entropy bonus
+        ...     ratio = (scores.log_prob - old).exp()
+        ...     clipped = ratio.clamp(0.8, 1.2)
+        ...     return -torch.minimum(ratio * advantage, clipped * advantage) - 0.01 * scores.entropy
+        >>> old, advantage = torch.randn(2, 6) - 5, torch.randn(2, 6)
+        >>> loss = seqpar.scored_loss(hidden, weight, target, surrogate, entropy=True, old=old, advantage=advantage)
+        >>> scores = seqpar.token_scores(hidden, weight, target, entropy=True)
+        >>> torch.allclose(loss.total, surrogate(scores, old, advantage).sum())
+        True
     """
     rows = score_rows(
         Inputs(hidden, weight, target, bias),

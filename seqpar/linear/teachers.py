@@ -37,6 +37,14 @@ class TeacherHidden:
         hidden: (rows, D) or (batch, time, D), of target's leading shape and any size D.
         weight: (V, D); where the student's vocabulary is split over ranks, this rank's rows, those of the student.
         bias: (V,), or None.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+        >>> teacher = seqpar.TeacherHidden(torch.randn(6, 32), torch.randn(50, 32))
+        >>> loss = seqpar.linear_distillation(hidden, weight, teacher, target, divergence="reverse_kl")
+        >>> p, q = (hidden @ weight.T).log_softmax(-1), (teacher.hidden @ teacher.weight.T).log_softmax(-1)
+        >>> torch.allclose(loss.total, F.kl_div(q, p, log_target=True, reduction="sum"))
+        True
     """
 
     hidden: Tensor
@@ -48,13 +56,20 @@ class TeacherHidden:
 class TeacherLogProbs:
     """A teacher given by a function that computes its log-probabilities for the rows of one chunk.
 
-        teacher = TeacherLogProbs(lambda rows: (head(states.flatten(0, 1)[rows]) / temperature).log_softmax(-1))
-
     Args:
         function: `rows -> (K, V)` log-probabilities of all classes, of any floating dtype, on the student's device and
             at the student's temperature. `rows` selects the chunk's rows among target's flattened ones: a slice, or
             int64 indices. Where the vocabulary is split over ranks it returns this rank's columns, and is called on
             every rank with the same rows. It runs under `torch.no_grad`.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+        >>> head, states = nn.Linear(32, 50), torch.randn(6, 32)
+        >>> teacher = seqpar.TeacherLogProbs(lambda rows: (head(states[rows]) / 2.0).log_softmax(-1))
+        >>> loss = seqpar.linear_distillation(hidden, weight, teacher, target, divergence="forward_kl", temperature=2.0)
+        >>> p, q = (hidden @ weight.T / 2.0).log_softmax(-1), (head(states) / 2.0).log_softmax(-1)
+        >>> torch.allclose(loss.total, F.kl_div(p, q, log_target=True, reduction="sum"))
+        True
     """
 
     function: Callable[[Chunk], Tensor]
@@ -64,8 +79,8 @@ class TeacherLogProbs:
 class TeacherTopK:
     """A teacher given by its k most likely classes (or any other k) in each row and their log-probabilities.
 
-    What the other classes have is either left out, so that the divergence is between the two distributions on the k
-    classes alone, each divided by its sum, or it is kept as one further class:
+    The probability of the other classes is either left out, so that the divergence is between the two distributions on
+    only the k classes, each divided by its sum, or kept as one more class:
 
         "renormalize"   q_j / sum_i q_i  against  p_j / sum_i p_i,  for the k classes
         "one_class"     q_j against p_j for the k classes, and 1 - sum_i q_i against 1 - sum_i p_i
@@ -75,10 +90,19 @@ class TeacherTopK:
             with fewer classes; its log-probability is not read.
         log_probs: ids' shape, floating: log q at the student's temperature, over the whole vocabulary. They must not
             sum to more than 1 as probabilities, up to rounding.
-        rest: "renormalize" or "one_class". In the latter a teacher's rest that is within the rounding of its
+        rest: "renormalize" or "one_class". With the latter, a rest of the teacher that is within the rounding of its
             log-probabilities counts as 0, and where there are no other classes there is no rest.
 
     Where the vocabulary is split over ranks, both are the same on every rank.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+        >>> log_probs, ids = torch.randn(6, 50).log_softmax(-1).topk(4)  # as a file may have them
+        >>> teacher = seqpar.TeacherTopK(ids, log_probs, rest="renormalize")
+        >>> loss = seqpar.linear_distillation(hidden, weight, teacher, target, divergence="forward_kl")
+        >>> p, q = (hidden @ weight.T).gather(-1, ids).log_softmax(-1), log_probs.log_softmax(-1)
+        >>> torch.allclose(loss.total, F.kl_div(p, q, log_target=True, reduction="sum"))
+        True
     """
 
     ids: Tensor
@@ -98,6 +122,16 @@ class SparseTarget:
             with fewer classes; its probability is not read.
         probs: ids' shape, floating: q, at least 0. Each row must sum to 1, up to rounding. To leave out the
             probability of further classes, divide by the sum; `token_weight` can hold that sum.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(2, 8), torch.randn(50, 8), torch.tensor([3, 7])
+        >>> ids, probs = torch.tensor([[3, 4], [7, -1]]), torch.tensor([[0.8, 0.2], [1.0, 0.0]])
+        >>> soft = seqpar.SparseTarget(ids, probs)
+        >>> loss = seqpar.linear_cross_entropy(hidden, weight, target, soft_target=soft)
+        >>> dense = torch.zeros(2, 50)
+        >>> dense[0, 3], dense[0, 4], dense[1, 7] = 0.8, 0.2, 1.0
+        >>> torch.allclose(loss.total, F.cross_entropy(hidden @ weight.T, dense, reduction="sum"))
+        True
     """
 
     ids: Tensor

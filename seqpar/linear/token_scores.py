@@ -28,7 +28,7 @@ from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
 
 
 class TokenScores(NamedTuple):
-    """The scores of tokens, in nats, float32 or wider; all are 0, classes and ranks -1, where the target is ignored.
+    """The scores of tokens, in nats, float32 or wider. Where the target is ignored they are 0, classes and ranks -1.
 
     Fields, of which all but the first are None unless asked for:
         log_prob: (target's shape) log p of the target.
@@ -36,6 +36,12 @@ class TokenScores(NamedTuple):
         top_log_probs, top_ids: (target's shape, top_k) the most likely classes, descending, without a gradient.
         log_probs_at: (ids' shape) the log-probabilities of the classes `ids`.
         rank: (target's shape) the target's place among all classes, int64 without a gradient.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(2, 6, 8), torch.randn(50, 8), torch.randint(50, (2, 6))
+        >>> scores = seqpar.token_scores(hidden, weight, target, top_k=3)
+        >>> scores.log_prob.shape, scores.top_ids.shape, scores.entropy
+        (torch.Size([2, 6]), torch.Size([2, 6, 3]), None)
     """
 
     log_prob: Tensor
@@ -82,9 +88,9 @@ def token_scores(
         log_probs_at = log_p.gather(-1, ids)
         rank = (log_p > log_prob.unsqueeze(-1)).sum(-1)  # where no two classes are equally likely
 
-    For losses that are no sum of cross-entropies: ratios of policies (PPO, GRPO), preferences (DPO), scores of
+    For losses that are not sums of cross-entropies: ratios of policies (PPO, GRPO), preferences (DPO), scores of
     sequences; `seqpar.objectives` has them. If each token's factor is known before backward,
-    `linear_cross_entropy(..., token_weight=...)` needs one matrix product less.
+    `linear_cross_entropy(..., token_weight=...)` needs one matrix product fewer.
 
     `log_prob`, `entropy` and `log_probs_at` may all be used in one loss, whose backward goes through the projection
     once and may be called again (`retain_graph=True`). Matrix products of rows x D x V:
@@ -95,15 +101,15 @@ def token_scores(
         the projection does                    4, or 3 if hidden does not
 
     Args:
-        hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as `linear_cross_entropy`. A class
+        hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as in `linear_cross_entropy`. A class
             whose bias is -inf has probability 0 and no part in the entropy. A split vocabulary costs one all-gather per
             chunk, two more with `top_k` and one with `rank`; both are those of the whole vocabulary.
         temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
         entropy: also return the entropy of each token's distribution.
-        top_k: also return so many of the largest log-probabilities, and their classes.
-        ids: int64 classes (target's shape, J), whose log-probabilities to return also.
-        rank: also return the target's place in the order of `top_ids`: 0 if it is the prediction, and of equally likely
-            classes the lower first, so that `top_ids[..., rank]` is the target.
+        top_k: also return this many of the largest log-probabilities, and their classes.
+        ids: int64 classes (target's shape, J) whose log-probabilities to return as well.
+        rank: also return the target's place in the order of `top_ids`: 0 if it is the prediction; of equally likely
+            classes the lower one comes first, so that `top_ids[..., rank]` is the target.
         product_dtype: the dtype of the matrix products, such as torch.float32 for a float32 head over bfloat16 hidden
             states; hidden, weight and bias may then have any floating dtype. Plain equivalent: both cast to it. None is
             autocast's dtype if it is on, else that of hidden.
@@ -116,11 +122,20 @@ def token_scores(
         `TokenScores`, the same on every rank of a split vocabulary's group.
 
     Raises:
-        TypeError, ValueError, IndexError, RuntimeError: as `linear_cross_entropy`.
-        TypeError: a temperature that requires a gradient; ids that are no integers.
+        TypeError, ValueError, IndexError, RuntimeError: as in `linear_cross_entropy`.
+        TypeError: a temperature that requires a gradient; ids that are not integers.
         ValueError: ids or a temperature of another shape; top_k outside [1, vocab_size].
         IndexError: an id outside [0, vocab_size).
         RuntimeError: in backward with `create_graph=True`.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(2, 6, 8), torch.randn(50, 8), torch.randint(50, (2, 6))
+        >>> scores = seqpar.token_scores(hidden, weight, target, entropy=True)
+        >>> log_p = (hidden @ weight.T).log_softmax(-1)
+        >>> torch.allclose(scores.log_prob, log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), atol=1e-5)
+        True
+        >>> torch.allclose(scores.entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-5)
+        True
     """
     settings = Settings(ignore_index=ignore_index, softcap=softcap, chunk_tokens=chunk_tokens)
     request = ScoreRequest(

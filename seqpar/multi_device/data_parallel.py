@@ -24,7 +24,12 @@ def data_parallel(
 ) -> Any:
     """Return `module(*inputs, **module_kwargs)`, computed with the rows divided among the devices.
 
-    As `torch.nn.parallel.data_parallel`, for any device list; see `DataParallel` for the arguments.
+    Like `torch.nn.parallel.data_parallel`, but for any device list; see `DataParallel` for the arguments.
+
+    Example:
+        >>> model, batch = nn.Linear(8, 4), torch.randn(6, 8)
+        >>> torch.allclose(seqpar.data_parallel(model, batch, ["cpu", "cpu"]), model(batch), atol=1e-6)
+        True
     """
     check_type(module_kwargs, "module_kwargs", (Mapping, NoneType), "a dict of keyword arguments")
     # As in torch, one argument need not be in a tuple; a list is one argument
@@ -36,7 +41,7 @@ def data_parallel(
 class DataParallel(nn.Module):
     """Run a module, or one block of a model, on several devices at once, each on some of the rows.
 
-    As `torch.nn.DataParallel`, with three differences: any device list works (`["cpu", "cpu"]`, `["cuda:0"] * 2`);
+    Like `torch.nn.DataParallel`, with three differences: any device list works (`["cpu", "cpu"]`, `["cuda:0"] * 2`);
     rows are divided evenly (6 rows on 4 devices use all 4); outputs may stay where they are.
 
     Args:
@@ -48,6 +53,12 @@ class DataParallel(nn.Module):
 
     Raises:
         TypeError, ValueError: from the device list, the module or the inputs, as `replicate`, `scatter`, `gather`.
+
+    Example:
+        >>> model, batch = nn.Linear(8, 4), torch.randn(6, 8)
+        >>> parallel = seqpar.DataParallel(model, device_ids=["cpu", "cpu"])
+        >>> torch.allclose(parallel(batch), model(batch), atol=1e-6)
+        True
     """
 
     def __init__(

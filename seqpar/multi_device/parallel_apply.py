@@ -25,14 +25,21 @@ def parallel_apply(
 ) -> list[Result]:
     """Return `[module(*input, **kwargs) for ...]`, computed with one thread per distinct device.
 
-    As `torch.nn.parallel.parallel_apply`. An input that is a list or tuple is the positional arguments. Modules on the
-    same device run there one after another, in order: threads gain nothing there and make dropout irreproducible.
-    The threads have the caller's grad mode, inference mode and autocast (with its dtype).
+    Like `torch.nn.parallel.parallel_apply`. A list or tuple among the inputs is one module's positional arguments.
+    Modules on the same device run one after another, in order: threads gain nothing there and make dropout
+    irreproducible. The threads have the caller's grad mode, inference mode and autocast (with its dtype).
 
     Raises:
         TypeError: modules, inputs or keyword arguments that are not lists of such.
         ValueError: lists of different lengths.
         Exception: whatever a module raises, with a note that names the replica and its device.
+
+    Example:
+        >>> model, batch, devices = nn.Linear(8, 4), torch.randn(6, 8), ["cpu", "cpu"]
+        >>> replicas, shards = seqpar.replicate(model, devices), seqpar.scatter(batch, devices)
+        >>> outputs = seqpar.parallel_apply(replicas, shards, devices=devices)
+        >>> torch.allclose(torch.cat(outputs), model(batch), atol=1e-6)
+        True
     """
     for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup or ())):
         check_type(values, name, (list, tuple, nn.ModuleList), "a list with one for each replica")

@@ -19,7 +19,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     Plain equivalent: `module.to(device)` for each submodule and `x = x.to(device)` in front of each call; the output of
     a submodule inside another placed one is sent back to the outer one's device. Autograd sees the transfers, so
     gradients arrive where the parameters are. Tensors in nested dict, list, tuple, NamedTuple and dataclass arguments
-    are moved, too.
+    are moved as well.
 
         seqpar.place(model, {"": "cuda:0", "src_embed": "cpu"})          # embedding on the CPU, the rest on the GPU
         seqpar.place(resnet, {"stem": 0, "layer1": 0, "layer2": 1, "head": 1})   # a stack cut in two
@@ -27,7 +27,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     Args:
         model: any module.
         parts: the device of each submodule, by its name in `named_modules` ("" is the model). A name inside another
-            one takes precedence. A second placement of a model takes the place of the first.
+            one takes precedence. A second placement of a model replaces the first.
 
     Raises:
         TypeError: a model that is not a module, `parts` that is not a dict, a value that is not a device, or a tensor
@@ -35,6 +35,12 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
         KeyError: a name that is not a submodule.
         ValueError: a parameter outside all named submodules, one tensor shared by submodules on different devices, or a
             device that does not exist.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+        >>> model = seqpar.place(model, {"0": "cpu", "1": "cpu"})  # with two GPUs: {"0": "cuda:0", "1": "cuda:1"}
+        >>> model(torch.randint(50, (2, 6))).shape
+        torch.Size([2, 6, 50])
     """
     check_module(model, "model")
     check_type(parts, "parts", Mapping, "a dict, such as {'': 'cuda:0', 'head': 'cpu'}")

@@ -128,12 +128,19 @@ def _refuse(module: nn.Module) -> None:
 def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
     """Return one replica per listed device; the gradients of their parameters are summed into the original's.
 
-    As `torch.nn.parallel.replicate`, for any device list. A replica's parameters are tensors linked to the original
-    by autograd (not leaves), and `.parameters()` lists them. The first replica on the original's own device shares
-    its buffers, so that updates of running statistics persist; the other replicas have copies.
+    Like `torch.nn.parallel.replicate`, but for any device list. A replica's parameters are tensors linked to the
+    original by autograd (not leaves), and `.parameters()` lists them. The first replica on the original's own device
+    shares its buffers, so that updates of running statistics persist; the other replicas have copies.
 
     Raises:
         TypeError, ValueError: an invalid device list, or a module that cannot be replicated (see `bind`).
+
+    Example:
+        >>> model, batch = nn.Linear(8, 4), torch.randn(6, 8)
+        >>> first, second = seqpar.replicate(model, ["cpu", "cpu"])
+        >>> (first(batch[:3]).sum() + second(batch[3:]).sum()).backward()
+        >>> model.bias.grad  # of all 6 rows
+        tensor([6., 6., 6., 6.])
     """
     check_module(module, "module")
     devices = check_devices(device_ids, "device_ids")
@@ -208,13 +215,17 @@ def batch_rows(inputs: Any, dim: int = 0) -> int | None:
 def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
     """Split the inputs along `dim` into even shards, shard i on `device_ids[i]`; differentiable.
 
-    As `torch.nn.parallel.scatter`, for any device list. Takes nested dict, list, tuple, NamedTuple and dataclass.
-    Non-tensors and tensors without dimensions go to every shard. 6 rows on 4 devices are split 2, 2, 1, 1 (torch splits
-    2, 2, 2 and leaves a device idle); fewer rows than devices use the first devices only. `sizes` overrides this.
+    Like `torch.nn.parallel.scatter`, but for any device list. Takes nested dict, list, tuple, NamedTuple and dataclass.
+    Non-tensors and tensors without dimensions go to every shard. With fewer rows than devices, only the first devices
+    are used. `sizes` overrides the even split.
 
     Raises:
         TypeError: a tensor that is not dense (sparse, nested, meta, ...), or a `dim` or sizes that are not ints.
         ValueError: tensors of different sizes along `dim`, or `sizes` that do not add up to the rows.
+
+    Example:
+        >>> [len(shard) for shard in seqpar.scatter(torch.randn(6, 8), ["cpu"] * 4)]  # torch would split 2, 2, 2
+        [2, 2, 1, 1]
     """
     devices = check_devices(device_ids, "device_ids")
     check_integer(dim, "dim")
@@ -256,11 +267,17 @@ def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     """Concatenate the replicas' outputs along `dim` on one device; differentiable, the inverse of `scatter`.
 
-    As `torch.nn.parallel.gather`. Tensors without dimensions become a vector with one entry per replica.
+    Like `torch.nn.parallel.gather`. Tensors without dimensions become a vector with one entry per replica.
 
     Raises:
         TypeError: outputs that are not a list, or tensors that are not dense.
         ValueError: structures or shapes that do not match, or non-tensors that differ between replicas.
+
+    Example:
+        >>> batch = torch.randn(6, 8)
+        >>> shards = seqpar.scatter(batch, ["cpu", "cpu"])
+        >>> torch.equal(seqpar.gather(shards, "cpu"), batch)
+        True
     """
     (device,) = check_devices([output_device], "output_device")
     check_integer(dim, "dim")

@@ -26,8 +26,7 @@ from seqpar.objectives.sequences import sequence_means
 def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
     """Return the sum over the tokens that count, to be divided by their number.
 
-    Plain equivalent, of one batch: `losses[mask].mean()`. The denominator of DAPO (Yu et al. 2025), and of
-    cross-entropy.
+    The denominator of DAPO (Yu et al. 2025), and of cross-entropy.
 
     Args:
         losses: one per token, (B, T) or (N,). Where `mask` is false they have no influence and no gradient.
@@ -36,6 +35,13 @@ def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
     Raises:
         TypeError: losses that are not floating, a mask that is not bool.
         ValueError: different shapes or devices.
+
+    Example:
+        >>> from seqpar.objectives import per_token
+        >>> losses, mask = torch.randn(2, 3), torch.tensor([[True, True, False], [True, True, True]])
+        >>> loss = per_token(losses, mask)
+        >>> torch.allclose(loss.mean, losses[mask].mean())
+        True
     """
     (losses,) = checked_scores(losses=losses)
     check_mask(mask, "mask", losses=losses)
@@ -45,15 +51,21 @@ def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
 def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLoss:
     """Return the sum over sequences of the mean over each one's tokens, to be divided by the number of sequences.
 
-    Plain equivalent, of one padded batch: `((losses * mask).sum(1) / mask.sum(1)).mean()`. The denominator of GRPO
-    (Shao et al. 2024, eq. 3). A sequence without tokens adds 0 and is counted.
+    The denominator of GRPO (Shao et al. 2024, eq. 3). A sequence without tokens adds 0 and is counted.
 
     Args:
         losses: one per token, (B, T) or (N,).
-        segment_ids, sequences: as `sequence_sums`.
+        segment_ids, sequences: as in `sequence_sums`.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `sequence_sums`.
+
+    Example:
+        >>> from seqpar.objectives import padded_segments, per_sequence
+        >>> losses, mask = torch.randn(2, 3), torch.tensor([[True, True, False], [True, True, True]])
+        >>> loss = per_sequence(losses, padded_segments(mask), sequences=2)
+        >>> torch.allclose(loss.mean, ((losses * mask).sum(1) / mask.sum(1)).mean(), atol=1e-6)
+        True
     """
     (losses,) = checked_scores(losses=losses)
     total = sequence_means(losses, segment_ids, sequences).sum()
@@ -63,15 +75,21 @@ def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLo
 def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
     """Return the sum over sequences, pairs or groups, to be divided by their number.
 
-    Plain equivalent, of one batch: `losses.mean()`, or `losses[mask].mean()`. The denominator of preferences, of
-    sequence-level ratios (GSPO) and of minimum risk.
+    The denominator of preferences, of sequence-level ratios (GSPO) and of minimum risk.
 
     Args:
         losses: (S,), one per item.
         mask: (S,) bool, true for the items that count; None is all of them.
 
     Raises:
-        TypeError, ValueError: as `per_token`; losses that are not a vector.
+        TypeError, ValueError: as in `per_token`; losses that are not a vector.
+
+    Example:
+        >>> from seqpar.objectives import dpo, per_item
+        >>> losses = dpo(torch.tensor([0.5, -0.2]), torch.tensor([-0.3, 0.1]), beta=0.1)
+        >>> loss = per_item(losses)
+        >>> torch.allclose(loss.mean, losses.mean()), loss.tokens
+        (True, tensor(2))
     """
     (losses,) = checked_scores(losses=losses)
     check_shapes(losses.dim() == 1, "a vector, one loss per item", losses=losses)
@@ -83,16 +101,23 @@ def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
 def per_constant(losses: Tensor, mask: Tensor, constant: int) -> TokenLoss:
     """Return the sum over the tokens that count, to be divided by a constant that does not depend on their number.
 
-    Plain equivalent, of one batch: `losses[mask].sum() / constant`. The denominator of Dr. GRPO (Liu et al. 2025),
-    whose constant is the longest response allowed times the number of sequences.
+    The denominator of Dr. GRPO (Liu et al. 2025), whose constant is the longest response allowed times the number of
+    sequences.
 
     Args:
-        losses, mask: as `per_token`.
+        losses, mask: as in `per_token`.
         constant: this micro-batch's part of the denominator; the parts of all micro-batches and ranks are added up.
 
     Raises:
-        TypeError: as `per_token`; a constant that is not an int.
-        ValueError: as `per_token`; a negative constant.
+        TypeError: as in `per_token`; a constant that is not an int.
+        ValueError: as in `per_token`; a negative constant.
+
+    Example:
+        >>> from seqpar.objectives import per_constant
+        >>> losses, mask = torch.randn(2, 3), torch.tensor([[True, True, False], [True, True, True]])
+        >>> loss = per_constant(losses, mask, constant=2 * 3)  # two responses of at most three tokens
+        >>> torch.allclose(loss.mean, losses[mask].sum() / 6)
+        True
     """
     check_integer(constant, "constant", 0)
     total = per_token(losses, mask).total

@@ -17,7 +17,7 @@ def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segmen
         targets[k, ..., t] = target[..., t + k], and ignore_index beyond the end of the sequence
 
     Multi-token prediction: Gloeckle et al. 2024, section 2; DeepSeek-V3 (2024), section 2.2. All heads share one
-    projection, so that their hidden states, stacked, take one call:
+    projection, so their stacked hidden states need only one call:
 
         hidden = torch.stack([head(trunk) for head in heads])                                     # (K, B, T, D)
         seqpar.linear_cross_entropy(hidden, weight, head_targets(target, len(heads)))
@@ -28,7 +28,7 @@ def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segmen
         target: (B, T), or (N,) for a packed batch: head 0's targets, usually the next tokens; time is last.
         heads: K, at least 1.
         ignore_index: marks targets that do not count; those of `target` stay ignored in every head.
-        segment_ids: of target's shape, in a packed batch: the number of each position's sequence. A target of another
+        segment_ids: of target's shape, in a packed batch: the number of each position's sequence. A target from another
             sequence is ignored, and so is that of a position with a negative id.
 
     Returns:
@@ -37,6 +37,13 @@ def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segmen
     Raises:
         TypeError: targets that are not integers, heads or ignore_index not an int.
         ValueError: a target without dimensions, fewer than one head, segment ids of another shape or device.
+
+    Example:
+        >>> from seqpar.objectives import head_targets
+        >>> head_targets(torch.tensor([5, 6, 7, 8]), heads=3)
+        tensor([[   5,    6,    7,    8],
+                [   6,    7,    8, -100],
+                [   7,    8, -100, -100]])
     """
     check_integer_target(target)
     check_integer(heads, "heads", 1)

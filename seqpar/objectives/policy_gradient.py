@@ -30,9 +30,9 @@ def clipped_surrogate(
 
         loss = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A),   r = exp(log_ratio)
 
-    Schulman et al. 2017, eq. 7; Shao et al. 2024 (GRPO), eq. 3; two ranges as in DAPO (Yu et al. 2025). Without
-    clipping at work, its gradient at r = 1 is that of the policy gradient, -A log pi. Per token it is a function of the
-    token's own score, so that it may be the loss of `seqpar.scored_loss` (`examples/grpo.py`).
+    Schulman et al. 2017, eq. 7; Shao et al. 2024 (GRPO), eq. 3; two ranges as in DAPO (Yu et al. 2025). At r = 1, where
+    nothing is clipped, its gradient is that of the policy gradient, -A log pi. Per token it is a function of the
+    token's own score, so it may be the loss of `seqpar.scored_loss` (`examples/grpo.py`).
 
     Args:
         log_ratio: per token (`token_log_ratio`) or per sequence (`sequence_log_ratio`), to the policy that sampled.
@@ -48,6 +48,12 @@ def clipped_surrogate(
 
     Raises:
         TypeError: arguments that are not floating. ValueError: different shapes or devices, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import clipped_surrogate
+        >>> log_ratio, advantages = torch.tensor([0.0, 0.5, -0.5]), torch.ones(3)
+        >>> clipped_surrogate(log_ratio, advantages, eps_low=0.2, eps_high=0.2)
+        tensor([-1.0000, -1.2000, -0.6065])
     """
     log_ratio, advantages = checked_scores(log_ratio=log_ratio, advantages=advantages)
     check_number(eps_low, "eps_low", at_least=0, below=1)
@@ -76,11 +82,18 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
         rewards: (groups x group_size,), one group after the other; a group must be whole in its micro-batch.
         group_size: responses per prompt, at least 2.
         divide_by_std: whether to divide by the standard deviation.
-        eps: is added to the standard deviation; above 0.
+        eps: added to the standard deviation; above 0.
 
     Raises:
         TypeError: rewards that are not floating, a group size that is not an int.
         ValueError: rewards that are not a vector of whole groups; eps or group_size out of range.
+
+    Example:
+        >>> from seqpar.objectives import group_advantages
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.5, 0.5]), group_size=2)
+        tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.5, 0.5]), group_size=2, divide_by_std=False)
+        tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
     """
     (rewards,) = checked_scores(rewards=rewards)
     check_groups(group_size, 2, rewards=rewards)

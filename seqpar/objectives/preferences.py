@@ -48,6 +48,12 @@ def dpo(
     Raises:
         TypeError: log-ratios that are not floating.
         ValueError: different shapes or devices, an unknown variant, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import dpo
+        >>> chosen, rejected = torch.tensor([0.5, -0.2]), torch.tensor([-0.3, 0.1])
+        >>> torch.allclose(dpo(chosen, rejected, beta=0.1), -F.logsigmoid(0.1 * (chosen - rejected)))
+        True
     """
     chosen, rejected = checked_scores(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     check_number(beta, "beta", above=0)
@@ -84,7 +90,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Return the loss of Kahneman-Tversky optimisation, one per response; responses need no partner.
+    """Return the loss of Kahneman-Tversky optimisation, one per response; responses need not come in pairs.
 
     With r = log pi(y|x) / pi_ref(y|x) and z0 = max(0, reference_point) (Ethayarajh et al. 2024, eq. 7-8):
 
@@ -106,6 +112,13 @@ def kto(
     Raises:
         TypeError: a log-ratio that is not floating, labels that are not bool, a reference_point of several numbers.
         ValueError: different shapes or devices, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import kto
+        >>> log_ratio, desirable = torch.tensor([0.5, -1.0]), torch.tensor([True, False])
+        >>> loss = kto(log_ratio, desirable, beta=0.1, reference_point=0.2)
+        >>> torch.allclose(loss, 1 - torch.tensor([0.1 * (0.5 - 0.2), 0.1 * (0.2 + 1.0)]).sigmoid())
+        True
     """
     (log_ratio,) = checked_scores(log_ratio=log_ratio)
     check_mask(desirable, "desirable", log_ratio=log_ratio)
@@ -139,23 +152,30 @@ def orpo(
 
         loss = -nll_weight log p_w - lambda log sigmoid(log odds(p_w) - log odds(p_l))
 
-    In TRL and Liger the likelihood is instead a mean over all chosen tokens, in which long responses count for more;
-    with the numbers of pairs and of chosen tokens of the whole step:
+    In TRL and Liger the likelihood is instead a mean over all chosen tokens, in which long responses count for more.
+    With the numbers of pairs and of chosen tokens in the whole step:
 
         chosen_nll = -sequence_sums(log_prob, segment_ids, sequences) * pairs / tokens      # of the chosen responses
 
-    TRL counts the tokens of the prompt, too, where the model has no encoder; Liger those of the response.
+    TRL also counts the tokens of the prompt if the model has no encoder; Liger counts only those of the response.
 
     Args:
         chosen_mean, rejected_mean: `sequence_means(log_prob, segment_ids, sequences)`, at most 0. A probability above
             1 - eps of the dtype has the odds of 1 - eps, so that an empty response has a finite loss.
         weight: lambda, above 0.
         nll_weight: of the likelihood, at least 0; 1 in the paper, Liger's alpha.
-        chosen_nll: takes the place of -log p_w; None is the paper's.
+        chosen_nll: replaces -log p_w; None is the paper's.
 
     Raises:
         TypeError: means that are not floating.
         ValueError: different shapes or devices, weight not above 0, nll_weight below 0.
+
+    Example:
+        >>> from seqpar.objectives import orpo
+        >>> chosen, rejected = torch.tensor([-0.7, -1.2]), torch.tensor([-1.5, -0.9])
+        >>> log_odds = torch.logit(chosen.exp()) - torch.logit(rejected.exp())
+        >>> torch.allclose(orpo(chosen, rejected, weight=0.1), -chosen - 0.1 * F.logsigmoid(log_odds))
+        True
     """
     chosen, rejected = checked_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
     nll = -chosen
@@ -184,6 +204,12 @@ def simpo(chosen_mean: Tensor, rejected_mean: Tensor, *, beta: float, gamma: flo
 
     Raises:
         TypeError: means that are not floating. ValueError: different shapes or devices, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import simpo
+        >>> chosen, rejected = torch.tensor([-0.7, -1.2]), torch.tensor([-1.5, -0.9])
+        >>> torch.allclose(simpo(chosen, rejected, beta=2.0, gamma=0.5), -F.logsigmoid(2.0 * (chosen - rejected) - 0.5))
+        True
     """
     chosen, rejected = checked_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
     check_number(beta, "beta", above=0)
@@ -203,6 +229,12 @@ def cpo(chosen_sum: Tensor, rejected_sum: Tensor, *, beta: float, nll_weight: fl
 
     Raises:
         TypeError: sums that are not floating. ValueError: different shapes or devices, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import cpo
+        >>> chosen, rejected = torch.tensor([-4.0, -6.0]), torch.tensor([-5.0, -5.5])
+        >>> torch.allclose(cpo(chosen, rejected, beta=0.1), -F.logsigmoid(0.1 * (chosen - rejected)) - chosen)
+        True
     """
     chosen, rejected = checked_scores(chosen_sum=chosen_sum, rejected_sum=rejected_sum)
     check_number(beta, "beta", above=0)

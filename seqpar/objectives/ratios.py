@@ -23,7 +23,7 @@ def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> T
     """Return each token's log-ratio to another policy, and 0 where `mask` is false.
 
     Plain equivalent: `(log_prob - other_log_prob.detach()).masked_fill(~mask, 0)`. A masked token has the gradient 0 in
-    whatever is computed from it, even where its log-probability is -inf.
+    whatever is computed from it, even if its log-probability is -inf.
 
     Args:
         log_prob: of the policy in training, as `token_scores` returns it.
@@ -36,6 +36,12 @@ def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> T
     Raises:
         TypeError: log-probabilities that are not floating, a mask that is not bool.
         ValueError: different shapes or devices.
+
+    Example:
+        >>> from seqpar.objectives import token_log_ratio
+        >>> log_prob, other_log_prob = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([-2.0, -5.0, -3.0])
+        >>> token_log_ratio(log_prob, other_log_prob, mask=torch.tensor([True, True, False]))
+        tensor([1., 3., 0.])
     """
     log_prob, other_log_prob = checked_scores(log_prob=log_prob, other_log_prob=other_log_prob)
     check_mask(mask, "mask", log_prob=log_prob)
@@ -48,15 +54,22 @@ def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Te
 
         log s = 1/|y| sum_t (log pi(y_t) - log pi'(y_t))          Zheng et al. 2025 (GSPO), eq. 7
 
-    It takes the place of the tokens' log-ratios in `clipped_surrogate`. DPO and KTO take the sum instead:
+    It replaces the tokens' log-ratios in `clipped_surrogate`. DPO and KTO take the sum instead:
     `sequence_sums(token_log_ratio(...), segment_ids, sequences)`.
 
     Args:
-        log_prob, other_log_prob: as `token_log_ratio`.
-        segment_ids, sequences: as `sequence_sums`. A sequence without tokens has the log-ratio 0.
+        log_prob, other_log_prob: as in `token_log_ratio`.
+        segment_ids, sequences: as in `sequence_sums`. A sequence without tokens has the log-ratio 0.
 
     Raises:
-        TypeError, ValueError, IndexError: as `token_log_ratio` and `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `token_log_ratio` and `sequence_sums`.
+
+    Example:
+        >>> from seqpar.objectives import sequence_log_ratio
+        >>> log_prob, other_log_prob = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([-2.0, -5.0, -3.0])
+        >>> segment_ids = torch.tensor([0, 0, 1])  # two sequences, packed
+        >>> sequence_log_ratio(log_prob, other_log_prob, segment_ids, sequences=2)
+        tensor([ 2., -1.])
     """
     (log_prob,) = checked_scores(log_prob=log_prob)
     check_segments(segment_ids, sequences, log_prob=log_prob)
@@ -69,7 +82,7 @@ def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
 
         w = min(pi_trainer(y) / pi_sampler(y), C)                 Ionides 2008; for language models Yao et al. 2025
 
-    An inference engine computes other probabilities than the trainer from the same weights. Multiply the unreduced
+    With the same parameters, an inference engine computes slightly different probabilities. Multiply the unreduced
     losses by these weights, with `log_ratio = token_log_ratio(old_log_prob, sampler_log_prob, mask)`, where
     `old_log_prob` is the trainer's own score of the sampled tokens before the update.
 
@@ -79,6 +92,11 @@ def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
 
     Raises:
         TypeError: a log-ratio that is not floating. ValueError: max_weight is not above 0.
+
+    Example:
+        >>> from seqpar.objectives import truncated_weights
+        >>> truncated_weights(torch.tensor([0.0, 0.5, 3.0]), max_weight=2.0)
+        tensor([1.0000, 1.6487, 2.0000])
     """
     (log_ratio,) = checked_scores(log_ratio=log_ratio)
     check_number(max_weight, "max_weight", above=0)
@@ -102,6 +120,12 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
 
     Raises:
         TypeError: a log-ratio that is not floating. ValueError: another estimator.
+
+    Example:
+        >>> from seqpar.objectives import kl_estimate
+        >>> log_ratio = torch.tensor([0.0, 0.5, -0.5])
+        >>> kl_estimate(log_ratio, "k1"), kl_estimate(log_ratio, "k3")
+        (tensor([ 0.0000,  0.5000, -0.5000]), tensor([0.0000, 0.1065, 0.1487]))
     """
     (log_ratio,) = checked_scores(log_ratio=log_ratio)
     check_choice(estimator, "estimator", get_args(Estimator))

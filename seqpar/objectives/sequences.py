@@ -23,6 +23,12 @@ def padded_segments(mask: Tensor) -> Tensor:
     Raises:
         TypeError: a mask that is not bool.
         ValueError: a mask that is not (B, T).
+
+    Example:
+        >>> from seqpar.objectives import padded_segments
+        >>> padded_segments(torch.tensor([[True, True, False], [True, True, True]]))
+        tensor([[ 0,  0, -1],
+                [ 1,  1,  1]])
     """
     check_mask(mask, "mask", mask=mask)
     check_shapes(mask.dim() == 2, "(batch, time)", mask=mask)
@@ -46,6 +52,13 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor
         TypeError: values that are not floating, ids that are not integers.
         ValueError: different shapes or devices, a negative number of sequences.
         IndexError: an id that is `sequences` or larger.
+
+    Example:
+        >>> from seqpar.objectives import padded_segments, sequence_sums
+        >>> log_prob = torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -1.0, -2.0]])
+        >>> mask = torch.tensor([[True, True, False], [True, True, True]])
+        >>> sequence_sums(log_prob, padded_segments(mask), sequences=2)
+        tensor([-3., -6.])
     """
     (values,) = checked_scores(values=values)
     check_segments(segment_ids, sequences, values=values)
@@ -67,7 +80,12 @@ def sequence_lengths(segment_ids: Tensor, sequences: int) -> Tensor:
     """Return how many tokens of each sequence count (S,), int64.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `sequence_sums`.
+
+    Example:
+        >>> from seqpar.objectives import sequence_lengths
+        >>> sequence_lengths(torch.tensor([0, 0, -1, 1, 1, 1]), sequences=2)
+        tensor([2, 3])
     """
     check_segments(segment_ids, sequences)
     return _sums(torch.ones_like(segment_ids, dtype=torch.int64), segment_ids, sequences)
@@ -79,10 +97,16 @@ def sequence_means(values: Tensor, segment_ids: Tensor, sequences: int) -> Tenso
     Plain equivalent of a padded batch: `values.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)`.
 
     Args:
-        values, segment_ids, sequences: as `sequence_sums`.
+        values, segment_ids, sequences: as in `sequence_sums`.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`.
+        TypeError, ValueError, IndexError: as in `sequence_sums`.
+
+    Example:
+        >>> from seqpar.objectives import sequence_means
+        >>> values, segment_ids = torch.tensor([1.0, 3.0, 9.0, 5.0]), torch.tensor([0, 0, -1, 1])
+        >>> sequence_means(values, segment_ids, sequences=3)
+        tensor([2., 5., 0.])
     """
     sums = sequence_sums(values, segment_ids, sequences)
     return sums / sequence_lengths(segment_ids, sequences).clamp(min=1)
@@ -96,13 +120,20 @@ def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
 
     Args:
         values: (S,), one number per sequence.
-        segment_ids: as `sequence_sums`.
+        segment_ids: as in `sequence_sums`.
 
     Returns:
         (the shape of segment_ids), differentiable, float32 or wider.
 
     Raises:
-        TypeError, ValueError, IndexError: as `sequence_sums`; values that are not a vector.
+        TypeError, ValueError, IndexError: as in `sequence_sums`; values that are not a vector.
+
+    Example:
+        >>> from seqpar.objectives import spread_to_tokens
+        >>> advantages, segment_ids = torch.tensor([0.5, -0.5]), torch.tensor([[0, 0, -1], [1, 1, 1]])
+        >>> spread_to_tokens(advantages, segment_ids)
+        tensor([[ 0.5000,  0.5000,  0.0000],
+                [-0.5000, -0.5000, -0.5000]])
     """
     (values,) = checked_scores(values=values)
     check_shapes(values.dim() == 1, "(sequences,), one number per sequence", values=values)

@@ -14,7 +14,7 @@ def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
         -stop_gradient(p) log p,   p = pi(y_t | y_<t, x)          Wu et al. 2025, section 3
 
     A token that the model thinks impossible (p = 0) has the loss 0, the limit, and the gradient 0. A token's loss is a
-    function of its own score, so that it may be the loss of `seqpar.scored_loss`.
+    function of its own score, so it may be the loss of `seqpar.scored_loss`.
 
     Args:
         log_prob: as `token_scores` returns it.
@@ -23,6 +23,12 @@ def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
     Raises:
         TypeError: log-probabilities that are not floating, a mask that is not bool.
         ValueError: different shapes or devices.
+
+    Example:
+        >>> from seqpar.objectives import dft
+        >>> log_prob = torch.tensor([0.5, 0.25, 0.125]).log()
+        >>> dft(log_prob, mask=torch.tensor([True, True, True]))
+        tensor([0.3466, 0.3466, 0.2599])
     """
     (log_prob,) = checked_scores(log_prob=log_prob)
     check_mask(mask, "mask", log_prob=log_prob)
@@ -45,11 +51,18 @@ def minimum_risk(
         group_size: candidates per source sentence, at least 1.
         alpha: the sharpness of Q, above 0; 0.005 in the paper.
         candidates: bool, of the same shape; false for what does not belong to the set, such as the second of two equal
-            samples. A group without candidates has the loss 0. None: all of them.
+            samples; None means all of them. A group without candidates has the loss 0.
 
     Raises:
         TypeError: scores or costs that are not floating, candidates that are not bool, a group size that is not an int.
         ValueError: shapes or devices that differ, scores that are not a vector of whole groups, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import minimum_risk
+        >>> scores = torch.tensor([-2.0, -2.0, -1.0, -9.0])  # two sources with two translations each
+        >>> costs = torch.tensor([0.2, 0.4, 0.1, 0.9])
+        >>> minimum_risk(scores, costs, group_size=2, alpha=1.0)
+        tensor([0.3000, 0.1003])
     """
     scores, costs = checked_scores(scores=scores, costs=costs)
     check_groups(group_size, 1, scores=scores)

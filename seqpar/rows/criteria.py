@@ -107,9 +107,6 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
 class LabelSmoothing(nn.Module):
     """Cross-entropy against a smoothed target, summed over the rows whose target is not `ignore_index`.
 
-    Plain equivalent of `smoothing_convention="torch"`:
-    `F.cross_entropy(logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction="sum")`.
-
     Args:
         label_smoothing: eps in [0, 1), the probability taken from the target (Szegedy et al. 2016, section 7).
         smoothing_convention: which classes get eps. Three conventions are in use and give different numbers, so
@@ -125,10 +122,18 @@ class LabelSmoothing(nn.Module):
     or wider.
 
     Raises:
-        TypeError: logits of no floating dtype; targets that are no class indices; an `ignore_index` that is no int.
+        TypeError: logits that are not floating; targets that are not class indices; an `ignore_index` that is not an
+            int.
         ValueError: label_smoothing outside [0, 1); an unknown convention; too few classes for the convention;
-            a "harvard" padding class that is not a class; logits and targets of other shapes than the above.
+            a "harvard" padding class that is not a class; logits and targets of shapes other than the above.
         IndexError: on the CPU, a target outside [0, V) that is not ignored, with value and position.
+
+    Example:
+        >>> logits, target = torch.randn(4, 10), torch.tensor([3, 0, 1, 7])
+        >>> criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=0)
+        >>> plain = nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=0, reduction="sum")
+        >>> torch.allclose(criterion(logits, target), plain(logits, target))
+        True
     """
 
     def __init__(self, label_smoothing: float, smoothing_convention: Convention, *, ignore_index: int = -100) -> None:
@@ -171,7 +176,11 @@ class LabelSmoothing(nn.Module):
 class CrossEntropy(LabelSmoothing):
     """Cross-entropy, summed over the rows whose target is not `ignore_index`.
 
-    Plain equivalent: `F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")`.
+    Example:
+        >>> logits, target = torch.randn(4, 10), torch.tensor([3, 0, 1, 7])
+        >>> loss = seqpar.CrossEntropy(ignore_index=0)(logits, target)
+        >>> torch.allclose(loss, F.cross_entropy(logits, target, ignore_index=0, reduction="sum"))
+        True
     """
 
     def __init__(self, *, ignore_index: int = -100) -> None:

@@ -156,9 +156,9 @@ def _accumulated(e: Evidence) -> str | None:
     for whole in (times, times and 1 / times):
         if times and whole and whole > 1.5 and math.isclose(whole, round(whole), rel_tol=SAME):
             if times > 1:
-                return f"accumulation: all gradients are {round(whole)} times the plain ones, as if added up so often"
+                return f"accumulation: all gradients are {round(whole)} times the plain ones, as if never set to zero"
             return (
-                f"accumulation: all gradients are 1/{round(whole)} of the plain ones, as if divided by so many "
+                f"accumulation: all gradients are 1/{round(whole)} of the plain ones, as if divided by that many "
                 "micro-batches or tokens"
             )
     return None

@@ -22,7 +22,16 @@ of the loss, the gradients and 1."""
 
 
 def plain_loss(generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, **per_token: Any) -> Tensor:
-    """Return `criterion(generator(hidden), target)` on all tokens at once, which every other path must equal."""
+    """Return `criterion(generator(hidden), target)` on all tokens at once, which every other path must equal.
+
+    Example:
+        >>> from seqpar.testing import plain_loss
+        >>> generator, criterion = nn.Linear(8, 50), seqpar.CrossEntropy()
+        >>> hidden, target = torch.randn(2, 6, 8), torch.randint(50, (2, 6))
+        >>> engine = seqpar.LossCompute(generator, criterion, chunk_tokens=4)
+        >>> torch.allclose(engine(hidden, target).total, plain_loss(generator, criterion, hidden, target))
+        True
+    """
     logits = generator(hidden, **per_token)
     total: Tensor = criterion(logits.flatten(0, -2), target.flatten())
     return total
@@ -43,8 +52,8 @@ def assert_same_gradients(
     `assert_same_loss` makes both functions from a generator and a criterion.
 
     Args:
-        candidate: returns the loss under test; called once, and if it is wrong once more, to find the cause.
-        reference: returns the plain loss; called once, and if the candidate is wrong four times more.
+        candidate: returns the loss under test; called once, and, if it is wrong, once more to find the cause.
+        reference: returns the plain loss; called once, and, if the candidate is wrong, four times more.
         tensors: leaves by name; every one that requires a gradient is compared.
         rtol: the largest difference allowed, relative to the reference's largest entry. Differences up to 1e-14 of the
             largest number of all, or of 1, count as rounding: scale up a loss whose numbers are all smaller.
@@ -55,6 +64,18 @@ def assert_same_gradients(
             and the likely cause.
         ValueError: nothing to compare: no tensors, a tensor that is not a leaf, or no gradient on either side.
         TypeError: a loss that is not a function, or does not return a tensor.
+
+    Example:
+        >>> from seqpar.testing import assert_same_gradients
+        >>> hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 50))
+        >>> target = torch.randint(50, (6,))
+        >>> plain = lambda: F.cross_entropy(hidden @ weight.T, target, reduction="sum")
+        >>> chunked = lambda: seqpar.linear_cross_entropy(hidden, weight, target).total
+        >>> assert_same_gradients(chunked, plain, {"hidden": hidden, "weight": weight})
+        >>> assert_same_gradients(lambda: 2 * chunked(), plain, {"hidden": hidden, "weight": weight})
+        Traceback (most recent call last):
+            ...
+        AssertionError: Likely cause: accumulation: all gradients are 2 times the plain ones...
     """
     check_tolerance(rtol)
     check_leaves(tensors)
@@ -91,17 +112,30 @@ def proving() -> Iterator[None]:
 
 
 def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
-    """Assert that two losses and their gradients, computed before (on another rank, say), are equal.
+    """Assert that two losses and their gradients, computed earlier (on another rank, say), are equal.
 
     An infinite number equals only the same infinity in the same position; nan equals nothing.
 
     Args:
         got: the loss under test, and its gradients by name.
         expected: the plain ones, under the same names. A gradient of None counts as 0.
-        rtol: as `assert_same_gradients`.
+        rtol: as in `assert_same_gradients`.
 
     Raises:
         AssertionError: they differ or are nan; the message names the tensor, the difference and the reference's size.
+
+    Example:
+        >>> from seqpar.testing import assert_same_results, plain_value_and_gradients
+        >>> hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 50))
+        >>> target = torch.randint(50, (6,))
+        >>> loss = seqpar.linear_cross_entropy(hidden, weight, target).total
+        >>> loss.backward()
+        >>> expected = plain_value_and_gradients(hidden, weight, target)
+        >>> assert_same_results((loss, {"hidden": hidden.grad, "weight": weight.grad}), expected)
+        >>> assert_same_results((loss, {"hidden": hidden.grad, "weight": None}), expected)
+        Traceback (most recent call last):
+            ...
+        AssertionError: the gradient of weight is off by ...
     """
     check_tolerance(rtol)
     value, gradients = _dense(got)

@@ -16,25 +16,32 @@ from seqpar.testing.gradients import check_leaves, value_and_gradients
 def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Assert that a loss's gradients are the derivatives of its values, by `torch.autograd.gradcheck` in its fast mode.
 
-    It says what a comparison of two losses cannot: where both use the same operation, whose backward is wrong, both
-    have the same wrong gradient. So does `assert_same_loss`, whose plain loss uses the generator and the criterion that
-    it is given.
+    It finds what a comparison of two losses cannot: if both use the same operation, whose backward is wrong, both have
+    the same wrong gradient. `assert_same_loss` is such a comparison, because its plain loss uses the generator and the
+    criterion that it is given.
 
-        assert_numerical_gradients(lambda: criterion(generator(hidden), target), dict(generator.named_parameters()))
-
-    Of an operator made with `torch.library`, `torch.library.opcheck` says what neither does: whether its schema, its
-    shapes for `torch.compile` and the registration of its backward are right.
+    For an operator made with `torch.library`, `torch.library.opcheck` checks what neither does: its schema, its shapes
+    for `torch.compile` and the registration of its backward.
 
     Args:
-        loss: returns the loss, a float64 scalar; called a few times for each tensor, each time with one backward, and
-            if a gradient is wrong twice for each of that tensor's numbers.
+        loss: returns the loss, a float64 scalar; called a few times for each tensor, each time with one backward, and,
+            if a gradient is wrong, twice for each of that tensor's numbers.
         tensors: float64 leaves by name; those that require no gradient are left out.
 
     Raises:
         AssertionError: the message names the tensor and has both numbers, along a random direction.
-        ValueError: no tensors, one that is not a leaf, a loss or a tensor that is not float64, or a loss that is
-            another number in every call.
+        ValueError: no tensors, one that is not a leaf, a loss or a tensor that is not float64, or a loss that differs
+            from call to call.
         TypeError: a loss that is not a function, or does not return a tensor.
+
+    Example:
+        >>> from seqpar.testing import assert_numerical_gradients
+        >>> weight = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
+        >>> assert_numerical_gradients(lambda: (weight * weight).sum(), {"weight": weight})
+        >>> assert_numerical_gradients(lambda: (weight.detach() * weight).sum(), {"weight": weight})
+        Traceback (most recent call last):
+            ...
+        AssertionError: the gradient of weight ...
     """
     check_leaves(tensors)
     value, _ = value_and_gradients(loss, tensors)

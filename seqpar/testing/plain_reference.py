@@ -70,6 +70,13 @@ def plain_linear_cross_entropy(
     """Return the loss of `seqpar.linear_cross_entropy`, summed over the rows whose target is not `ignore_index`.
 
     sum_n token_weight_n (sum_k w_k q_nk (-log p_nk [+ log q_nk in the KL form]) + z_loss logsumexp(z_n)^2)
+
+    Example:
+        >>> from seqpar.testing import plain_linear_cross_entropy
+        >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+        >>> loss = seqpar.linear_cross_entropy(hidden, weight, target, softcap=30.0, z_loss=1e-4)
+        >>> torch.allclose(loss.total, plain_linear_cross_entropy(hidden, weight, target, softcap=30.0, z_loss=1e-4))
+        True
     """
     # (N,): ignored rows are left out before anything is computed, so that a nan in them does not matter
     counted_N = target.flatten() != ignore_index
@@ -91,7 +98,13 @@ def plain_linear_cross_entropy(
 
 
 def plain_rank(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the target's place (N,) among all classes (N, V) in descending order; of equal ones the lower first."""
+    """Return the target's place (N,) among all classes (N, V) in descending order; of equal ones the lower comes first.
+
+    Example:
+        >>> from seqpar.testing import plain_rank
+        >>> plain_rank(torch.tensor([[0.1, 2.0, 0.5], [0.7, 0.7, 0.7]]), torch.tensor([2, 1]))
+        tensor([1, 1])
+    """
     in_order_NV = logits.sort(dim=-1, descending=True, stable=True).indices
     return (in_order_NV == target.unsqueeze(-1)).int().argmax(-1)
 
@@ -107,7 +120,14 @@ def plain_value_and_gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `plain_linear_cross_entropy` and its gradients by name, whether or not the tensors require them.
 
-    The names are hidden, weight, and where they are given bias and token_weight. `.grad` of the tensors is left alone.
+    The names are hidden, weight and, if given, bias and token_weight. `.grad` of the tensors is left alone.
+
+    Example:
+        >>> from seqpar.testing import plain_value_and_gradients
+        >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+        >>> loss, gradients = plain_value_and_gradients(hidden, weight, target, label_smoothing=0.1)
+        >>> {name: gradient.shape for name, gradient in gradients.items()}
+        {'hidden': torch.Size([6, 8]), 'weight': torch.Size([50, 8])}
     """
     given = {"hidden": hidden, "weight": weight, "bias": bias, "token_weight": token_weight}
     leaves = {name: t.detach().clone().requires_grad_() for name, t in given.items() if t is not None}

@@ -38,15 +38,13 @@ def assert_same_loss(
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten()) / tokens` on the tokens of all
     ranks at once, and its gradients by autograd. The loss is compared as it is and times 1/8, because a factor on the
-    loss must reach every gradient. Both losses use the generator's and the criterion's own backward: whether a custom
-    one is right is what `assert_numerical_gradients` asks.
+    loss must reach every gradient. Both losses use the generator's and the criterion's own backward:
+    `assert_numerical_gradients` checks whether a custom one is right. Over two ranks:
 
-        assert_same_loss(my_generator, my_criterion, hidden, target, devices=["cuda:0", "cuda:1"], chunk_size=5)
-        assert_same_loss(my_generator, my_criterion, hidden, target, loss=my_training_loss)
-        assert_same_loss(my_generator, my_criterion, hidden, target, loss=my_training_loss, ranks=2, tokens=count)
+        assert_same_loss(generator, criterion, hidden, target, loss=my_loss, ranks=2, tokens=count)
 
     Args:
-        generator, criterion: as `seqpar.LossCompute`. If either is not float64, float64 copies of both are used. In
+        generator, criterion: as in `seqpar.LossCompute`. If either is not float64, float64 copies of both are used. In
             training mode dropout would draw other numbers in every call: call `.eval()` before. On a device without
             float64, such as mps, the loss is computed in float32; it is compared with the plain one in float64 on the
             CPU, and may be at most twice as far from it as plain PyTorch is in float32 on that device.
@@ -59,20 +57,32 @@ def assert_same_loss(
         tokens: the number that the step's sum is divided by; 1 leaves the sum as it is.
         group: the ranks among which the step is divided; each of them calls this with its own hidden and target, and
             gradients of parameters are averaged over them, as DDP does.
-        ranks: call it once, outside of any group, and the first dimension of these tensors is divided among so many new
-            processes over gloo (`seqpar.testing.ranks`), unequally: the loss is computed in each of them on its own
-            part, and `torch.distributed`'s default group is theirs. Modules and loss must be picklable, so the loss
-            is a function at the top level of a module.
-        rtol: as `assert_same_gradients`; on a device without float64 it has no effect.
+        ranks: call it once, outside any group, and the first dimension of these tensors is divided, unequally, among
+            this many new processes over gloo (`seqpar.testing.ranks`): each of them computes the loss of its own part,
+            and `torch.distributed`'s default group is theirs. Modules and loss must be picklable, so the loss is a
+            function at the top level of a module.
+        rtol: as in `assert_same_gradients`; on a device without float64 it has no effect.
         per_token: further tensors for the generator, whose first dimensions are target's; floating ones are
             differentiated.
 
     Raises:
         AssertionError: on every rank; the message says what differs and by how much, the likely cause, and the smallest
-            subset of these inputs that fails as well.
+            subset of these inputs that also fails.
         ValueError: `loss` together with arguments of seqpar's engine, `ranks` together with `group`, a number out of
-            its range, no gradient on either side (`torch.no_grad`), or ranks with equally many tokens.
+            its range, no gradient on either side (`torch.no_grad`), or ranks that all have the same number of tokens.
         TypeError: an argument of a wrong type, or one that cannot be sent to the ranks.
+
+    Example:
+        >>> from seqpar.testing import assert_same_loss
+        >>> generator, criterion = nn.Linear(8, 50), nn.CrossEntropyLoss(reduction="sum")
+        >>> hidden, target = torch.randn(2, 6, 8), torch.randint(50, (2, 6))
+        >>> assert_same_loss(generator, criterion, hidden, target, devices=["cpu", "cpu"], chunk_size=5)
+        >>> def my_loss(generator, criterion, hidden, target):
+        ...     return criterion(generator(hidden.detach()).flatten(0, 1), target.flatten())
+        >>> assert_same_loss(generator, criterion, hidden, target, loss=my_loss)
+        Traceback (most recent call last):
+            ...
+        AssertionError: Likely cause: hidden: no gradient at all, so the loss is detached from it...
     """
     engine_only = {"devices": devices, "chunk_tokens": chunk_tokens, "chunk_size": chunk_size}
     given = [name for name, value in engine_only.items() if value is not None]

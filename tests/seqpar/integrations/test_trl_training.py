@@ -175,14 +175,32 @@ def whole(run):
 )
 def test_on_two_ranks_accumulated_steps_are_those_of_one_process_with_the_whole_batch(two_ranks, layout, kind, lora):
     run = Run(kind, "scores", lora=lora, accumulation=2, layout=layout)
-    got, expected = two_ranks.call(trained, run), whole(run)
-    losses = [sum(ranks) / 2 for ranks in zip(*(each.losses for each in got), strict=True)]
-    # Micro-batches may have gone to other ranks; their sum is the step's loss
-    assert sum(losses) == pytest.approx(sum(expected.losses), rel=1e-12, abs=1e-12)
+    got = same_as_whole(two_ranks, run)
     # Else the gradient of one rank's tokens could be that of all
     assert got[0].losses != pytest.approx(got[1].losses, rel=1e-3) or (kind, lora) in [("dpo", HEAD), ("dpo", COPY)]
+
+
+def same_as_whole(pool, run):
+    """What the ranks have computed, together the loss and gradients of one process."""
+    got, expected = pool.call(trained, run), whole(run)
+    losses = [sum(ranks) / len(got) for ranks in zip(*(each.losses for each in got), strict=True)]
+    # Micro-batches may have gone to other ranks; their sum is the step's loss
+    assert sum(losses) == pytest.approx(sum(expected.losses), rel=1e-12, abs=1e-12)
     for each in got:
         assert relative_error(each.gradients, expected.gradients) < 1e-12
+    return got
+
+
+def test_on_four_ranks_a_step_is_that_of_one_process_with_the_whole_batch():
+    pool = Pool(4)
+    try:
+        for layout in ("ddp", "fsdp2"):  # which leaves state behind, too
+            for kind in KINDS:
+                got = same_as_whole(pool, Run(kind, "scores", layout=layout, ranks=4))
+                # The first loss of RLOO is 0 on every rank
+                assert kind == "rloo" or len({each.losses[0] for each in got}) > 1
+    finally:
+        pool.close()
 
 
 def test_without_the_scores_trl_loses_gradients_of_a_trained_copy_of_the_projection_under_fsdp2(two_ranks):

@@ -65,7 +65,9 @@ class Run(NamedTuple):
     accumulation: int = 1
     steps: int = 1
     layout: str = ""
-    """Two ranks under "ddp" or "fsdp2" take the step of one process that has their batches at once, "whole"."""
+    """Ranks under "ddp" or "fsdp2" take the step of one process that has their batches at once, "whole"."""
+    ranks: int = 2
+    """Those whose batches "whole" has."""
 
 
 class Outcome(NamedTuple):
@@ -135,7 +137,7 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
     """The trainer, before its first step."""
     trainer_class, config_class = KINDS[run.kind]
     model = policy(run)
-    ranks = 2 if run.layout == "whole" else world
+    ranks = run.ranks if run.layout == "whole" else world
     # Padding on the left moves positions, whose rotations are rounded to float32: not where layouts are compared
     prompt_lengths = 1 if run.kind in ("grpo", "rloo") and run.layout else 3
     if run.lora:

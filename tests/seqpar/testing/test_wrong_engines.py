@@ -206,7 +206,7 @@ WRONG = {
     ),
     "padding": Wrong("ignored padding is counted: hidden has a gradient in 1 rows whose target", counted_padding),
     "mean of means": Wrong("a mean of means: each part is divided by its own tokens", mean_of_means, tokens=TOKENS),
-    "twice": Wrong("accumulation: all gradients are 2 times the plain ones, as if added up so often; the value", twice),
+    "twice": Wrong("accumulation: all gradients are 2 times the plain ones, as if never set to zero; the value", twice),
     "halved": Wrong("accumulation: all gradients are 1/2 of the plain ones", halved),
     "detached": Wrong("hidden: no gradient at all", detached),
     "float32": Wrong("float32 on the way", in_float32),

@@ -1,0 +1,137 @@
+"""Every public name has an example in its docstring that runs and prints what it says."""
+
+import doctest
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import seqpar
+
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "integrations.md"
+SHOWN = re.findall(r"automodule:: (\S+)\n +:members:(.*)", PAGE.read_text())
+"""The modules of the page, and the names that it shows of each."""
+NAMES = [f"{p}.{n}" for p in ("seqpar", "seqpar.objectives", "seqpar.testing") for n in import_module(p).__all__]
+INTEGRATIONS = [f"{module}.{name}" for module, names in SHOWN for name in names.strip().split(", ")]
+INTEGRATIONS += ["seqpar.integrations.spmd_types.apply_spmd_types"]  # not on the page, made without its package
+ASSUMED = {"torch": torch, "nn": nn, "F": F, "seqpar": seqpar}
+"""What the pages in docs/api say that the examples assume."""
+GIVEN = {
+    "seqpar.integrations.trl.apply_seqpar_scores": "for_dpo",
+    "seqpar.integrations.trl.AppliedScores": "for_sft",
+    "seqpar.integrations.trl.allow_head_adapter": "for_sft",
+    "seqpar.integrations.accelerate.accumulated_step": "no_accelerator",
+    "seqpar.integrations.fairseq.ChunkedCrossEntropy": "fairseq_model",
+    "seqpar.integrations.opennmt.apply_seqpar_loss": "opennmt_trainer",
+    "seqpar.integrations.spmd_types.apply_spmd_types": "fake_mesh",
+}
+"""The fixtures of examples that begin inside another project's training."""
+
+
+def what_a_trl_trainer_takes(config_class, kind, folder):
+    from tests.seqpar.integrations.tiny_models import tiny
+    from tests.seqpar.integrations.trainer_runs import ONE_STEP
+    from tests.seqpar.integrations.trl_runs import examples, words
+
+    options = {"per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False}
+    model, reference = (tiny("llama", torch.float32, bos_token_id=2, eos_token_id=3) for _ in range(2))
+    return {
+        "model": model,
+        "reference": reference,
+        "arguments": config_class(str(folder), **options, **ONE_STEP),
+        "dataset": examples(kind, 2),
+        "tokenizer": words(),
+    }
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """A Trainer without a progress bar prints its logs, whose times differ."""
+    from transformers import PrinterCallback
+
+    monkeypatch.setattr(PrinterCallback, "on_log", lambda *args, **keywords: None)
+
+
+@pytest.fixture
+def for_dpo(tmp_path, silent):
+    from trl import DPOConfig
+
+    return what_a_trl_trainer_takes(DPOConfig, "dpo", tmp_path)
+
+
+@pytest.fixture
+def for_sft(tmp_path, silent):
+    from trl import SFTConfig
+
+    return what_a_trl_trainer_takes(SFTConfig, "sft", tmp_path)
+
+
+@pytest.fixture
+def no_accelerator():
+    """Earlier tests of this process may have made one with other settings."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    return {}
+
+
+@pytest.fixture
+def fairseq_model():
+    from tests.seqpar.integrations.test_fairseq import FairseqModel, sample_of
+
+    return {"model": FairseqModel(), "sample": sample_of(0)}
+
+
+@pytest.fixture
+def opennmt_trainer():
+    from tests.seqpar.integrations.test_opennmt import Trainer, batch_of
+
+    return {"trainer": Trainer(), "batch": batch_of(0)}
+
+
+@pytest.fixture
+def fake_mesh():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield {"mesh": init_device_mesh("cpu", (8,), mesh_dim_names=("data",))}
+    dist.destroy_process_group()
+
+
+def failures(docstring, name, given):
+    """What doctest says of the examples of a docstring; AssertionError if there are none."""
+    test = doctest.DocTestParser().get_doctest(docstring, ASSUMED | given, name, None, None)
+    assert test.examples, f"the docstring of {name} has no example (>>>)"
+    said = []
+    torch.manual_seed(0)
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_of_a_public_name_prints_what_it_says(name):
+    module, _, attribute = name.rpartition(".")
+    said = failures(getattr(import_module(module), attribute).__doc__, name, {})
+    assert not said, said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_the_example_of_an_integration_prints_what_it_says(name, request):
+    module, _, attribute = name.rpartition(".")
+    try:
+        documented = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as missing:
+        if missing.name.startswith("seqpar"):
+            raise
+        pytest.skip(f"needs {missing.name}")
+    given = request.getfixturevalue(GIVEN[name]) if name in GIVEN else {}
+    said = failures(documented.__doc__, name, given)
+    assert not said, said
