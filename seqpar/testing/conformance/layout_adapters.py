@@ -118,7 +118,8 @@ def accumulated(work: Work, both: nn.Module) -> Tensor:
     group = work.token_group
     count = group_sum(counted(work), group).clamp(min=1)
     # DDP and FSDP2 take the mean over the ranks, so that of `ranks` times the sum is the sum
-    return group_sum(run_micro_batches(work, both, world_size(group) / count), group) / count
+    # The quotient of two whole numbers would be in float32
+    return group_sum(run_micro_batches(work, both, world_size(group) / count.double()), group) / count
 
 
 def run_micro_batches(work: Work, both: nn.Module, factor: Tensor | float = 1.0) -> Tensor:
