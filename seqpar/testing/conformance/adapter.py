@@ -173,6 +173,14 @@ def why_missing(module: str) -> str:
     return ""
 
 
+def why_no_nemo_rl() -> str:
+    """Return why NeMo-RL cannot be imported here; empty if it can. The package index has a placeholder of its name."""
+    why = why_missing("nemo_rl.distributed.model_utils")
+    if why == "not installed":
+        return f"{why}: clone https://github.com/NVIDIA-NeMo/RL and put it on PYTHONPATH"
+    return why
+
+
 def quietly(action: Callable[[], Returned]) -> Returned:
     """Return the action's result, without packages' messages and warnings, and with the environment restored."""
     try:

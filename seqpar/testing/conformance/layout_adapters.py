@@ -117,15 +117,21 @@ def accumulated(work: Work, both: nn.Module) -> Tensor:
     """Return the step's mean loss, and leave its gradients: sums of micro-batches, divided by all ranks' tokens."""
     group = work.token_group
     count = group_sum(counted(work), group).clamp(min=1)
+    # DDP and FSDP2 take the mean over the ranks, so that of `ranks` times the sum is the sum
+    # The quotient of two whole numbers would be in float32
+    return group_sum(run_micro_batches(work, both, world_size(group) / count.double()), group) / count
+
+
+def run_micro_batches(work: Work, both: nn.Module, factor: Tensor | float = 1.0) -> Tensor:
+    """Return the sum of this rank's losses, and leave the gradients of `factor` times it, reduced once."""
     total = torch.zeros((), dtype=torch.float64)
     for number, batch in enumerate(work.micro_batches):
         is_last = number == len(work.micro_batches) - 1
         with contextlib.nullcontext() if is_last or not isinstance(both, DistributedDataParallel) else both.no_sync():
             loss = both(*batch)
-            # DDP and FSDP2 take the mean over the ranks, so that of `ranks` times the sum is the sum
-            (loss * world_size(group) / count * work.loss_scale).backward()
+            (loss * factor * work.loss_scale).backward()
         total += loss.detach()
-    return group_sum(total, group) / count
+    return total
 
 
 def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from seqpar.testing.conformance.adapter import why_missing
+from seqpar.testing.conformance.adapter import why_missing, why_no_nemo_rl
 from seqpar.testing.conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter
 from seqpar.testing.conformance.layout_adapters import loss_parallel_step, seqpar_step, torch_step
-from seqpar.testing.conformance.layout_peers import Liger, Megatron, of_vocabulary, titan_step, trl_step
+from seqpar.testing.conformance.layout_peers import (
+    Liger,
+    Megatron,
+    NemoRl,
+    NemoRlFused,
+    of_vocabulary,
+    titan_step,
+    trl_step,
+    verl_step,
+)
 
 VOCABULARY = frozenset({"split vocabulary", "data x vocabulary"})
 REPLICATED = frozenset({"data parallel", "FSDP2", "split sequence", "accumulation"})
@@ -76,6 +85,31 @@ KNOWN_LAYOUTS = {
             "the same with the head as an FSDP2 unit of its own",
             "trl",
             lambda: why_missing("trl.trainer.utils"),
+        ),
+        LayoutAdapter(
+            "verl",
+            verl_step,
+            VOCABULARY | REPLICATED,
+            "`agg_loss` of `logprobs_from_logits`; with a split vocabulary `vocab_parallel_log_probs_from_logits`, "
+            f"{IN_FLOAT32}, of vocabularies that the ranks divide",
+            "verl",
+            lambda: why_missing("verl.trainer.ppo.core_algos") or why_missing("verl.utils.megatron.tensor_parallel"),
+        ),
+        LayoutAdapter(
+            "nemo-rl",
+            partial(of_vocabulary, NemoRl),
+            VOCABULARY | {"uneven vocabulary"},
+            f"`from_parallel_logits_to_logprobs`, {IN_FLOAT32}; a split sequence needs a GPU, in `AllGatherCPTensor`",
+            "nemo-rl",
+            why_no_nemo_rl,
+        ),
+        LayoutAdapter(
+            "nemo-rl-fused",
+            partial(of_vocabulary, NemoRlFused),
+            VOCABULARY | {"uneven vocabulary"},
+            f"`from_parallel_hidden_states_to_logprobs`, {IN_FLOAT32}; it refuses a split sequence",
+            "nemo-rl",
+            why_no_nemo_rl,
         ),
         LayoutAdapter("seqpar", seqpar_step, EVERY_LAYOUT, "`accumulate_gradients` and `ModelWithLoss`", "seqpar"),
     )

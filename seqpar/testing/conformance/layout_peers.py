@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqpar.distributed.collectives import copy_to_group, group_sum, world_size
+from seqpar.distributed.collectives import copy_to_group, group_sum, rank_in, world_size
 from seqpar.testing.conformance.layout_adapter import Work
-from seqpar.testing.conformance.layout_adapters import Both, accumulated, counted, wrapped
+from seqpar.testing.conformance.layout_adapters import Both, accumulated, counted, run_micro_batches, wrapped
 
 
 class PeerLoss(nn.Module):
@@ -38,10 +38,89 @@ class Megatron(PeerLoss):
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
         logits = F.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden), self.head.weight)
         kept = target != self.work.ignore_index
+        return (self.losses(logits, target.where(kept, 0)) * kept).sum()
+
+    def losses(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return each token's loss."""
+        tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
         # It gives the other classes eps / (V - 1); torch gives every class eps / V
         eps = self.work.label_smoothing * (self.work.vocab_size - 1) / self.work.vocab_size
-        losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, target.where(kept, 0), eps)
-        return (losses * kept).sum()
+        losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, target, eps)
+        return losses
+
+
+class VerlVocabulary(Megatron):
+    """verl's `vocab_parallel_log_probs_from_logits`, of the logits of its Megatron engine."""
+
+    def losses(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return each token's loss."""
+        verl: Any = importlib.import_module("verl.utils.megatron.tensor_parallel")
+        log_probs: Tensor = verl.vocab_parallel_log_probs_from_logits(logits, target)
+        return -log_probs
+
+
+class Verl(PeerLoss):
+    """verl's `agg_loss` of `logprobs_from_logits`, with a split sequence gathered as in its FSDP engine."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.count = int(group_sum(counted(work), work.token_group))
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        kept = target != self.work.ignore_index
+        found = importlib.import_module("verl.utils.torch_functional").logprobs_from_logits(
+            self.head(hidden), target.where(kept, 0)
+        )
+        log_probs, mask = found.flatten(), kept.flatten().to(found)
+        if self.work.sequence_group is not None:
+            ulysses: Any = importlib.import_module("verl.utils.ulysses")
+            group = self.work.sequence_group
+            log_probs, mask = (ulysses.gather_outputs_and_unpad(t, 0, group=group) for t in (log_probs, mask))
+        ranks = world_size(self.work.data_group)
+        algorithms: Any = importlib.import_module("verl.trainer.ppo.core_algos")
+        mean: Tensor = algorithms.agg_loss(-log_probs, mask, "token-mean", ranks, self.count)
+        return mean
+
+
+def verl_step(work: Work) -> Tensor:
+    """Train as verl's FSDP engine does, or with a split vocabulary as its Megatron engine does."""
+    if work.vocab_group is not None:
+        return of_vocabulary(VerlVocabulary, work)
+    total = run_micro_batches(work, wrapped(Both(work.model, Verl(work)), work))
+    return group_sum(total, work.data_group) / world_size(work.data_group)
+
+
+class NemoRl(PeerLoss):
+    """NeMo-RL's `from_parallel_logits_to_logprobs`, which shifts its targets itself."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        kept = target != self.work.ignore_index
+        # The token before the first target, and a last position, which has none
+        tokens, longer = F.pad(target.where(kept, 0), (1, 0)), F.pad(hidden, (0, 0, 0, 1))
+        rows = self.work.start, self.work.start + len(self.head.weight)
+        return -(self.log_probs(copy_to_group(longer, self.work.vocab_group), tokens, *rows) * kept).sum()
+
+    def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
+        """Return the log-probability of each token but the first of a sentence."""
+        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
+        logits = F.linear(hidden, self.head.weight)
+        found: Tensor = nemo.from_parallel_logits_to_logprobs(logits, tokens, start, end, self.work.vocab_group)
+        return found
+
+
+class NemoRlFused(NemoRl):
+    """Its `from_parallel_hidden_states_to_logprobs`, of hidden states of which each rank has some time steps."""
+
+    def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
+        """Return the log-probability of each token but the first of a sentence."""
+        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
+        group = self.work.vocab_group
+        # Time first, as in Megatron; 4 steps, which 2 and 4 ranks divide
+        own = hidden.transpose(0, 1).chunk(world_size(group))[rank_in(group)].contiguous()
+        found: Tensor = nemo.from_parallel_hidden_states_to_logprobs(
+            own, self.head.weight, False, tokens, start, end, group, chunk_size=3
+        )
+        return found
 
 
 class Liger(PeerLoss):

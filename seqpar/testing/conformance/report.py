@@ -105,8 +105,8 @@ def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
 
 
 def installed_version(package: str) -> str:
-    """Return a package's version, or "not installed"."""
+    """Return a package's version, that of a clone on PYTHONPATH by its `__version__`, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return str(getattr(sys.modules.get(package.replace("-", "_")), "__version__", "not installed"))

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from seqpar.testing.conformance.adapter import LOW, written
+from seqpar.testing.conformance.adapter import LOW, why_no_nemo_rl, written
 from seqpar.testing.conformance.adapters import CPU, CUT_BY, CUT_NOTE, F_ONLY, IN_FLOAT32, SWITCH, capped, why_no_liger
 from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreFeature, ScoreOptions
 
@@ -152,12 +152,34 @@ def _verl_fused(options: ScoreOptions) -> str:
     return f"TokenScores(*FusedLinearForPPO({chunk})(hidden, weight, target{_temperature(options)}))"
 
 
+def _nemo(options: ScoreOptions) -> str:
+    chunk = options.chunk_size or NEMO_CHUNK
+    given = f"(z := ({_divided(options)})[None]), target[None], 0, z.size(-1), {chunk}, group"
+    scores = [_zero(f"ChunkedDistributedLogprob.apply({given})[0]", options)]
+    if options.entropy:
+        # The function returns sum(p log p)
+        scores.append(_zero(f"(-ChunkedDistributedEntropy.apply(z, {chunk}, group)[0])", options))
+    return f"TokenScores({', '.join(scores)})"
+
+
+def _nemo_fused(options: ScoreOptions) -> str:
+    # Of shapes (N, 1, D), time first, and (1, N)
+    given = f"hidden[:, None], target[None], weight, 0, len(weight), {options.chunk_size or NEMO_CHUNK}, group"
+    log_probs = f"ChunkedDistributedHiddenStatesToLogprobs.apply({given})[0]"
+    return f"TokenScores({_zero(log_probs, options)})"
+
+
 TRL_CHUNK = 32768
 """The classes in a chunk where TRL's own trainers call it."""
+NEMO_CHUNK = 256
+"""The tokens in a chunk where NeMo-RL's own examples set them."""
 OURS = "from seqpar import TokenScores"
 TORCH = f"{F_ONLY}; {OURS}"
 VERL = "verl.utils.torch_functional"
 VERL_FUSED = "verl.utils.experimental.torch_functional"
+NEMO_RL = "nemo_rl.distributed.model_utils"
+GROUP = "group = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1)"
+"""A group of this process alone."""
 BOTH: frozenset[ScoreFeature] = frozenset({"gradients", "entropy", "entropy gradient", "temperature"})
 MEASURED: frozenset[ScoreFeature] = frozenset({"CPU memory"})
 IGNORED: frozenset[ScoreFeature] = frozenset({"ignored"})
@@ -244,8 +266,27 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             _verl_fused,
             VERL_FUSED,
             offers=NARROW | BOTH | MEASURED | {"chunks"},
-            note=f"`FusedLinearForPPO`; it always computes the entropy; {IN_FLOAT32}",
+            note=f"`FusedLinearForPPO`; it always computes the entropy; {IN_FLOAT32}; "
+            "the Triton kernel of `verl.utils.kernel` needs a GPU, in the interpreter too",
             package="verl",
+        ),
+        written_scores(
+            "nemo-rl",
+            f"{TORCH}; from {NEMO_RL} import ChunkedDistributedEntropy, ChunkedDistributedLogprob; {GROUP}",
+            _nemo,
+            offers=NARROW | BOTH | BIASED | IGNORED | MEASURED | {"chunks"},
+            note=f"`ChunkedDistributedLogprob` and `ChunkedDistributedEntropy` of all logits; {IN_FLOAT32}",
+            package="nemo-rl",
+            why_not=why_no_nemo_rl,
+        ),
+        written_scores(
+            "nemo-rl-fused",
+            f"import torch; {OURS}; from {NEMO_RL} import ChunkedDistributedHiddenStatesToLogprobs; {GROUP}",
+            _nemo_fused,
+            offers=NARROW | IGNORED | MEASURED | {"chunks", "gradients"},
+            note=f"`ChunkedDistributedHiddenStatesToLogprobs`; {IN_FLOAT32}",
+            package="nemo-rl",
+            why_not=why_no_nemo_rl,
         ),
         written_scores("seqpar", "import torch, seqpar", _seqpar, note="`token_scores`", package="seqpar"),
         written_scores(

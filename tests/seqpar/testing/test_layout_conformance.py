@@ -55,6 +55,16 @@ def test_a_right_split_vocabulary_fails_nothing_but_logits_that_it_cannot_know_t
     assert all("off by log(ranks)" in figure for figure in failed.values())
 
 
+@pytest.mark.parametrize("name", ["verl", "nemo-rl", "nemo-rl-fused"])
+def test_a_peer_of_post_training_that_is_installed_fails_only_for_logits_that_it_cannot_know_to_be_gathered(name):
+    adapter = KNOWN_LAYOUTS[name]
+    if why := adapter.why_not():
+        pytest.skip(f"{name}: {why}")
+    failed = failures(run(adapter))
+    assert {name.partition(": ")[2] for name in failed} == {"the whole head passed as a shard"}
+    assert all("off by log(ranks)" in figure for figure in failed.values())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_steps_are_right_too(layout):
     """By hand: 100 seeds of every case."""

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from seqpar import TokenScores
-from seqpar.testing.conformance import ALL_SCORES, KNOWN_SCORES, SCORE_CHECKS, ScoreAdapter, run, score_adapter_of
+from seqpar.testing.conformance import (
+    ALL_SCORES,
+    KNOWN_LAYOUTS,
+    KNOWN_SCORES,
+    SCORE_CHECKS,
+    ScoreAdapter,
+    report,
+    run,
+    score_adapter_of,
+)
 from seqpar.testing.conformance.__main__ import main
 from seqpar.testing.conformance.memory import Growth, growth
 from seqpar.testing.conformance.score_inputs import plain_scores
@@ -41,6 +50,37 @@ def test_trls_scores_are_called_rightly():
     assert failures(run(KNOWN_SCORES["trl"], tuple(BY_NAME[name] for name in names))) == {}
     names = ("temperature", "ignored tokens", "any chunk size", "softcap")
     assert failures(run(KNOWN_SCORES["trl-chunked"], tuple(BY_NAME[name] for name in names))) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "fails"),
+    [
+        ("verl", {"masked classes", "signs", "extreme logits"}),
+        ("verl-fused", {"signs", "extreme logits"}),
+        ("nemo-rl", {"masked classes"}),
+        ("nemo-rl-fused", set()),
+    ],
+)
+def test_a_peer_of_post_training_that_is_installed_fails_what_the_page_says(name, fails):
+    adapter = KNOWN_SCORES[name]
+    if why := adapter.why_not():
+        pytest.skip(f"{name}: {why}")
+    assert failures(run(adapter, NUMBERS)).keys() == fails
+
+
+def test_a_placeholder_of_nemo_rl_is_said_to_be_no_installation_and_a_clone_has_the_version_it_names(
+    tmp_path, monkeypatch
+):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "nemo_rl").mkdir()
+    (tmp_path / "nemo_rl" / "__init__.py").write_text("__version__ = '0.6.0+7ea279a'")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "not installed: clone https://github.com/NVIDIA-NeMo/RL and put it on PYTHONPATH"
+    assert KNOWN_SCORES["nemo-rl"].why_not() == KNOWN_LAYOUTS["nemo-rl"].why_not() == said
+    assert report.installed_version("nemo-rl") == "0.6.0+7ea279a"
+    monkeypatch.delitem(sys.modules, "nemo_rl")
+    assert report.installed_version("nemo-rl") == "not installed"
 
 
 @pytest.mark.parametrize("name", SCORE_MISTAKES)
