@@ -18,6 +18,7 @@ import torch
 from recipes.translation.data import prepare, token_store
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import store_key
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig
 from recipes.translation.settings.schema import Schema
@@ -149,7 +150,7 @@ def test_keys_change_with_the_subwords_of_either_side(
     assert keys.tokens(keys.translator.config) != before, "as when the file is written in another way"
 
 
-def test_the_key_of_translations_changes_with_sentences_tag_and_every_weight(keys: Keys) -> None:
+def test_the_key_of_translations_changes_with_sentences_tag_and_every_weight(keys: Keys, tmp_path: Path) -> None:
     teacher = keys.translator
     before = origin(teacher, LINES, "")
     for lines, tag in (
@@ -160,8 +161,13 @@ def test_the_key_of_translations_changes_with_sentences_tag_and_every_weight(key
         (["a", " dog"], ""),
     ):
         assert origin(teacher, lines, tag) != before
+    save_model(tmp_path / "best", teacher, {"step": 1})
+    before = origin(load_translator(tmp_path / "best"), LINES, "")
+    save_model(tmp_path / "best", teacher, {"step": 2})
+    assert origin(load_translator(tmp_path / "best"), LINES, "") == before
     for name in tensors_of(teacher.model):
         model = copy.deepcopy(teacher.model)
         with torch.no_grad():
             tensors_of(model)[name].view(-1)[-1] += 1
-        assert origin(replace(teacher, model=model), LINES, "") != before, name
+        save_model(tmp_path / "best", replace(teacher, model=model), {"step": 1})
+        assert origin(load_translator(tmp_path / "best"), LINES, "") != before, name
