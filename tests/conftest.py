@@ -13,6 +13,8 @@ from seqpar.testing.ranks import close_all
 
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
+# What runs again and again in CI draws the same examples each time: a rare one is for dev and nightly to find
+settings.register_profile("quick", settings.get_profile("dev"), derandomize=True)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
 settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
