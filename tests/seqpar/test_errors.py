@@ -169,8 +169,8 @@ def compiled_in_place():
 
 
 REFUSED = {
-    "compiled": (compiled, "before torch.compile"),
-    "compiled in place": (compiled_in_place, "before torch.compile"),
+    "compiled": (compiled, "as it was before torch.compile"),
+    "compiled in place": (compiled_in_place, "as it was before torch.compile"),
     "lazy": (lambda: nn.LazyLinear(9), "run one batch through the module first"),
     "meta": (lambda: nn.Linear(4, 9, device="meta"), "to_empty"),
 }

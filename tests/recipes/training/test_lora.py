@@ -226,7 +226,8 @@ def test_what_lora_cannot_be_is_refused(changes: dict[str, Any], message: str, b
 def test_an_lstm_is_refused(tmp_path: Path) -> None:
     train(tiny_lstm(tmp_path / "base", BASE))
     changes = {**BASE, "training.start_from": str(tmp_path / "base"), "training.lora_rank": 2}
-    with pytest.raises(ConfigError, match=r"^training\.lora_rank is 2, but model\.preset lstm is not a Transformer"):
+    refused = r"^training\.lora_rank is 2, but model\.preset lstm is not a Transformer: set"
+    with pytest.raises(ConfigError, match=refused):
         train(tiny_lstm(tmp_path / "run", changes))
 
 

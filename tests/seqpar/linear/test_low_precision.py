@@ -35,10 +35,10 @@ def both_errors(low, smoothing, softcap, seed, chunk_tokens, vocab_size):
     )
     theirs = errors(plain(*inputs), inputs, truth)
     # A product of few rows is another routine of the BLAS, with an error of its own: that of the same rows counts too.
-    # So does that of a sum over chunks, which both keep in float32 where the weight has it; lower, only we do
+    # So does that of the weight's sum over chunks, which both keep in float32 if the weight has it; lower, only we do
     few = zip(hidden.split(chunk_tokens), target.split(chunk_tokens), strict=True)
     chunked = errors(torch.stack([plain(h, weight, bias, t) for h, t in few]).sum(), inputs, truth)
-    counts = 4 if low == torch.float32 else 2
+    counts = 3 if low == torch.float32 else 2
     theirs[1:counts] = map(max, theirs[1:counts], chunked[1:counts])
     return errors(ours.total / rows, inputs, truth), theirs
 

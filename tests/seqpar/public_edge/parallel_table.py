@@ -39,7 +39,7 @@ def _replicate() -> list[Case]:
     for label, make, words in (
         ("meta", _meta, "Linear.weight is on the meta device"),
         ("lazy", lambda: nn.LazyLinear(3), "is lazy, it has no shape yet"),
-        ("compiled", lambda: torch.compile(nn.Linear(2, 2)), "before torch.compile"),
+        ("compiled", lambda: torch.compile(nn.Linear(2, 2)), "as it was before torch.compile"),
     ):
         call = partial(lambda make: seqpar.replicate(make(), TWO), make)
         cases.append(Case(f"replicate: a {label} module", call, Raises(TypeError, (words,))))
