@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.mutants.__main__ import Reach, copies, drawn, report, tried
+from tests.mutants.__main__ import Outcome, Reach, confirmed, copies, drawn, report, tried
 from tests.mutants.faults import Fault, faults_of
 from tests.mutants.reach import ROOT
 
@@ -70,6 +70,7 @@ def verdicts_of(*faults: Fault, tests: Sequence[str]) -> list[str]:
     with copies(1) as lent:
         outcomes = [tried(fault, reach, lent) for fault in faults]
     assert report(outcomes).count("---") >= sum(outcome.verdict != "caught" for outcome in outcomes)
+    assert all(outcome.failed in ("", *tests) for outcome in outcomes)
     return [outcome.verdict for outcome in outcomes]
 
 
@@ -83,3 +84,16 @@ def test_a_fault_is_caught_if_a_test_fails_and_survives_if_all_pass() -> None:
 def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:
     noticed = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
     assert verdicts_of(noticed, tests=["tests/nowhere.py"]) == ["not run"]
+
+
+def test_a_test_that_fails_without_the_fault_has_not_noticed_it() -> None:
+    fault = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    caught = [Outcome(fault, "caught", 1.0, NOTICES)]
+    reach = Reach({NOTICES: 1.0}, {})
+    with copies(1) as lent:
+        sound = confirmed(caught, reach, lent)
+        copy = lent.get()
+        (copy / CHUNKS).write_bytes(fault.planted((ROOT / CHUNKS).read_bytes()))
+        lent.put(copy)
+        broken = confirmed(caught, reach, lent)
+    assert [outcome.verdict for outcome in (*sound, *broken)] == ["caught", "not run"]

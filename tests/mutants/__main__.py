@@ -6,7 +6,8 @@
 Which tests reach a line is recorded first, once for a commit, by running all tests (`tests/mutants/reach.py`). Of a
 line that is reached only in other processes, such as ranks, the tests of its own wing count. The tests run fastest
 first, each set in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run
-without end is noticed. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+without end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too, has
+noticed nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from queue import Queue
 from typing import NamedTuple
 
 from tests.mutants.faults import Fault, faults_of, parses
-from tests.mutants.in_copy import STATUS, run_tests
+from tests.mutants.in_copy import FAILED, STATUS, run_tests
 from tests.mutants.reach import ROOT, WINGS
 
 RECORDED = ROOT / ".mutants"
@@ -77,6 +78,8 @@ class Outcome(NamedTuple):
     verdict: str
     """"caught", "survived", "no test", or "not run", where the process failed before its tests."""
     seconds: float
+    failed: str = ""
+    """The test that failed."""
 
 
 def state_of_checkout() -> str:
@@ -159,21 +162,42 @@ def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
     copy = lent.get()
     source = (ROOT / fault.path).read_bytes()
     (copy / fault.path).write_bytes(fault.planted(source))
-    process = multiprocessing.get_context("forkserver").Process(target=run_tests, args=(str(copy), tests))
     try:
-        process.start()
-        process.join(SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE)
-        assert process.pid is not None
-        verdict = "caught"  # by a signal, or because it runs without end
-        if process.exitcode is not None and process.exitcode >= 0:
-            verdict = VERDICTS.get(process.exitcode, "not run")
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+        limit = SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE
+        status, failed = ended(copy, tests, "-x", limit=limit)
     finally:
         (copy / fault.path).write_bytes(source)
         lent.put(copy)
-    return Outcome(fault, verdict, time.monotonic() - began)
+    verdict = "caught"  # by a signal, or because it runs without end
+    if status is not None and status >= 0:
+        verdict = VERDICTS.get(status, "not run")
+    return Outcome(fault, verdict, time.monotonic() - began, failed[0] if failed else "")
+
+
+def ended(copy: Path, tests: Sequence[str], *options: str, limit: float) -> tuple[int | None, list[str]]:
+    """Run tests in a copy; return how their process ended, None after its limit of seconds, and which failed."""
+    names = copy / FAILED
+    names.unlink(missing_ok=True)
+    process = multiprocessing.get_context("forkserver").Process(target=run_tests, args=(str(copy), tests, *options))
+    process.start()
+    process.join(limit)
+    assert process.pid is not None
+    status = process.exitcode
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return status, names.read_text().splitlines() if names.exists() else []
+
+
+def confirmed(outcomes: Sequence[Outcome], reach: Reach, lent: Queue[Path]) -> list[Outcome]:
+    """Return the outcomes; a fault is "not run" where the test that failed also fails without it."""
+    tests = sorted({outcome.failed for outcome in outcomes if outcome.failed})
+    if not tests:
+        return list(outcomes)
+    copy = lent.get()
+    _, failing = ended(copy, tests, limit=SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE)
+    lent.put(copy)
+    return [each._replace(verdict="not run") if each.failed in failing else each for each in outcomes]
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
@@ -214,8 +238,11 @@ def main() -> None:
             outcomes.append(outcome)
             minutes = (time.monotonic() - began) / 60
             left = minutes / len(outcomes) * (len(faults) - len(outcomes))
-            print(f"[mutants] {len(outcomes)} of {len(faults)}, {minutes:.0f} min, {left:.0f} left", flush=True)
-    print(report(outcomes))
+            place = f"{outcome.verdict}: {outcome.fault.path}:{outcome.fault.line}"
+            print(
+                f"[mutants] {len(outcomes)} of {len(faults)}, {minutes:.0f} min, {left:.0f} left, {place}", flush=True
+            )
+        print(report(confirmed(outcomes, reach, lent)))
 
 
 if __name__ == "__main__":
