@@ -81,6 +81,17 @@ def test_a_fault_is_caught_if_a_test_fails_and_survives_if_all_pass() -> None:
     assert verdicts_of(noticed, broken, comment, tests=[NOTICES]) == ["caught", "caught", "survived"]
 
 
+def test_a_line_that_no_test_reaches_has_those_of_the_block_around_it_or_of_its_wing() -> None:
+    default = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    source = (ROOT / CHUNKS).read_text().splitlines()
+    beside = next(line for line in range(default.line - 1, 0, -1) if source[line - 1].startswith("def ")) + 1
+    seconds = dict.fromkeys(["tests/models/a.py::a", "tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"], 1.0)
+    reached = {beside: frozenset(["tests/models/a.py::a", "tests/seqpar/core/c.py::c"])}
+    chosen = ["tests/seqpar/core/c.py::c", "tests/models/a.py::a"]
+    assert Reach(seconds, {CHUNKS: reached}).tests_of(default) == chosen
+    assert Reach(seconds, {}).tests_of(default) == ["tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"]
+
+
 def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:
     noticed = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
     assert verdicts_of(noticed, tests=["tests/nowhere.py"]) == ["not run"]

@@ -3,16 +3,18 @@
     python -m tests.mutants --count 300 --seed 1              # over the library and the recipe
     python -m tests.mutants --count 20 --wings seqpar/rows
 
-Which tests reach a line is recorded first, once for a commit, by running all tests (`tests/mutants/reach.py`). Of a
-line that is reached only in other processes, such as ranks, the tests of its own wing count. The tests run fastest
-first, each set in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run
-without end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too, has
-noticed nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+Which tests reach a line is recorded first, once for a commit, by running those of `make test` and `make test-formats`
+(`tests/mutants/reach.py`). Of a line that none of them reaches by itself, as one that runs at import or in another
+process, those of the block around it count, or else of its wing. The wing's own tests run first, each group fastest
+first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run without
+end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too, has noticed
+nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import json
@@ -40,6 +42,7 @@ RECORDED = ROOT / ".mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 MOST_SECONDS = 60.0
 """Of the tests of a fault, by what they took when they were recorded; the fastest are taken."""
+MARKS = "not hf_models and not launched and not browser and not tutorial and not faults"
 SLOWER = 4
 """How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
 PATIENCE = 60
@@ -56,19 +59,37 @@ class Reach(NamedTuple):
     lines: Mapping[str, Mapping[int, frozenset[str]]]
 
     def tests_of(self, fault: Fault) -> list[str]:
-        """Return the tests of a fault, the fastest first."""
-        reached = self.lines.get(fault.path, {}).get(fault.line, frozenset())
-        if not reached:
-            mirrored = Path("tests", fault.path).parent.as_posix()
-            reached = frozenset(name for name in self.seconds if name.startswith(mirrored + "/"))
+        """Return the tests of a fault, those of its wing first, and the fastest of them."""
+        lines = self.lines.get(fault.path, {})
+        reached: frozenset[str] = frozenset()
+        for first, last in blocks_around(ast.parse((ROOT / fault.path).read_bytes()), fault.line):
+            within = (tests for line, tests in lines.items() if first <= line <= last)
+            reached = reached or frozenset().union(*within)
+        parts = [part for part in Path(fault.path).parent.parts if part != "translation"]
+        of_wing = "/".join(["tests", *parts]) + "/"
+        reached = reached or frozenset(name for name in self.seconds if name.startswith(of_wing))
         chosen = []
         total = 0.0
-        for name in sorted(reached, key=lambda name: (self.seconds[name], name)):
+        for name in sorted(reached, key=lambda name: (not name.startswith(of_wing), self.seconds[name], name)):
             total += self.seconds[name]
             if total > MOST_SECONDS:
                 break
             chosen.append(name)
         return chosen
+
+
+def blocks_around(tree: ast.Module, line: int) -> list[tuple[int, int]]:
+    """Return the first and last lines of the statements around a line, from the innermost to the whole file.
+
+    A default or a constant runs while its file is imported, in no test: those of the block around it count.
+    """
+    around = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    # The innermost statement may be a whole function or loop, of which the line is the head
+    return [(line, line), *sorted(around, key=lambda block: block[1] - block[0]), (1, sys.maxsize)]
 
 
 class Outcome(NamedTuple):
@@ -99,7 +120,18 @@ def recorded(workers: int, tests: Sequence[str]) -> Reach:
         print("[mutants] running the tests once, to see which lines they reach", flush=True)
         whole = folder.with_suffix(".part")
         shutil.rmtree(whole, ignore_errors=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.reach", "--reach", str(whole)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.mutants.reach",
+            "--reach",
+            str(whole),
+            "-m",
+            MARKS,
+        ]
         environment = os.environ | {"HYPOTHESIS_PROFILE": "dev"}
         subprocess.run([*command, "-n", str(workers), *tests], cwd=ROOT, env=environment, check=False)
         whole.rename(folder)
