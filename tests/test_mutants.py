@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.mutants.__main__ import Outcome, Reach, confirmed, copies, drawn, report, tried
+from tests.mutants import __main__ as main
+from tests.mutants.__main__ import Outcome, Reach, confirmed, copies, drawn, report, tried, unrecorded
 from tests.mutants.faults import Fault, faults_of
 from tests.mutants.reach import ROOT
 
@@ -53,7 +54,7 @@ def test_messages_and_annotations_have_none(code: str) -> None:
 
 
 def test_the_same_seed_draws_the_same_faults_of_many_kinds() -> None:
-    first, again, other = (drawn(["seqpar/core"], 20, seed) for seed in (1, 1, 2))
+    first, again, other = (drawn(["seqpar/core"], 20, seed) for seed in ("1", "1", "2"))
     assert first == again != other
     assert len({fault.kind for fault in first}) > 5
 
@@ -90,6 +91,16 @@ def test_a_line_that_no_test_reaches_has_those_of_the_block_around_it_or_of_its_
     chosen = ["tests/seqpar/core/c.py::c", "tests/models/a.py::a"]
     assert Reach(seconds, {CHUNKS: reached}).tests_of(default) == chosen
     assert Reach(seconds, {}).tests_of(default) == ["tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"]
+
+
+def test_a_quick_look_takes_the_files_of_the_wing_and_does_not_call_a_lack_of_time_caught(monkeypatch) -> None:
+    fault = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    tests = unrecorded().tests_of(fault)
+    assert "tests/seqpar/core/test_parts.py" in tests
+    assert all(name.startswith("tests/seqpar/core/") for name in tests)
+    monkeypatch.setattr(main, "QUICK_SECONDS", 0.0)
+    with copies(1) as lent:
+        assert tried(fault, unrecorded(), lent, quick=True).verdict == "out of time"
 
 
 def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:

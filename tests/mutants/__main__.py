@@ -9,6 +9,10 @@ process, those of the block around it count, or else of its wing. The wing's own
 first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run without
 end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too, has noticed
 nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+
+    python -m tests.mutants --count 20 --seed 5a1b --quick    # some minutes, for a look at a commit
+
+`--quick` records nothing: a fault has half a minute of the test files in its wing's folder.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ MARKS = "not hf_models and not launched and not browser and not tutorial and not
 SLOWER = 4
 """How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
 PATIENCE = 60
+QUICK_SECONDS = 30.0
+"""Of a fault, with `--quick`."""
 
 
 VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", STATUS + 4: "caught"}
@@ -66,7 +72,8 @@ class Reach(NamedTuple):
             within = (tests for line, tests in lines.items() if first <= line <= last)
             reached = reached or frozenset().union(*within)
         parts = [part for part in Path(fault.path).parent.parts if part != "translation"]
-        of_wing = "/".join(["tests", *parts]) + "/"
+        folders = ["/".join(["tests", *parts[:depth]]) + "/" for depth in range(len(parts), 0, -1)]
+        of_wing = next((each for each in folders if any(name.startswith(each) for name in self.seconds)), "tests/")
         reached = reached or frozenset(name for name in self.seconds if name.startswith(of_wing))
         chosen = []
         total = 0.0
@@ -97,7 +104,7 @@ class Outcome(NamedTuple):
 
     fault: Fault
     verdict: str
-    """"caught", "survived", "no test", or "not run", where the process failed before its tests."""
+    """"caught", "survived", "no test", "out of time" or "not run", where the process failed before its tests."""
     seconds: float
     failed: str = ""
     """The test that failed."""
@@ -147,7 +154,7 @@ def recorded(workers: int, tests: Sequence[str]) -> Reach:
     return Reach(seconds, {p: {n: frozenset(s) for n, s in each.items()} for p, each in lines.items()})
 
 
-def drawn(wings: Sequence[str], count: int, seed: int) -> list[Fault]:
+def drawn(wings: Sequence[str], count: int, seed: str) -> list[Fault]:
     """Draw faults: first a kind, then one of its faults, so that the rare kinds are among them."""
     equivalent = json.loads(EQUIVALENT.read_text())
     by_kind: dict[str, list[Fault]] = {}
@@ -183,7 +190,13 @@ def copies(number: int) -> Iterator[Queue[Path]]:
         yield lent
 
 
-def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
+def unrecorded() -> Reach:
+    """Return a reach that knows the files of the tests, and nothing else."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return Reach({file.relative_to(ROOT).as_posix(): 0.0 for file in files}, {})
+
+
+def tried(fault: Fault, reach: Reach, lent: Queue[Path], quick: bool = False) -> Outcome:
     """Plant a fault in a copy, and run its tests."""
     tests = reach.tests_of(fault)
     began = time.monotonic()
@@ -196,11 +209,14 @@ def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
     (copy / fault.path).write_bytes(fault.planted(source))
     try:
         limit = SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE
-        status, failed = ended(copy, tests, "-x", limit=limit)
+        if quick:
+            limit = QUICK_SECONDS
+        status, failed = ended(copy, tests, "-x", "-m", MARKS, limit=limit)
     finally:
         (copy / fault.path).write_bytes(source)
         lent.put(copy)
-    verdict = "caught"  # by a signal, or because it runs without end
+    # By a signal, or because it runs without end, unless that of the tests is not known
+    verdict = "out of time" if quick and status is None else "caught"
     if status is not None and status >= 0:
         verdict = VERDICTS.get(status, "not run")
     return Outcome(fault, verdict, time.monotonic() - began, failed[0] if failed else "")
@@ -227,7 +243,7 @@ def confirmed(outcomes: Sequence[Outcome], reach: Reach, lent: Queue[Path]) -> l
     if not tests:
         return list(outcomes)
     copy = lent.get()
-    _, failing = ended(copy, tests, limit=SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE)
+    _, failing = ended(copy, tests, limit=SLOWER * sum(reach.seconds.get(name, 1.0) for name in tests) + PATIENCE)
     lent.put(copy)
     return [each._replace(verdict="not run") if each.failed in failing else each for each in outcomes]
 
@@ -255,18 +271,19 @@ def main() -> None:
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=300, help="faults (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--seed", default="0", help="of the draw, any text (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="only with the wing's test files, half a minute for each")
     parser.add_argument("--wings", nargs="*", default=list(WINGS), help="folders of the code (default: all)")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="files or folders of the tests (default: all)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at once")
     options = parser.parse_args()
-    reach = recorded(options.workers, options.tests)
+    reach = unrecorded() if options.quick else recorded(options.workers, options.tests)
     faults = drawn(options.wings, options.count, options.seed)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
     outcomes = []
     began = time.monotonic()
     with copies(options.workers) as lent, ThreadPoolExecutor(options.workers) as threads:
-        for outcome in threads.map(lambda fault: tried(fault, reach, lent), faults):
+        for outcome in threads.map(lambda fault: tried(fault, reach, lent, options.quick), faults):
             outcomes.append(outcome)
             minutes = (time.monotonic() - began) / 60
             left = minutes / len(outcomes) * (len(faults) - len(outcomes))
