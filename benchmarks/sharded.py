@@ -118,8 +118,8 @@ def started(folder: Path, ranks: int) -> None:
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         words[1:2] = [*launcher, "-m"]
-    # Memory that is free again goes back to the system at once
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    # Tensors that are freed go back to the system at once; gaps that the heap keeps between others would count
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     subprocess.run(words, env=environment, check=True, stdout=sys.stderr)
 
 
