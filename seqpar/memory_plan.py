@@ -101,7 +101,7 @@ class MemoryPlan:
         for known in self.losses:
             if known.loss == loss:
                 return known
-        raise ValueError(f"layout {self.layout!r} has {[known.loss for known in self.losses]} and not {loss!r}")
+        raise ValueError(f"layout {self.layout!r} has {[known.loss for known in self.losses]}, not {loss!r}")
 
 
 @dataclass(frozen=True)

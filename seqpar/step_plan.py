@@ -70,7 +70,7 @@ HELP = {
     "interleave": "pieces of the model that a pipeline rank has, in turns",
     "host": "devices of a host",
     "within": f"link inside a host: {', '.join(LINKS)}, or microseconds:GB/s",
-    "between": "link between hosts, likewise; per device, and several GB/s are those of 2,4,8,... hosts",
+    "between": "link between hosts, in the same form, per device; several GB/s are those of 2,4,8,... hosts",
     "start": "microseconds of a collective before its first hop",
     "overlap": "layers: as (5) and (6) say; none: nothing hides",
 }
@@ -126,8 +126,8 @@ class Training:
         check_number(self.start, "start", at_least=0)
         if self.embeddings >= self.parameters:
             raise ValueError(
-                f"parameters is {self.parameters}, and embedding and projection alone have {self.embeddings}; "
-                "count all of the model's, and say tied if the projection is the embedding"
+                f"parameters is {self.parameters}, but embedding and projection alone have {self.embeddings}; "
+                "count all of the model's, and set tied if the projection is the embedding"
             )
 
     @property
@@ -377,7 +377,7 @@ def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layo
     fastest = step_plan(training, high, devices, layout).tokens_per_second
     if fastest < tokens_per_second:
         raise ValueError(
-            f"tokens_per_second is {tokens_per_second:g} on {devices} devices, and communication alone allows "
+            f"tokens_per_second is {tokens_per_second:g} on {devices} devices, but communication alone allows "
             f"{fastest:g}: check the links, the layout and the batch"
         )
     for _ in range(100):
@@ -494,7 +494,7 @@ def _rate(training: Training, options: argparse.Namespace) -> float:
         measured = options.flops_per_second / training.flops
     if options.measured_on > 1 and options.layout is None:
         raise ValueError(
-            f"measured_on is {options.measured_on}, and no layout is given; name the one it was measured in"
+            f"measured_on is {options.measured_on}, but no layout is given; name the one it was measured in"
         )
     return rate_of(training, measured, options.measured_on, options.layout or "ddp")
 

@@ -39,7 +39,7 @@ def check_version() -> None:
     """Raise RuntimeError unless the installed TRL computes its log-probabilities as this integration expects."""
     if changed := _changed():
         raise RuntimeError(
-            f"TRL {trl.__version__} computes its log-probabilities in another way than 1.16, for which "
+            f"TRL {trl.__version__} computes its log-probabilities differently from 1.16, for which "
             f"apply_seqpar_scores is written: {changed}; install trl==1.16.0, or train without it"
         )
 
@@ -116,10 +116,10 @@ def _needing_logits(trainer: Any) -> Iterator[str]:
 def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yield the ways to split the model or a sequence over devices that are not supported, each with the reason."""
     if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed", "the scores are not tested with it; of sharded models they are with FSDP2"
+        yield "DeepSpeed", "the scores have been tested with sharded models only under FSDP2"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        yield "FSDP1", 'TRL gathers the output embeddings only of FSDP2; set fsdp_config={"version": 2}'
+        yield "FSDP1", 'TRL gathers the output embeddings only under FSDP2; set fsdp_config={"version": 2}'
     parallelism = trainer.accelerator.parallelism_config
     for name in ("tp", "cp", "sp"):
         if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
-            yield f"parallelism_config with {name}_size > 1", "the scores are not tested with it"
+            yield f"parallelism_config with {name}_size > 1", "the scores have not been tested with it"
