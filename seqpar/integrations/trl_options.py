@@ -116,10 +116,10 @@ def _needing_logits(trainer: Any) -> Iterator[str]:
 def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yield the ways to split the model or a sequence over devices that are not supported, each with the reason."""
     if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed", "the scores have been tested with sharded models only under FSDP2"
+        yield "DeepSpeed", "the scores are not tested with it; shard the model with FSDP2 instead"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         yield "FSDP1", 'TRL gathers the output embeddings only under FSDP2; set fsdp_config={"version": 2}'
     parallelism = trainer.accelerator.parallelism_config
     for name in ("tp", "cp", "sp"):
         if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
-            yield f"parallelism_config with {name}_size > 1", "the scores have not been tested with it"
+            yield f"parallelism_config with {name}_size > 1", "the scores are not tested with it"
