@@ -113,11 +113,15 @@ def try_out(call: Sequence[str], base: Path, *, train: bool) -> None:
         from torch.distributed.run import parse_args
 
         options = parse_args(words)
-        try_out(["python", "-m", options.training_script, *options.training_script_args], base, train=False)
+        script = ["-m", options.training_script] if options.module else [options.training_script]
+        try_out(["python", *script, *options.training_script_args], base, train=False)
     elif words[:2] == ["-m", "recipes.translation"]:
         of_recipe(words[2:], base, train=train)
     elif words[:1] == ["-m"] and words[1].startswith("examples."):
         assert importlib.util.find_spec(words[1]), words[1]  # tests/examples runs it
+    elif words and words[0].endswith(".py"):
+        assert (ROOT / words[0]).is_relative_to(ROOT / "examples"), words[0]  # as it does this one
+        assert (ROOT / words[0]).is_file(), words[0]
     elif words[:1] == ["-m"] and words[1] != "venv":
         of_module(words[1], words[2:])
 
