@@ -20,8 +20,6 @@ WORST = 10
 """Sentences that are shown as the worst."""
 SHOWN_VALIDATIONS = 6
 """Validations of which a sample's translation is shown: the first, the newest, and some between them."""
-TRANSFORMER = "the mean over the heads of the penultimate decoder layer"
-"""What earlier versions recorded, which did so for Transformers alone."""
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
@@ -153,7 +151,7 @@ def _scored_by(run: RunRecords, name: str) -> str:
 
 
 def _made_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the SHA-256 of the sources and references of scores; empty where earlier versions did not note both."""
+    """Return the SHA-256 of the sources and references of scores; empty where the record does not have both."""
     sides = [record.get(side) or {} for side in ("sources", "references")]
     if not all(sides):
         return ()
@@ -195,7 +193,7 @@ def _attention(run: RunRecords) -> list[str]:
     if not found:
         when = "at each validation that translates, for sentences of at most 40 subwords"
         return [page.note(f"No attention is recorded. It is {when}.")]
-    read = found[0][1]["attention"].get("read", TRANSFORMER)
+    read = found[0][1]["attention"]["read"]
     said = (
         "How much the model attends to each source subword (columns) when it writes a subword of its translation "
         f"(rows): {read}."
@@ -247,7 +245,7 @@ def _origin(run: RunRecords) -> list[str]:
         ]
         parts.append(page.cards(page.listed((str(name), str(value)) for name, value in each.items()) for each in facts))
     else:
-        parts.append(page.note("Command, machine and versions are not recorded: an earlier version trained this run."))
+        parts.append(page.note("Command, machine and versions are not recorded (resources.jsonl)."))
     settings = [(name, _shown(value)) for name, value in run.settings.items()]
     if settings:
         parts.append(page.folded(f"All {len(settings)} settings", page.table(("setting", "value"), settings)))
