@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.files.atomic_folder import MANIFEST
 from recipes.translation.report import figures
 from recipes.translation.report.charts import Series, attention_chart, bins_of, histogram, line_chart, short
 from recipes.translation.report.draw import report, shown, write_page, write_report
@@ -453,17 +452,3 @@ def test_a_run_without_settings_is_still_a_page() -> None:
 )
 def test_a_large_number_on_the_page_has_no_exponent(number: float, text: str) -> None:
     assert shown(number) == text
-
-
-@pytest.mark.parametrize("damaged", [b"\xff\xfe", b"model: [", b"[" * 10_000, b"- 1", None])
-def test_settings_that_cannot_be_read_are_those_of_the_best_model(tmp_path: Path, damaged: bytes | None) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "resources.jsonl").unlink()
-    for name, text in (("last", damaged), ("best", b"model: {d_model: 48}")):
-        (run / name).mkdir()
-        (run / name / MANIFEST).write_text("{}")
-        if text is None:
-            (run / name / "config.yaml").mkdir()
-        else:
-            (run / name / "config.yaml").write_bytes(text)
-    assert read_run(run).settings == {"model.d_model": 48}
