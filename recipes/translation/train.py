@@ -60,6 +60,7 @@ from recipes.translation.training.samples import samples_of
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
+from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import note_validation, out_of_patience, validate
 from seqpar.distributed.collectives import gather_numbers
 
@@ -111,6 +112,7 @@ def train_on(
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
     model, weights = first_model(config, corpus, saved, ranks)
     size = size_of(model)
+    share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
     layout = Layout(model, weights, config, axes, devices, ranks, teacher)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
@@ -129,7 +131,7 @@ def train_on(
     if fresh:
         # Last of all, so that no error before the first step costs the earlier run
         ranks.run_on_main(lambda: remove_run(config))
-    progress = Progress(state, settings.steps)
+    progress = Progress(state, settings.steps, share)
     stopped_by = None
     with (
         StopSignals(ranks.world > 1) as stop,

@@ -32,10 +32,11 @@ class Progress(StatusLine):
     run's seconds, in `state`.
     """
 
-    def __init__(self, state: TrainingState, steps: int) -> None:
-        """Begin after the steps of `state`."""
+    def __init__(self, state: TrainingState, steps: int, share_of_peak: float = 0.0) -> None:
+        """Begin after the steps of `state`; `share_of_peak` is that of one token a second, 0 where it is unknown."""
         super().__init__(sys.stdout)
         self.steps = steps
+        self.share_of_peak = share_of_peak
         self.estimated = False
         """Whether the log has said how long training will take."""
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
@@ -75,9 +76,13 @@ class Progress(StatusLine):
         # The mean over tokens, as in training: a step of few tokens counts less than one of many
         loss = sum(each[1] * each[2] for each in self.recent) / tokens
         left = (self.steps - step) * seconds / len(self.recent)
+        speed = tokens / seconds
+        used = ""
+        if self.share_of_peak:
+            used = f" ({speed * self.share_of_peak:.0%} of the peak)"
         return (
             f"[train] step {step:>6,}/{self.steps:,}   loss {loss:.3f}   "
-            f"{tokens / seconds:,.0f} tokens/s   {duration(left)} left"
+            f"{speed:,.0f} tokens/s{used}   {duration(left)} left"
         )
 
     def _tick(self, state: TrainingState) -> float:

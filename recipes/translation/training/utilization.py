@@ -1,0 +1,68 @@
+"""Model FLOPs utilisation: the share of the devices' published peak that the model's products come to.
+
+A matrix of n weights costs 6 n operations for each token that it is applied to: 2 n in forward and 4 n in backward
+(Chowdhery et al. 2022, PaLM, appendix B). Attention's own products, a few percent for sentences, are left out, and so
+is what an objective computes twice: the share is of work that the model needs, not of all that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from models import EncoderDecoder
+from models.decoder_only import DecoderOnly
+from recipes.translation.data.corpus import Corpus
+
+PEAKS = {
+    "NVIDIA A100": {"float32": 19.5e12, "bf16": 312e12},
+    "NVIDIA H100 PCIe": {"float32": 51e12, "bf16": 756e12},
+    "NVIDIA H100 80GB HBM3": {"float32": 67e12, "bf16": 989e12},
+    "NVIDIA H200": {"float32": 67e12, "bf16": 989e12},
+    "NVIDIA L4": {"float32": 30.3e12, "bf16": 121e12},
+    "NVIDIA L40S": {"float32": 91.6e12, "bf16": 362e12},
+}
+"""Operations a second, by the beginning of a device's name and by `training.precision`: those of NVIDIA's data sheets,
+dense (half of those "with sparsity"). float32 is without TF32, which training does not use."""
+
+
+def share_of_peak(
+    model: EncoderDecoder, corpus: Corpus, precision: str, devices: Sequence[torch.device], processes: int
+) -> float:
+    """Return the share of the peak of all devices that one target token a second is; 0 where the peak is unknown.
+
+    `model` is whole. One of which parts are frozen has 0 too: how much of the backward they spare is not counted here.
+    """
+    peak = peak_of(devices[0], precision)
+    if not peak or not all(each.requires_grad for each in model.parameters()):
+        return 0.0
+    source = sum(int(valid.batches.source_lengths.sum()) for valid in corpus.valid)
+    target = sum(int(valid.batches.target_lengths.sum()) for valid in corpus.valid)
+    return flops_of_token(model, source / max(target, 1)) / (peak * len(devices) * processes)
+
+
+def peak_of(device: torch.device, precision: str) -> float:
+    """Return the published peak of a device, 0 for one that is not in the table."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    # The longest name that fits: an L40S begins as an L4 does
+    for known in sorted(PEAKS, key=len, reverse=True):
+        if name.startswith(known):
+            return PEAKS[known].get(precision, 0.0)
+    return 0.0
+
+
+def flops_of_token(model: EncoderDecoder, sources: float) -> float:
+    """Return the operations of a training step for each target token, with so many source tokens to each."""
+    decoder = matrices(model.decoder)
+    if isinstance(model, DecoderOnly):  # which reads the source as well
+        return 6 * (decoder * (1 + sources) + matrices(model.generator))
+    return 6 * (matrices(model.encoder) * sources + decoder + matrices(model.generator))
+
+
+def matrices(part: nn.Module) -> int:
+    """Return the number of weights in the matrices of a part, in which embeddings are not."""
+    return sum(each.numel() for each in part.parameters() if each.dim() > 1)
