@@ -94,6 +94,6 @@ def parse_link(text: str) -> Link:
         found = Link.of(-1, 0)
     if found.hop < 0 or min(found.all_reduce) <= 0 or not math.isfinite(found.hop + sum(found.all_reduce)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither of {', '.join(LINKS)} nor microseconds:GB/s, as in 14:50"
+            f"{text!r} is neither one of {', '.join(LINKS)} nor microseconds:GB/s, as in 14:50"
         )
     return found

@@ -34,7 +34,14 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class LossBytes:
-    """The bytes on one device of one way to compute the loss. The items do not all exist at the same time."""
+    """The bytes on one device of one way to compute the loss. The items do not all exist at the same time.
+
+    Example:
+        >>> from seqpar.memory_plan import memory_plan
+        >>> plain = memory_plan(tokens=4096, d=512, vocab=32000, dtype="float32").of("plain")
+        >>> plain.logits == 4096 * 32000 * 4
+        True
+    """
 
     loss: Loss
     chunk_rows: int
@@ -65,7 +72,14 @@ class LossBytes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The loss of one step in one layout, on one of its devices."""
+    """The loss of one step in one layout, on one of its devices.
+
+    Example:
+        >>> from seqpar.memory_plan import memory_plan
+        >>> plan = memory_plan(tokens=16384, d=4096, vocab=256000, devices=8, layout="vocab")
+        >>> plan.tokens_here, plan.vocab_here, plan.best.loss
+        (16384, 32000, 'linear_cross_entropy')
+    """
 
     layout: Layout
     devices: int
@@ -87,7 +101,7 @@ class MemoryPlan:
         for known in self.losses:
             if known.loss == loss:
                 return known
-        raise ValueError(f"layout {self.layout!r} has {[known.loss for known in self.losses]} and not {loss!r}")
+        raise ValueError(f"layout {self.layout!r} has {[known.loss for known in self.losses]}, not {loss!r}")
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,12 @@ def memory_plan(
 
     Raises:
         ValueError: a count below 1; an unknown layout, dtype or device.
+
+    Example:
+        >>> from seqpar.memory_plan import memory_plan
+        >>> plan = memory_plan(tokens=16384, d=4096, vocab=256000, devices=8, layout="vocab")
+        >>> [(loss.loss, loss.total // 2**20) for loss in plan.losses]
+        [('plain', 3378), ('linear_cross_entropy', 1134)]
     """
     for name, count in (("tokens", tokens), ("d", d), ("vocab", vocab), ("devices", devices)):
         check_integer(count, name, 1, wrong_kind=ValueError)
@@ -309,7 +329,14 @@ COLUMNS = {
 
 
 def table(plans: Sequence[MemoryPlan]) -> str:
-    """Return a Markdown table: a row per layout and loss, in MiB per device."""
+    """Return a Markdown table: a row per layout and loss, in MiB per device.
+
+    Example:
+        >>> from seqpar.memory_plan import memory_plan, table
+        >>> plan = memory_plan(tokens=16384, d=4096, vocab=256000, devices=8, layout="vocab")
+        >>> print(table([plan]))
+        | layout | loss | chunk rows | logits | ...
+    """
     rows = []
     for plan in plans:
         for loss in plan.losses:
@@ -320,7 +347,14 @@ def table(plans: Sequence[MemoryPlan]) -> str:
 
 
 def advice(plans: Sequence[MemoryPlan]) -> str:
-    """Return a line that names the simplest of the layouts whose best loss is at most a quarter above the smallest."""
+    """Return a line that names the simplest of the layouts whose best loss is at most a quarter above the smallest.
+
+    Example:
+        >>> from seqpar.memory_plan import advice, memory_plan
+        >>> plan = memory_plan(tokens=16384, d=4096, vocab=256000, devices=8, layout="vocab")
+        >>> advice([plan])
+        'Choose vocab with linear_cross_entropy: 1,134 MiB per device, 34% of the plain loss in that layout'
+    """
     least = min(plan.best.total for plan in plans)
     near = [plan for plan in plans if plan.best.total <= 1.25 * least]
     chosen = min(near, key=lambda plan: SIMPLEST_FIRST.index(plan.layout))

@@ -70,7 +70,7 @@ HELP = {
     "interleave": "pieces of the model that a pipeline rank has, in turns",
     "host": "devices of a host",
     "within": f"link inside a host: {', '.join(LINKS)}, or microseconds:GB/s",
-    "between": "link between hosts, likewise; per device, and several GB/s are those of 2,4,8,... hosts",
+    "between": "link between hosts, in the same form, per device; several GB/s are those of 2,4,8,... hosts",
     "start": "microseconds of a collective before its first hop",
     "overlap": "layers: as (5) and (6) say; none: nothing hides",
 }
@@ -79,7 +79,14 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model, its batch, and the machines. `HELP` says what each field is."""
+    """A model, its batch, and the machines. `HELP` says what each field is.
+
+    Example:
+        >>> from seqpar.step_plan import Training
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> round(training.flops / 1e9, 2)
+        57.91
+    """
 
     parameters: int
     layers: int
@@ -119,8 +126,8 @@ class Training:
         check_number(self.start, "start", at_least=0)
         if self.embeddings >= self.parameters:
             raise ValueError(
-                f"parameters is {self.parameters}, and embedding and projection alone have {self.embeddings}; "
-                "count all of the model's, and say tied if the projection is the embedding"
+                f"parameters is {self.parameters}, but embedding and projection alone have {self.embeddings}; "
+                "count all of the model's, and set tied if the projection is the embedding"
             )
 
     @property
@@ -150,7 +157,15 @@ class Training:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A training step in one layout, on the slowest of its devices; times are in seconds."""
+    """A training step in one layout, on the slowest of its devices; times are in seconds.
+
+    Example:
+        >>> from seqpar.step_plan import Training, step_plan
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> plan = step_plan(training, 335e12, 4096, "hsdp")
+        >>> plan.ranks, round(plan.exposed, 3), round(plan.efficiency, 3)
+        ((4096, 1, 1), 0.035, 0.988)
+    """
 
     layout: Layout
     devices: int
@@ -182,7 +197,13 @@ class StepPlan:
 
 
 def reduce_exposed(backward: Sequence[float], transfers: Sequence[float]) -> float:
-    """Return what outlasts the backward, where each unit's transfer queues up at the end of its backward: (5)."""
+    """Return what outlasts the backward, where each unit's transfer queues up at the end of its backward: (5).
+
+    Example:
+        >>> from seqpar.step_plan import reduce_exposed
+        >>> reduce_exposed([1.0, 1.0], [0.5, 0.5])
+        0.5
+    """
     computed = done = 0.0
     for compute, transfer in zip(backward, transfers, strict=True):
         computed += compute
@@ -191,7 +212,13 @@ def reduce_exposed(backward: Sequence[float], transfers: Sequence[float]) -> flo
 
 
 def gather_exposed(compute: Sequence[float], gathers: Sequence[float], reduces: Sequence[float]) -> float:
-    """Return what can be seen where a unit hides the next one's gather and the previous one's reduce: (6)."""
+    """Return what can be seen where a unit hides the next one's gather and the previous one's reduce: (6).
+
+    Example:
+        >>> from seqpar.step_plan import gather_exposed
+        >>> gather_exposed([1.0, 1.0], [0.5, 0.5], [0.25, 0.25])
+        0.75
+    """
     exposed = gathers[0] + reduces[-1]
     for here, gather, reduce in zip(compute, [*gathers[1:], 0.0], [0.0, *reduces[:-1]], strict=True):
         exposed += max(0.0, gather + reduce - here)
@@ -274,6 +301,12 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
 
     Raises:
         ValueError: a count below 1, or one that does not divide; an unknown layout; a rate that is not above 0.
+
+    Example:
+        >>> from seqpar.step_plan import Training, step_plan
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> round(step_plan(training, 335e12, 4096, "hsdp").seconds, 3)
+        2.867
     """
     check_integer(devices, "devices", 1, wrong_kind=ValueError)
     check_choice(layout, "layout", get_args(Layout))
@@ -330,6 +363,12 @@ def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layo
 
     Raises:
         ValueError: communication alone takes longer than what was measured; and as `step_plan`.
+
+    Example:
+        >>> from seqpar.step_plan import Training, rate_of
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> round(rate_of(training, 5762, devices=8, layout="fsdp") / 1e12)
+        336
     """
     check_number(tokens_per_second, "tokens_per_second", above=0)
     # Communication only adds time, so this bounds the rate from below; no device is a million times as fast
@@ -338,7 +377,7 @@ def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layo
     fastest = step_plan(training, high, devices, layout).tokens_per_second
     if fastest < tokens_per_second:
         raise ValueError(
-            f"tokens_per_second is {tokens_per_second:g} on {devices} devices, and communication alone allows "
+            f"tokens_per_second is {tokens_per_second:g} on {devices} devices, but communication alone allows "
             f"{fastest:g}: check the links, the layout and the batch"
         )
     for _ in range(100):
@@ -357,7 +396,14 @@ HEADER = (
 
 
 def table(plans: Sequence[StepPlan]) -> str:
-    """Return a Markdown table: a row per plan, in seconds of a step."""
+    """Return a Markdown table: a row per plan, in seconds of a step.
+
+    Example:
+        >>> from seqpar.step_plan import Training, step_plan, table
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> print(table([step_plan(training, 335e12, 4096, "hsdp")]))
+        | layout | devices | R x S x Q | micro-batches | ...
+    """
     rows = []
     for plan in plans:
         times = (plan.seconds, plan.compute, plan.exchange, plan.bubble, plan.exposed, plan.hidden)
@@ -370,7 +416,14 @@ def table(plans: Sequence[StepPlan]) -> str:
 
 
 def advice(plans: Sequence[StepPlan], memory: float) -> str:
-    """Return a line that names the simplest layout within 5 % of the quickest, of those whose state fits (GiB)."""
+    """Return a line that names the simplest layout within 5 % of the quickest, of those whose state fits (GiB).
+
+    Example:
+        >>> from seqpar.step_plan import Training, advice, step_plan
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> advice([step_plan(training, 335e12, 4096, "hsdp")], memory=80)
+        'Choose hsdp on 4096 devices: 2.867 s a step, ...'
+    """
     fitting = [plan for plan in plans if plan.state <= memory * 2**30]
     if not fitting:
         least = min(plan.state for plan in plans) / 2**30
@@ -441,7 +494,7 @@ def _rate(training: Training, options: argparse.Namespace) -> float:
         measured = options.flops_per_second / training.flops
     if options.measured_on > 1 and options.layout is None:
         raise ValueError(
-            f"measured_on is {options.measured_on}, and no layout is given; name the one it was measured in"
+            f"measured_on is {options.measured_on}, but no layout is given; name the one it was measured in"
         )
     return rate_of(training, measured, options.measured_on, options.layout or "ddp")
 

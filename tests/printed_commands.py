@@ -28,15 +28,14 @@ from recipes.translation.commands import main
 from recipes.translation.commands.arguments import run_config
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.settings.options import OneLineParser
+from tests.fenced import fenced
 from tests.recipes.tiny import options as tiny_options
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("python", "python3", "make", "pip", "torchrun", "curl")
-"""The programs whose calls are noted; a block in which none of them begins a line is no block of commands."""
+"""The programs whose calls are noted."""
 AROUND = ("sudo",)
 """Programs that a page may use and that a machine may lack; they run the rest of their line."""
-NOT_RUN = re.compile(r"<!-- not run: .+ -->\n$")
-"""The mark before a block that no test may run; it gives the reason."""
 TRAINS = ("train", "distil", "demo")
 ONLY_ACCEPTED = {
     "serve": "it would listen until it is stopped; the tutorial's commands run it",
@@ -70,16 +69,11 @@ class Accepted(Exception):  # noqa: N818
 
 def blocks(page: Path) -> Iterator[str]:
     """Yield each block of commands, without prompts and what a command printed."""
-    text = page.read_text()
-    for block in re.finditer(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL):
-        language, code = block.groups()
-        code = re.sub(r"\\\n", " ", code).replace(".venv/bin/", "")
-        if prompted := re.findall(r"^\$ (.*)", code, flags=re.MULTILINE):
-            code = "\n".join(prompted)
-        calls = re.search(rf"^({'|'.join(PROGRAMS)}) ", code, flags=re.MULTILINE)
-        if (language in ("bash", "sh", "console") or (not language and calls)) and not NOT_RUN.search(
-            text[: block.start()]
-        ):
+    for block in fenced(page):
+        code = re.sub(r"\\\n", " ", block.code).replace(".venv/bin/", "")
+        if block.language == "console":
+            code = "\n".join(re.findall(r"^\$ (.*)", code, flags=re.MULTILINE))
+        if block.language in ("bash", "console") and not block.marked:
             yield code
 
 
@@ -119,11 +113,15 @@ def try_out(call: Sequence[str], base: Path, *, train: bool) -> None:
         from torch.distributed.run import parse_args
 
         options = parse_args(words)
-        try_out(["python", "-m", options.training_script, *options.training_script_args], base, train=False)
+        script = ["-m", options.training_script] if options.module else [options.training_script]
+        try_out(["python", *script, *options.training_script_args], base, train=False)
     elif words[:2] == ["-m", "recipes.translation"]:
         of_recipe(words[2:], base, train=train)
     elif words[:1] == ["-m"] and words[1].startswith("examples."):
         assert importlib.util.find_spec(words[1]), words[1]  # tests/examples runs it
+    elif words and words[0].endswith(".py"):
+        assert (ROOT / words[0]).is_relative_to(ROOT / "examples"), words[0]  # as it does this one
+        assert (ROOT / words[0]).is_file(), words[0]
     elif words[:1] == ["-m"] and words[1] != "venv":
         of_module(words[1], words[2:])
 

@@ -1,6 +1,7 @@
-"""Every Python block and every command of the documents runs, in order, page by page; links and pictures exist."""
+"""Every block of the documents runs, in order, page by page, or is marked as output; links and pictures exist."""
 
 import ast
+import inspect
 import io
 import json
 import re
@@ -9,29 +10,90 @@ from pathlib import Path
 
 import pytest
 
+import seqpar
 from docs.pictures import draw
 from docs.run_notebooks import NOTEBOOKS, code_cells, run, stored
+from recipes.translation.settings.config import load_config
 from tests.examples.gallery import without_numbers
+from tests.fenced import fenced
 from tests.printed_commands import calls, make_base, try_out
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-FRAGMENTS = {"scaling.md"}
-"""Pages whose blocks are pieces of a loop that needs ranks; tests/distributed runs such loops whole."""
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TUTORIALS = {"tutorial.md", "tutorial-huggingface.md", "tutorial-research.md"}
 """Pages that tests/tutorials runs as printed, commands too, in full: make test-tutorial."""
-
-
-def blocks(text: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+AFTER_COMMANDS = {"export.md"}
+"""Pages whose Python uses what their commands have written."""
+OTHERS_SETTINGS = {"from-joeynmt.md"}
+"""Pages that turn another program's settings into the recipe's."""
+RUN = {"python", "bash", "console", "yaml", "diff"}
+"""The languages of which the tests below run every block that is not marked."""
+DIRECTIVES = {"{eval-rst}", "{glossary}", "{literalinclude}", "{toctree}"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_when_pasted(page, capsys):
-    compiled = [compile(code, f"a block of {page.name}", "exec") for code in blocks(page.read_text())]
+def test_a_block_runs_is_marked_as_output_or_says_why_it_cannot_run(page):
+    for block in fenced(page):
+        known = block.marked or block.language in {*RUN, *DIRECTIVES, "text"}
+        assert known, (
+            f"line {block.line} of {page.name}: a block of {block.language!r}, which no test runs; name one of "
+            f"{sorted(RUN)}, text for output, or write <!-- not run: the reason --> above it"
+        )
+
+
+def run_python(page, *, only_compile):
     names = {"__name__": "pasted"}
-    for code in [] if page.name in FRAGMENTS | TUTORIALS else compiled:
-        exec(code, names)
+    for block in fenced(page):
+        if block.language == "python":
+            code = compile(block.code, f"line {block.line} of {page.name}", "exec")
+            if not (block.marked or only_compile):
+                exec(code, names)
+
+
+def pages_with(*languages):
+    return [page for page in PAGES if any(block.language in languages for block in fenced(page))]
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_when_pasted(page, capsys):
+    run_python(page, only_compile=page.name in TUTORIALS | AFTER_COMMANDS)
+
+
+def settings(page):
+    for block in fenced(page):
+        if block.language == "yaml" and not block.marked:
+            yield block.code
+        if block.language == "diff" and page.name in OTHERS_SETTINGS:
+            yield re.sub(r"^(-.*\n|.)", "", block.code, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(settings(page))], ids=lambda page: page.name)
+def test_the_settings_of_a_page_are_accepted(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("CORPORA", str(tmp_path))
+    for text in settings(page):
+        (tmp_path / "page.yaml").write_text(text)
+        load_config(tmp_path / "page.yaml")
+
+
+CHANGED = [page for page in pages_with("diff") if page.name not in OTHERS_SETTINGS]
+
+
+@pytest.mark.parametrize("page", CHANGED, ids=lambda page: page.name)
+def test_the_lines_that_a_page_adds_to_a_program_name_what_seqpar_has(page):
+    for block in fenced(page):
+        if block.language == "diff" and not block.marked:
+            names = {"seqpar": seqpar}
+            calls = []
+            for line in filter(None, (line[1:].strip() for line in block.code.splitlines() if line[:1] == "+")):
+                statement = ast.parse(f"{line} pass" if line.endswith(":") else line)
+                if isinstance(statement.body[0], ast.ImportFrom):
+                    exec(line, names)
+                calls += [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+            ours = [call for call in calls if ast.unparse(call.func).partition(".")[0] in names]
+            assert ours, f"line {block.line}: nothing of seqpar is called"
+            for call in ours:
+                function = eval(ast.unparse(call.func), names)
+                inspect.signature(function).bind(*call.args, **{each.arg: each.value for each in call.keywords})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -49,10 +111,10 @@ def messages() -> list[str]:
 
 
 def test_an_error_is_found_under_what_the_code_says():
-    page = (ROOT / "docs" / "faq.md").read_text()
-    headings = re.findall("`([^`]+)`", "\n".join(re.findall("^### (.*)", page, flags=re.MULTILINE)))
+    file = ROOT / "docs" / "faq.md"
+    headings = re.findall("`([^`]+)`", "\n".join(re.findall("^### (.*)", file.read_text(), flags=re.MULTILINE)))
     # An example on the page, which its test runs, may show a message that several strings make
-    said = "\n".join([*messages(), *blocks(page)])
+    said = "\n".join([*messages(), *(block.code for block in fenced(file))])
     assert len(headings) > 20
     for heading in headings:
         assert re.search(".*".join(map(re.escape, heading.split("..."))), said), heading
@@ -73,8 +135,8 @@ def test_a_notebook_prints_what_it_has_stored_up_to_the_digits_of_numbers(file):
         assert without_numbers(printed) == without_numbers(stored(cell))
 
 
-COMMANDS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-"""All pages, also those of results, whose trainings make test-tutorial runs."""
+IN_RESULTS = [page for page in pages_with("bash", "console") if "results" in page.parts]
+"""Pages whose trainings make test-tutorial runs."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +146,7 @@ def base(tmp_path_factory):
     return run
 
 
-def try_page(page, base, tmp_path, monkeypatch, train):
+def try_page(page, base, tmp_path, monkeypatch, *, train):
     noted = calls(page, tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -98,12 +160,15 @@ def try_page(page, base, tmp_path, monkeypatch, train):
         try_out(call, base, train=train)
 
 
-@pytest.mark.parametrize("page", COMMANDS, ids=lambda page: page.name)
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses:UserWarning")
+@pytest.mark.parametrize("page", pages_with("bash", "console"), ids=lambda page: page.name)
 def test_the_commands_of_a_page_are_accepted_and_run(page, base, tmp_path, monkeypatch, capsys):
-    try_page(page, base, tmp_path, monkeypatch, "results" not in page.parts)
+    try_page(page, base, tmp_path, monkeypatch, train=page not in IN_RESULTS)
+    if page.name in AFTER_COMMANDS:
+        run_python(page, only_compile=False)
 
 
 @pytest.mark.tutorial
-@pytest.mark.parametrize("page", [page for page in COMMANDS if "results" in page.parts], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", IN_RESULTS, ids=lambda page: page.name)
 def test_the_trainings_of_a_page_of_results_run(page, base, tmp_path, monkeypatch, capsys):
-    try_page(page, base, tmp_path, monkeypatch, True)
+    try_page(page, base, tmp_path, monkeypatch, train=True)

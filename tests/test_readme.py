@@ -3,16 +3,14 @@
 import re
 from pathlib import Path
 
+from tests.fenced import fenced
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
-
-
 def test_the_eight_lines_are_eight_and_run(capsys):
-    code, *_ = blocks("python")
+    code, *_ = (block.code for block in fenced(README) if block.language == "python")
     assert len([line for line in code.splitlines() if line.strip()]) == 8
     exec(compile(code, str(README), "exec"), {})
     assert re.match(r"\d+\.\d\d nats a token, \d+ of \d+ right\n", capsys.readouterr().out)

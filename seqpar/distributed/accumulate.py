@@ -122,7 +122,7 @@ def accumulate_gradients(
     check_type(micro_batches, "micro_batches", Iterable, "an iterable of this rank's micro-batches")
     for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
         check_function(function, name)
-    check_type(agree, "agree", (Mapping, NoneType), "a dict of names and what is to be the same")
+    check_type(agree, "agree", (Mapping, NoneType), "a dict of names and the values that must be the same")
     check_group(group)
     # Iterated over twice, for the counts and for the losses; an iterator could give its items only once
     mine = list(micro_batches)
@@ -159,7 +159,7 @@ def accumulate_gradients(
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
             f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}, so the gradients "
-            "were divided by a wrong number; count the targets that the criterion does not ignore"
+            "were divided by the wrong number; count the targets that the criterion does not ignore"
         )
     return whole
 
@@ -203,7 +203,7 @@ def _counted(counts: Sequence[int | Tensor]) -> int:
     tensors = [count for count in counts if isinstance(count, Tensor)]
     numbers = [count for count in counts if not isinstance(count, Tensor)]
     for tensor in tensors:
-        check_shapes(tensor.numel() == 1, "one number, how many tokens count", **{"what tokens_of returned": tensor})
+        check_shapes(tensor.numel() == 1, "one number, the count of tokens", **{"what tokens_of returned": tensor})
     for number in numbers:
         check_number(number, "what tokens_of returned")
     # In its own dtype a sum would wrap around: three times 200 is 88 in uint8

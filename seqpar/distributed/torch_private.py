@@ -22,8 +22,8 @@ def _private(owner: object, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         raise RuntimeError(
-            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which seqpar needs of DDP and FSDP2; use "
-            "a version of torch that README lists as tested"
+            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which seqpar needs for DDP and FSDP2; "
+            "use a version of torch that CONTRIBUTING.md lists as tested"
         ) from error
 
 

@@ -123,7 +123,7 @@ class VocabShard:
         if others:
             content = "hidden states" if name.endswith("hidden") else "numbers"
             raise RuntimeError(
-                f"ranks disagree on {name}: ranks {others} have other {content} than rank 0, and the ranks that "
+                f"ranks disagree on {name}: ranks {others} have different {content} from rank 0, but ranks that "
                 "share a vocabulary must have the same; give them one batch and one seed of dropout"
             )
 

@@ -192,7 +192,7 @@ def _projection(model: nn.Module) -> nn.Linear:
     if projection is None:
         # With an adaptive softmax, or by a weight alone
         known = f"{', '.join(PROJECTIONS[:-1])} or {PROJECTIONS[-1]}"
-        raise TypeError(f"{where} has no {known}: it projects to the vocabulary in a way of its own; {INSTEAD}")
+        raise TypeError(f"{where} has no {known}: it projects onto the vocabulary in its own way; {INSTEAD}")
     if not is_plain_linear(projection):
         raise TypeError(f"{where}.{name} is a {type(projection).__name__}, and must be an nn.Linear; {INSTEAD}")
     if "forward" in vars(projection) or projection._backward_hooks or projection._backward_pre_hooks:

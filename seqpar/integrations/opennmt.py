@@ -79,7 +79,7 @@ class UnprojectedScores:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse everything else."""
-        raise TypeError(f"the trainer's loss asks its scores for {name}, and chunked they do not exist; {INSTEAD}")
+        raise TypeError(f"the trainer's loss reads .{name} of the scores, which do not exist in chunks; {INSTEAD}")
 
 
 class HiddenStates(nn.Module):

@@ -67,8 +67,8 @@ from seqpar.rows.criteria import LabelSmoothing
 from seqpar.rows.smoothing import check_smoothing
 
 UNLABELLED = (
-    "got no labels in a training forward, which makes all logits, and the loss of apply_seqpar_loss is not used; a "
-    "Trainer takes the labels away for its label_smoothing_factor or a compute_loss_func: leave the first at 0 and use "
+    "got no labels in a training forward, so it computes all logits and does not use the loss of apply_seqpar_loss; a "
+    "Trainer removes the labels for its label_smoothing_factor or a compute_loss_func: leave the first at 0 and use "
     "apply_seqpar_loss(model, label_smoothing=...), or pass compute_loss_func=compute_loss_func(applied)"
 )
 
@@ -445,8 +445,8 @@ class AppliedLoss:
         expected = number_of_classes(head) if self.withheld is None else head.in_features
         if scores.size(-1) != expected:
             raise RuntimeError(
-                f"the outputs have a last size of {scores.size(-1)}, and those of the latest forward of "
-                f"{type(self.model).__name__} {expected}: compute the loss of each forward before the next forward"
+                f"the outputs have a last size of {scores.size(-1)}, but those of the latest forward of "
+                f"{type(self.model).__name__} have {expected}: compute the loss of each forward before the next forward"
             )
         if self.withheld is not None:
             loss = self._token_loss(self.model, self.withheld, scores, target_BT)

@@ -122,7 +122,7 @@ def examine(
     """Return what the model made of the logits and labels of a window; raise an error unless its logits are ours."""
     if not isinstance(outputs, Mapping) or outputs.get("logits") is None:
         fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise RefusedModelError(f"{name} returns no field logits but {fields}; {WITHOUT}")
+        raise RefusedModelError(f"{name} returns {fields} and no logits; {WITHOUT}")
     logits_1WV = made_up_1WV.detach()
     # Added by the model outside of the head, whose output is what was made up
     if bias_V is not None:
@@ -134,7 +134,7 @@ def examine(
     if loss is None:
         raise RefusedModelError(f"{name} returns no loss for labels; {WITHOUT}")
     if loss.dim() != 0:
-        raise RefusedModelError(f"{name} returns a loss of shape {tuple(loss.shape)} and not one number; {WITHOUT}")
+        raise RefusedModelError(f"{name} returns a loss of shape {tuple(loss.shape)}, not a single number; {WITHOUT}")
     return Examined(reading, mean_loss(theirs, target_1W), loss.detach(), _entering(loss, made_up_1WV))
 
 
@@ -153,8 +153,8 @@ def check_added(name: str, random: Examined, certain: Examined) -> None:
         return
     raise RuntimeError(
         f"{name}'s own loss of a few tokens is {random.theirs.item():.6g}, that of apply_seqpar_loss "
-        f"{random.ours.item():.6g}; it shifts its labels in another way, or adds to the cross-entropy what depends on "
-        f"labels or logits; {WITHOUT}"
+        f"{random.ours.item():.6g}; the model shifts its labels differently, or adds something to the cross-entropy "
+        f"that depends on labels or logits; {WITHOUT}"
     )
 
 

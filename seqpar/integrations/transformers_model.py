@@ -168,7 +168,7 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
 
 
-PAST_HOOKS = "calls the model's forward past its hooks, so that its own loss would remain"
+PAST_HOOKS = "calls the model's forward without its hooks, so that its own loss would remain"
 REFUSED_ADAPTERS = {
     "ADALORA": PAST_HOOKS,
     "ADAPTION_PROMPT": PAST_HOOKS,

@@ -250,7 +250,7 @@ class AppliedScores:
         self._restore()
         if node is not None and outputs is not None and node.calls != 1:
             asked = f"{type(model).__name__} asked for its log-probabilities {node.calls} times in a forward"
-            raise RuntimeError(f"{asked} of TRL's, which must be once; {WITHOUT}")
+            raise RuntimeError(f"{asked}, and TRL's own asks once; {WITHOUT}")
         if node is not None and outputs is not None:
             self.exact = dict(outputs)
 

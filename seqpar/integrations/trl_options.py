@@ -44,7 +44,7 @@ def check_version() -> None:
 def another_version(what: str, changed: str) -> RuntimeError:
     """Return the error for a TRL that computes something as no version does that is known here."""
     return RuntimeError(
-        f"TRL {trl.__version__} computes {what} in another way than 1.16, for which apply_seqpar_scores is written: "
+        f"TRL {trl.__version__} computes {what} differently from 1.16, for which apply_seqpar_scores is written: "
         f"{changed}; install trl==1.16.0, or train without it"
     )
 
@@ -121,9 +121,9 @@ def _needing_logits(trainer: Any) -> Iterator[str]:
 def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yield the ways to split the model or a sequence over devices that are not supported, each with the reason."""
     if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed", "the scores are not tested with it; of sharded models they are with FSDP2"
+        yield "DeepSpeed", "the scores are not tested with it; shard the model with FSDP2 instead"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        yield "FSDP1", 'TRL gathers the output embeddings only of FSDP2; set fsdp_config={"version": 2}'
+        yield "FSDP1", 'TRL gathers the output embeddings only under FSDP2; set fsdp_config={"version": 2}'
     parallelism = trainer.accelerator.parallelism_config
     for name in ("tp", "cp", "sp"):
         if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):

@@ -140,5 +140,5 @@ def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, voc
         good = ~counted | ((temperature > 0) & temperature.isfinite())
         check_entries(good, temperature, "temperature", " is not a finite number above 0")
     if request.ids is not None:
-        why = "only rows whose target is ignored may have any number"
+        why = "only a row whose target is ignored may have any value"
         check_classes(request.ids, "ids", target, counted, range(vocab_size), why)

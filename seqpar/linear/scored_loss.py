@@ -27,7 +27,7 @@ from seqpar.rows.smoothing import RowLosses
 Loss = Callable[..., Tensor]
 """(scores, **per-token tensors) -> one number for each row."""
 
-PASSED = "and is no argument of it; pass it as a per-token keyword of target's shape, or detach it"
+PASSED = "and is not an argument of it; pass it as a per-token keyword of target's shape, or detach it"
 
 DIFFERENT = 1e-3
 """A difference between values of the same row, relative to the largest, that is not rounding."""

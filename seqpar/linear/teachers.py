@@ -202,4 +202,4 @@ def _check_classes(ids: Tensor, name: str, target: Tensor, kept: Tensor, vocab_s
     # The first one has no neighbour before it
     twice[..., 0] = False
     why = "; give each class once, with the sum of its probabilities"
-    check_entries(~twice.any(-1), ordered.where(twice, -1).amax(-1), f"{name} has twice the class", why)
+    check_entries(~twice.any(-1), ordered.where(twice, -1).amax(-1), f"{name} repeats class", why)

@@ -49,7 +49,7 @@ def _check_one(device: object, name: str) -> torch.device:
         raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
     if found.type == "cpu":
         if found.index not in (None, 0):
-            raise ValueError(f"{name}: {found} does not exist, the CPU is one device; {_what_exists()}")
+            raise ValueError(f"{name}: {found} does not exist, because the CPU is one device; {_what_exists()}")
         # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare as one
         return torch.device("cpu")
     if found.type != kind:

@@ -94,7 +94,7 @@ def _refuse_lost_class(tensor: Tensor | None, replacement: Tensor | None) -> Non
     if functions in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
         return
     raise TypeError(
-        f"a parameter is a {type(tensor).__name__}, which computes in its own way, and detached a "
+        f"a parameter is a {type(tensor).__name__}, whose class changes how it computes; detached, it is a "
         f"{type(replacement).__name__}, which does not; derive the class from torch.Tensor, not from nn.Parameter"
     )
 

@@ -41,7 +41,16 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """A pool of `world` forked processes in one gloo group."""
+    """A pool of `world` forked processes in one gloo group.
+
+    Example:
+        >>> import operator
+        >>> from seqpar.testing.ranks import Pool
+        >>> pool = Pool(2)
+        >>> pool.call(operator.add)  # rank + world
+        [2, 3]
+        >>> pool.close()
+    """
 
     def __init__(self, world: int) -> None:
         context = _context()
@@ -151,6 +160,12 @@ def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords:
     Raises:
         RankError: a rank raised an error (the message has every failed rank's traceback), died, or did not answer for
             `TIMEOUT` seconds.
+
+    Example:
+        >>> import operator
+        >>> from seqpar.testing.ranks import ranks
+        >>> ranks(2, operator.add)  # rank + world
+        [2, 3]
     """
     if world not in _pools:
         _pools[world] = Pool(world)

@@ -41,18 +41,39 @@ class Chunking(TypedDict):
 
 
 def shapes(most_batch: int = MOST_BATCH, most_time: int = MOST_TIME) -> st.SearchStrategy[tuple[int, int]]:
-    """Draw the shape (batch, time) of the tokens, from (1, 1) on."""
+    """Draw the shape (batch, time) of the tokens, from (1, 1) on.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import shapes
+        >>> find(shapes(), lambda shape: shape[1] > 3)
+        (1, 4)
+    """
     return st.tuples(st.integers(1, most_batch), st.integers(1, most_time))
 
 
 def lengths(batch: int, time: int) -> st.SearchStrategy[list[int]]:
-    """Draw the number of tokens of each sentence, from 0 to `time`."""
+    """Draw the number of tokens of each sentence, from 0 to `time`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import lengths
+        >>> find(lengths(2, 5), lambda drawn: drawn[1] > 3)
+        [0, 4]
+    """
     return st.lists(st.integers(0, time), min_size=batch, max_size=batch)
 
 
 @st.composite
 def masks(draw: st.DrawFn, shape: tuple[int, int]) -> Tensor:
-    """Draw a mask (batch, time), True for tokens; padding is at the ends of sentences, scattered, or everywhere."""
+    """Draw a mask (batch, time), True for tokens; padding is at the ends of sentences, scattered, or everywhere.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import masks
+        >>> find(masks((1, 3)), lambda mask: not mask.any())
+        tensor([[False, False, False]])
+    """
     batch, time = shape
     # (1, T) < (B, 1): the first tokens of each sentence
     if draw(st.booleans()):
@@ -62,18 +83,39 @@ def masks(draw: st.DrawFn, shape: tuple[int, int]) -> Tensor:
 
 @st.composite
 def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: int = -100) -> Tensor:
-    """Draw int64 targets (batch, time) in [0, vocab_size), equal to `padding` exactly where a drawn mask is False."""
+    """Draw int64 targets (batch, time) in [0, vocab_size), equal to `padding` exactly where a drawn mask is False.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import targets
+        >>> find(targets((1, 3), vocab_size=11, padding=0), lambda target: not target.any())
+        tensor([[0, 0, 0]])
+    """
     return _padded(shape, vocab_size, padding, draw(SEEDS)).where(draw(masks(shape)), padding)
 
 
 def device_lists(device: str = "cpu", most: int = MOST_DEVICES) -> st.SearchStrategy[list[str] | None]:
-    """Draw a list with the device repeated up to `most` times, which may exceed the rows; or None, no device list."""
+    """Draw a list with the device repeated up to `most` times, which may exceed the rows; or None, no device list.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import device_lists
+        >>> find(device_lists(), lambda devices: devices and len(devices) > 1)
+        ['cpu', 'cpu']
+    """
     return st.integers(0, most).map(lambda count: [device] * count or None)
 
 
 @st.composite
 def chunkings(draw: st.DrawFn, batch: int, time: int) -> Chunking:
-    """Draw a chunk size in tokens, in time steps, or neither; from 1 to more than there are."""
+    """Draw a chunk size in tokens, in time steps, or neither; from 1 to more than there are.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import chunkings
+        >>> find(chunkings(2, 3), lambda chunking: chunking["chunk_size"])
+        {'chunk_tokens': None, 'chunk_size': 1}
+    """
     cut = draw(st.sampled_from(["none", "tokens", "time"]))
     chunking: Chunking = {"chunk_tokens": None, "chunk_size": None}
     if cut == "tokens":
@@ -85,7 +127,14 @@ def chunkings(draw: st.DrawFn, batch: int, time: int) -> Chunking:
 
 @st.composite
 def vocabulary_splits(draw: st.DrawFn, vocab_size: int, world: int, least: Literal[0, 1] = 0) -> list[int]:
-    """Draw how many classes each of `world` ranks has: different numbers, and with `least` 0 also none."""
+    """Draw how many classes each of `world` ranks has: different numbers, and with `least` 0 also none.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import vocabulary_splits
+        >>> find(vocabulary_splits(7, world=2), lambda split: split[0] > 2)
+        [3, 4]
+    """
     # Rank r has the classes from cut r to cut r + 1; equal cuts leave it none
     cut = st.integers(least, vocab_size - least)
     cuts = sorted(draw(st.lists(cut, min_size=world - 1, max_size=world - 1, unique=bool(least))))
@@ -97,6 +146,12 @@ def criteria(draw: st.DrawFn, vocab_size: int, padding: int = -100) -> nn.Module
     """Draw a summing criterion that ignores `padding`: cross-entropy, a smoothing convention, or torch's.
 
     A convention is drawn where these classes are enough for it and it may exclude the padding.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import criteria
+        >>> find(criteria(11, padding=0), lambda criterion: isinstance(criterion, nn.CrossEntropyLoss)).reduction
+        'sum'
     """
     conventions = [name for name, shares in CONVENTIONS.items() if shares.is_defined(vocab_size, padding)]
     eps = draw(st.sampled_from([0.0, 0.1, 0.9]))
@@ -114,7 +169,15 @@ def criteria(draw: st.DrawFn, vocab_size: int, padding: int = -100) -> nn.Module
 
 @dataclass(frozen=True)
 class Case:
-    """One loss to compute: its sizes, targets with padding, a device list and a chunk size."""
+    """One loss to compute: its sizes, targets with padding, a device list and a chunk size.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import cases
+        >>> case = find(cases(), lambda case: case.batch == 2)
+        >>> case.hidden().shape[:-1] == case.targets().shape
+        True
+    """
 
     batch: int
     time: int
@@ -149,7 +212,14 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: bool = False) -> Case:
-    """Draw a case of at most 7 x 9 tokens, 2 to 13 classes (at least 3 if padding is one) and `max_devices`."""
+    """Draw a case of at most 7 x 9 tokens, 2 to 13 classes (at least 3 if padding is one) and `max_devices`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from seqpar.testing.strategies import cases
+        >>> find(cases(), lambda case: case.devices == 2).device_list()
+        ['cpu', 'cpu']
+    """
     batch, time = draw(shapes())
     # Two classes besides the padding, so that a target has an alternative
     fewest = 2

@@ -16,10 +16,12 @@ from models import PRESETS
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.settings.config import load_config
+from tests.fenced import fenced
 from tests.recipes.tiny import options
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "recipe.md").read_text()
+FILE = ROOT / "docs" / "recipe.md"
+PAGE = FILE.read_text()
 OWN_DATA = ROOT / "recipes" / "translation" / "configs" / "own_data.yaml"
 TINY = {"training.steps": "2", "training.validate_every": "1", "subwords.vocab_size": "340", "training.patience": "0"}
 SMALL = {"1000": "12", "1001": "13", "2001": "25"}
@@ -27,7 +29,7 @@ SMALL = {"1000": "12", "1001": "13", "2001": "25"}
 
 
 def blocks() -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [block.code for block in fenced(FILE) if block.language == "bash"]
 
 
 def recipe_commands() -> list[list[str]]:

@@ -3,6 +3,7 @@
 import doctest
 import re
 from importlib import import_module
+from inspect import isclass, isfunction
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "api" / "integrations.md"
 SHOWN = re.findall(r"automodule:: (\S+)\n +:members:(.*)", PAGE.read_text())
 """The modules of the page, and the names that it shows of each."""
 NAMES = [f"{p}.{n}" for p in ("seqpar", "seqpar.objectives", "seqpar.testing") for n in import_module(p).__all__]
+MODULES = [import_module(f"seqpar.{m}") for m in ("memory_plan", "step_plan", "testing.ranks", "testing.strategies")]
+NO_EXAMPLE = {"main", "close_all"}
+"""A command, which the pages show, and what a process calls at its end."""
+NAMES += [
+    f"{module.__name__}.{name}"
+    for module in MODULES
+    for name, member in vars(module).items()
+    if isfunction(member) or (isclass(member) and not issubclass(member, (Exception, dict)))
+    if member.__module__ == module.__name__ and not name.startswith("_") and name not in NO_EXAMPLE
+]
 INTEGRATIONS = [f"{module}.{name}" for module, names in SHOWN for name in names.strip().split(", ")]
 INTEGRATIONS += ["seqpar.integrations.spmd_types.apply_spmd_types"]  # not on the page, made without its package
 ASSUMED = {"torch": torch, "nn": nn, "F": F, "seqpar": seqpar}

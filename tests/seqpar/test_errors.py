@@ -29,7 +29,7 @@ DEVICES = {
     "a bool": ([True], TypeError, r"devices\[0\]: True is a bool"),
     "none": ([None], TypeError, "NoneType"),
     "nonsense": (["gpu0"], ValueError, "'gpu0' is not a device; this machine has cpu"),
-    "another cpu": (["cpu:1"], ValueError, "the CPU is one device"),
+    "another cpu": (["cpu:1"], ValueError, "because the CPU is one device"),
     "far too high": (["cpu", "cuda:99"], ValueError, r"devices\[1\]: (index 99|cuda:99)"),
     "another kind": (["xpu:0"], ValueError, "does not exist"),
 }

@@ -217,7 +217,7 @@ def test_the_rate_of_a_measurement_gives_that_measurement(layout: Layout, device
 
 def test_a_measurement_that_the_links_do_not_allow_is_refused() -> None:
     slow = Training(**(LLAMA | {"between": LINKS["tcp100"]}))
-    with pytest.raises(ValueError, match=r"tokens_per_second is 9e\+09 on 64 devices, and communication alone allows"):
+    with pytest.raises(ValueError, match=r"tokens_per_second is 9e\+09 on 64 devices, but communication alone allows"):
         rate_of(slow, 9e9, 64, "fsdp")
 
 
@@ -247,7 +247,7 @@ def test_a_step_takes_as_long_as_its_parts_and_no_device_is_faster_than_alone(
         ({"overlap": "all"}, "overlap is 'all'; it must be 'layers' or 'none'"),
         ({"bucket": 0}, "bucket is 0"),
         ({"start": -1.0}, "start is -1.0"),
-        ({"parameters": 10**9}, "parameters is 1000000000, and embedding and projection alone have 1050673152"),
+        ({"parameters": 10**9}, "parameters is 1000000000, but embedding and projection alone have 1050673152"),
     ],
 )
 def test_bad_input_is_one_clear_line(wrong: dict[str, Any], said: str) -> None:
@@ -314,7 +314,7 @@ def test_operations_per_second_are_tokens_per_second_times_the_operations_of_a_t
         (["--devices", "0"], "step_plan: devices is 0; it must be a whole number of at least 1"),
         (["--devices", "8", "--layout", "zero"], "step_plan: layout is 'zero'; it must be 'ddp', "),
         (["--devices", "8", "--layers", "0"], "step_plan: layers is 0"),
-        (["--devices", "8", "--measured-on", "8"], "step_plan: measured_on is 8, and no layout is given"),
+        (["--devices", "8", "--measured-on", "8"], "step_plan: measured_on is 8, but no layout is given"),
         (["--devices", "8", "--tokens-per-second", "-3"], "step_plan: tokens_per_second is -3"),
         (["--devices", "8", "--memory", "-3"], "step_plan: memory is -3"),
     ],

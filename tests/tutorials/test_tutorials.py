@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fenced import fenced
 from tests.recipes.saved import saved_file
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +19,7 @@ pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(1_800)]
 
 
 def blocks(page: str, language: str) -> list[str]:
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
-    return found
+    return [block.code for block in fenced(ROOT / "docs" / page) if block.language == language]
 
 
 def printed(command: list[str], folder: Path) -> str:
@@ -41,7 +41,8 @@ def in_python(page: str, folder: Path) -> str:
 
 
 def test_two_text_files_become_a_service_by_the_commands_as_printed(tmp_path: Path) -> None:
-    commands = blocks("tutorial.md", "bash")
+    install, *commands = blocks("tutorial.md", "bash")
+    assert "pip install" in install  # which has been done here
     assert len(commands) >= 7
     output = printed(["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)], tmp_path)
     assert '{"translatedText":"' in output

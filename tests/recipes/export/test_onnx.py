@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from recipes.translation.export.onnx_model import check
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import ModelConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
+from tests.fenced import fenced
 from tests.recipes.random_translator import random_translator
 
 pytestmark = [pytest.mark.formats, pytest.mark.timeout(900)]  # torch.onnx takes ten seconds a graph
@@ -208,7 +208,7 @@ def test_the_search_of_the_document_finds_the_tokens_of_our_own(longest: int, tm
     assert {parameter.dtype for parameter in translator.model.parameters()} == {torch.float64}  # the caller's own
     facts = json.loads((tmp_path / "exported/onnx.json").read_text())
     (tmp_path / "exported/onnx.json").write_text(json.dumps({**facts, "max_length": longest}))
-    (code,) = re.findall(r"```\n(import json, .*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    (code,) = [block.code for block in fenced(DOCUMENT) if block.code.startswith("import json, ")]
     names: dict[str, Any] = {}
     exec(code.replace("runs/demo/onnx", str(tmp_path / "exported")), names)
     names["target"] = AsTokens()

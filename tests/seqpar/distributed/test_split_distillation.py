@@ -209,12 +209,12 @@ DISAGREE = {
     "kind": (other_kind, "teacher: 'TeacherHidden' on ranks [0]; 'TeacherLogProbs' on ranks [1]"),
     "rest": (other_rest, "teacher.rest: 'renormalize' on ranks [0]; 'one_class' on ranks [1]"),
     "ids": (top_k(swapped), "teacher.ids: ("),
-    "log_probs": (top_k(less_likely), "teacher.log_probs: ranks [1] have other numbers than rank 0"),
+    "log_probs": (top_k(less_likely), "teacher.log_probs: ranks [1] have different numbers from rank 0"),
     "a class twice": (
         top_k(twice),
-        "what is wrong: 'nothing' on ranks [0]; 'ValueError: teacher.ids has twice the class 0",
+        "what is wrong: 'nothing' on ranks [0]; 'ValueError: teacher.ids repeats class 0",
     ),
-    "hidden": (other_hidden, "teacher.hidden: ranks [1] have other hidden states than rank 0"),
+    "hidden": (other_hidden, "teacher.hidden: ranks [1] have different hidden states from rank 0"),
 }
 FAILS = {
     "a function that raises": (broken, ("ArithmeticError", "no teacher")),
@@ -261,7 +261,7 @@ def said_of_soft_targets(rank, world, ids, probs):
     ("ids", "probs", "expected"),
     [
         ([[0, 3], [3, 0]], [[0.5, 0.5]] * 2, "soft_target.ids: ("),
-        ([[0, 3]] * 2, [[0.5, 0.5], [0.25, 0.75]], "soft_target.probs: ranks [1] have other numbers than rank 0"),
+        ([[0, 3]] * 2, [[0.5, 0.5], [0.25, 0.75]], "soft_target.probs: ranks [1] have different numbers from rank 0"),
         (
             [[0, 3]] * 2,
             [[0.5, 0.5], [0.25, 0.25]],

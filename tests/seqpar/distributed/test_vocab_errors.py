@@ -132,8 +132,8 @@ def scale_of_nothing(_):
 
 
 DISAGREE = {
-    "hidden": (other_hidden, "hidden: ranks [1] have other hidden states than rank 0"),
-    "hidden without a number": (no_number, "hidden: ranks [1] have other hidden states than rank 0"),
+    "hidden": (other_hidden, "hidden: ranks [1] have different hidden states from rank 0"),
+    "hidden without a number": (no_number, "hidden: ranks [1] have different hidden states from rank 0"),
     "no hidden": (no_hidden, "what is wrong: 'nothing' on ranks [0]; 'TypeError: hidden is None; it must be a tensor'"),
     "a loss scale of 0": (scale_of_nothing, "what is wrong: 'nothing' on ranks [0]; 'ValueError: loss_scale is 0; "),
     "width": (wide, "the width of hidden and weight"),
@@ -225,7 +225,7 @@ def test_a_shard_is_checked_where_it_is_made():
 def test_ranks_with_other_token_weights_all_say_so():
     for (error, text), _ in ranks(2, faulty, [same_token_weight, other_token_weight]):
         assert error == "RuntimeError"
-        assert "ranks disagree on token_weight: ranks [1] have other numbers than rank 0" in text
+        assert "ranks disagree on token_weight: ranks [1] have different numbers from rank 0" in text
 
 
 def scores_asked_differently(rank, world, options):

@@ -164,7 +164,7 @@ def test_a_weight_of_a_class_of_its_own_multiplies_in_its_own_way() -> None:
 def test_a_weight_whose_class_is_lost_on_the_way_is_refused(devices: list[str] | None) -> None:
     linear = nn.Linear(4, V).double()
     linear.weight = HalvingParameter(linear.weight.detach())
-    with pytest.raises(TypeError, match="a parameter is a HalvingParameter, which computes in its own way"):
+    with pytest.raises(TypeError, match="a parameter is a HalvingParameter, whose class changes how it computes"):
         seqpar.LossCompute(linear, seqpar.CrossEntropy(), devices)(*batch())
 
 

@@ -160,7 +160,7 @@ def test_a_second_application_and_other_questions_to_the_scores_are_refused():
     apply_seqpar_loss(trainer)
     with pytest.raises(TypeError, match="computes ChunkedCriterion of HiddenStates"):
         apply_seqpar_loss(trainer)
-    with pytest.raises(TypeError, match="asks its scores for log_softmax"):
+    with pytest.raises(TypeError, match=r"reads \.log_softmax of the scores"):
         trainer.train_loss.generator(torch.ones(1, WIDTH)).log_softmax(-1)
 
 

@@ -109,8 +109,8 @@ def test_a_cache_that_is_given_grows_once():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (AdaLoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj"], total_step=10), "past its hooks"),
-        (AdaptionPromptConfig(task_type=TaskType.CAUSAL_LM, adapter_len=2, adapter_layers=1), "past its hooks"),
+        (AdaLoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj"], total_step=10), "without its hooks"),
+        (AdaptionPromptConfig(task_type=TaskType.CAUSAL_LM, adapter_len=2, adapter_layers=1), "without its hooks"),
         (
             CPTConfig(task_type=TaskType.CAUSAL_LM, cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 1]),
             "a loss of its own",

@@ -163,10 +163,10 @@ def test_with_another_forward_in_between_the_loss_function_refuses_the_outputs()
         trained = model(**batch)
         with torch.no_grad():
             evaluated = model.eval()(**batch)
-        with pytest.raises(RuntimeError, match=r"a last size of 16, and those of the latest .* 37: compute"):
+        with pytest.raises(RuntimeError, match=r"a last size of 16, but those of the latest .* have 37: compute"):
             function(trained, labels)
         model.train()(**batch)
-        with pytest.raises(RuntimeError, match=r"a last size of 37, and those of the latest .* 16: compute"):
+        with pytest.raises(RuntimeError, match=r"a last size of 37, but those of the latest .* have 16: compute"):
             function(evaluated, labels)
 
 

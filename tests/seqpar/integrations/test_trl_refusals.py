@@ -189,7 +189,7 @@ def test_another_version_of_trl_is_refused(trainer, monkeypatch):
         def apply(hidden, weight, bias, targets, temperature, *others):
             return own.apply(hidden, weight, bias, targets, 1.0, *others)
 
-    another = r"TRL 1\.16\.0 computes its log-probabilities in another way than 1\.16, .*: "
+    another = r"TRL 1\.16\.0 computes its log-probabilities differently from 1\.16, .*: "
     for changed, how in (
         (torch.autograd.Function, r"takes kwargs where it took hidden, weight"),
         (Hotter, r"returns log_probs that differ by up to 0\.\d+ from"),
@@ -288,7 +288,7 @@ def test_references_of_the_models_own_softcap_are_accepted(trainer, monkeypatch)
 def test_an_adapter_past_the_hooks_and_a_compiled_model_are_refused(trainer, monkeypatch):
     adalora = get_peft_model(tiny("llama"), AdaLoraConfig(target_modules=["q_proj"], total_step=10))
     monkeypatch.setattr(trainer, "model", adalora)
-    with pytest.raises(TypeError, match="PEFT's ADALORA calls the model's forward past its hooks"):
+    with pytest.raises(TypeError, match="PEFT's ADALORA calls the model's forward without its hooks"):
         apply_seqpar_scores(trainer)
     monkeypatch.setattr(trainer, "model", torch.compile(tiny("llama")))
     with pytest.raises(TypeError, match=r"the LlamaForCausalLM of this trainer is compiled; make the trainer"):

@@ -57,7 +57,7 @@ def function_of(result):
         ({"teacher": function_of(torch.ones(6, 9).long())}, TypeError, "function returned has dtype torch.int64"),
         ({"teacher": function_of(uniform(6, 8))}, ValueError, r"returned has shape \(6, 8\); it must be \(6, 9\)"),
         ({"teacher": function_of(torch.zeros(6, 9))}, ValueError, "sum to 9 as probabilities in row 0; they must"),
-        ({"teacher": top([0, 3, 0])}, ValueError, r"teacher.ids has twice the class 0 at position \(0,\)"),
+        ({"teacher": top([0, 3, 0])}, ValueError, r"teacher.ids repeats class 0 at position \(0,\)"),
         ({"teacher": top([0, 9])}, IndexError, r"teacher.ids has 9 at position \(0, 1\), outside the vocabulary"),
         ({"teacher": top([-2])}, IndexError, "teacher.ids has -2"),
         ({"teacher": top([-1, -1])}, ValueError, r"teacher.log_probs as probabilities sum to 0 at position \(0,\)"),

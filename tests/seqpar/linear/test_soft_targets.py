@@ -88,7 +88,7 @@ def test_probabilities_that_sum_to_1_only_after_rounding_are_taken():
         (good([0, 1], [0.5, 0.4]), ValueError, r"soft_target.probs sum to 0.9 at position \(0,\); each row must sum"),
         (good([0, 1], [1.5, -0.5]), ValueError, r"soft_target.probs is -0.5 at position \(0, 1\); a probability is at"),
         (good([0, 1], [float("nan"), 1.0]), ValueError, "soft_target.probs is nan"),
-        (good([2, 2], [0.5, 0.5]), ValueError, r"soft_target.ids has twice the class 2 at position \(0,\)"),
+        (good([2, 2], [0.5, 0.5]), ValueError, r"soft_target.ids repeats class 2 at position \(0,\)"),
         (good([0, 9], [0.5, 0.5]), IndexError, "soft_target.ids has 9 at position"),
         (good([-1, -1], [0.5, 0.5]), ValueError, "soft_target.probs sum to 0 at position"),
         (good([0], [1.0], soft_target=torch.ones(6, 9)), TypeError, "soft_target is a Tensor; it must be a seqpar.S"),
