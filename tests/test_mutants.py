@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Sequence
 
@@ -47,9 +48,18 @@ def test_a_fault_is_one_small_mistake(code: str, kind: str, planted: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "code", ["raise E(3)", "x: Literal[3]", "def f() -> Literal[3]: ...", "assert a < b", "f'{3}'"]
+    "code",
+    [
+        "raise E(3)",
+        "x: Literal[3]",
+        "def f() -> Literal[3]: ...",
+        "assert a < b",
+        "f'{3}'",
+        "zip(a, strict=True)",
+        "f(help=3)",
+    ],
 )
-def test_messages_and_annotations_have_none(code: str) -> None:
+def test_messages_annotations_and_checks_of_what_always_holds_have_none(code: str) -> None:
     assert faults_of("a.py", code.encode()) == []
 
 
@@ -119,3 +129,10 @@ def test_a_test_that_fails_without_the_fault_has_not_noticed_it() -> None:
         lent.put(copy)
         broken = confirmed(caught, reach, lent)
     assert [outcome.verdict for outcome in (*sound, *broken)] == ["caught", "not run"]
+
+
+def test_each_fault_that_changes_nothing_is_one_of_the_code_and_has_a_reason() -> None:
+    for key, reason in json.loads(main.EQUIVALENT.read_text()).items():
+        path = key.partition(":")[0]
+        assert key in {fault.key(ROOT) for fault in faults_of(path, (ROOT / path).read_bytes())}, key
+        assert len(reason.split()) > 5

@@ -3,12 +3,12 @@
     python -m tests.mutants --count 300 --seed 1              # over the library and the recipe
     python -m tests.mutants --count 20 --wings seqpar/rows
 
-Which tests reach a line is recorded first, once for a commit, by running those of `make test` and `make test-formats`
-(`tests/mutants/reach.py`). Of a line that none of them reaches by itself, as one that runs at import or in another
-process, those of the block around it count, or else of its wing. The wing's own tests run first, each group fastest
-first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run without
-end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too, has noticed
-nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+Which tests reach a line is recorded first, once for a commit, by running those of `make test`, `make test-formats` and
+`make test-faults` (`tests/mutants/reach.py`). Of a line that none of them reaches by itself, as one that runs at import
+or in another process, those of the block around it count, or else of its wing. The wing's own tests run first, each
+group fastest first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them
+run without end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too,
+has noticed nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
 
     python -m tests.mutants --count 20 --seed 5a1b --quick    # some minutes, for a look at a commit
 
@@ -46,7 +46,7 @@ RECORDED = ROOT / ".mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 MOST_SECONDS = 60.0
 """Of the tests of a fault, by what they took when they were recorded; the fastest are taken."""
-MARKS = "not hf_models and not launched and not browser and not tutorial and not faults"
+MARKS = "not hf_models and not launched and not browser and not tutorial"
 SLOWER = 4
 """How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
 PATIENCE = 60
@@ -75,7 +75,7 @@ class Reach(NamedTuple):
         folders = ["/".join(["tests", *parts[:depth]]) + "/" for depth in range(len(parts), 0, -1)]
         of_wing = next((each for each in folders if any(name.startswith(each) for name in self.seconds)), "tests/")
         reached = reached or frozenset(name for name in self.seconds if name.startswith(of_wing))
-        chosen = []
+        chosen: list[str] = []
         total = 0.0
         for name in sorted(reached, key=lambda name: (not name.startswith(of_wing), self.seconds[name], name)):
             total += self.seconds[name]

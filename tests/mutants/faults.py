@@ -139,7 +139,7 @@ class _Finder:
     def _call(self, node: ast.Call) -> Iterator[Fault]:
         given: list[ast.AST] = [*node.args, *node.keywords]
         for place, each in enumerate(given):
-            if isinstance(each, ast.keyword) and each.arg:
+            if isinstance(each, ast.keyword) and each.arg and not self._makes_no_difference(node, each):
                 begin, end = self._span(each)
                 if place:
                     begin = self._span(given[place - 1])[1]
@@ -155,6 +155,12 @@ class _Finder:
             if self._text(kept) != b"torch":
                 yield self._fault(node, "mask dropped", self._span(node), self._text(kept))
 
+    def _makes_no_difference(self, call: ast.AST, argument: ast.keyword) -> bool:
+        """Return whether nothing depends on an argument where the rest is right: `strict` of zip, and texts of help."""
+        if argument.arg in ("metavar", "help"):
+            return True
+        return argument.arg == "strict" and isinstance(call, ast.Call) and ast.unparse(call.func) == "zip"
+
     def _binop(self, node: ast.BinOp) -> Iterator[Fault]:
         if not isinstance(node.op, ORDERED) or isinstance(node.left, ast.Constant | ast.JoinedStr):
             return
@@ -166,6 +172,8 @@ class _Finder:
         changed = _changed(node.value)
         parent = self.parents[node]
         if changed is None or isinstance(parent, ast.Slice):
+            return
+        if isinstance(parent, ast.keyword) and self._makes_no_difference(self.parents[parent], parent):
             return
         kind = "constant"
         if isinstance(parent, ast.arguments) or (isinstance(parent, ast.AnnAssign) and self._is_field(parent)):
