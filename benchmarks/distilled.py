@@ -28,8 +28,7 @@ from benchmarks.loss.results import hardware
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, load_translator
 from recipes.translation.scores.bootstrap import Interval, interval, resampled_scores
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured
@@ -71,10 +70,10 @@ def main() -> None:
     parser.add_argument("--student-beams", type=int, nargs="*", default=[], help="further beams of the int8 student")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    teacher, student = (load_translator(folder_of(run)) for run in (options.teacher, options.student))
+    teacher, student = (load_saved(folder_of(run)) for run in (options.teacher, options.student))
     pairs = load_pairs(student.config.data, options.split, student.config.subwords.lowercase)[: options.sentences]
     with tempfile.TemporaryDirectory() as folder:
-        made = systems(teacher, student, folder_of(options.teacher), Path(folder), options.student_beams)
+        made = systems(teacher, student, Path(folder), options.student_beams)
         found = measured(made, pairs, student, options.rounds)
     print(table(found, len(pairs)))
     print(
@@ -89,23 +88,22 @@ def folder_of(run: Path) -> Path:
     return whole_folder(run) or whole_folder(run / "best") or run
 
 
-def systems(
-    teacher: Translator, student: Translator, teacher_folder: Path, folder: Path, beams: Sequence[int]
-) -> dict[str, System]:
+def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Sequence[int]) -> dict[str, System]:
     """Return the systems by name; what is exported is written to `folder`."""
     own = teacher.config.decoding
-    made = {TEACHER: System(partial(translate, teacher, decoding=own), own.beam, bytes_of(teacher_folder))}
-    for who, translator, types in (("teacher", teacher, ("float32",)), ("student", student, ("float32", "int8"))):
+    in_torch = partial(translate, load_translator(teacher.folder), decoding=own)
+    made = {TEACHER: System(in_torch, own.beam, bytes_of(teacher.folder))}
+    for who, saved, types in (("teacher", teacher, ("float32",)), ("student", student, ("float32", "int8"))):
         for kind in types:
             path = folder / f"{who}-{kind}"
-            ctranslate2_model.write(translator, path, kind)
+            ctranslate2_model.write(saved, path, kind)
             engine = ctranslate2_engine.load(path, threads=1)
-            searches = [translator.config.decoding]
+            searches = [saved.config.decoding]
             if kind == "int8":
-                searches += [replace(translator.config.decoding, beam=beam) for beam in beams]
+                searches += [replace(saved.config.decoding, beam=beam) for beam in beams]
             for search in searches:
                 name = f"{who}, CTranslate2, {kind}"
-                if search.beam != translator.config.decoding.beam:
+                if search.beam != saved.config.decoding.beam:
                     name += f", beam {search.beam}"
                 way = partial(ctranslate2_engine.translate, engine, decoding=search)
                 made[name] = System(way, search.beam, bytes_of(path))
@@ -117,7 +115,7 @@ def bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def measured(made: dict[str, System], pairs: Sequence[Pair], student: Translator, rounds: int) -> dict[str, Found]:
+def measured(made: dict[str, System], pairs: Sequence[Pair], student: SavedModel, rounds: int) -> dict[str, Found]:
     """Let the systems translate in turn; return the BLEU and the fewest seconds of each."""
     sources = [pair.source for pair in pairs]
     references = [pair.target for pair in pairs]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.mutants.__main__ import Reach, copies, drawn, report, tried
+from tests.mutants import __main__ as main
+from tests.mutants.__main__ import Outcome, Reach, confirmed, copies, drawn, report, tried, unrecorded
 from tests.mutants.faults import Fault, faults_of
 from tests.mutants.reach import ROOT
 
@@ -53,7 +54,7 @@ def test_messages_and_annotations_have_none(code: str) -> None:
 
 
 def test_the_same_seed_draws_the_same_faults_of_many_kinds() -> None:
-    first, again, other = (drawn(["seqpar/core"], 20, seed) for seed in (1, 1, 2))
+    first, again, other = (drawn(["seqpar/core"], 20, seed) for seed in ("1", "1", "2"))
     assert first == again != other
     assert len({fault.kind for fault in first}) > 5
 
@@ -70,6 +71,7 @@ def verdicts_of(*faults: Fault, tests: Sequence[str]) -> list[str]:
     with copies(1) as lent:
         outcomes = [tried(fault, reach, lent) for fault in faults]
     assert report(outcomes).count("---") >= sum(outcome.verdict != "caught" for outcome in outcomes)
+    assert all(outcome.failed in ("", *tests) for outcome in outcomes)
     return [outcome.verdict for outcome in outcomes]
 
 
@@ -80,6 +82,40 @@ def test_a_fault_is_caught_if_a_test_fails_and_survives_if_all_pass() -> None:
     assert verdicts_of(noticed, broken, comment, tests=[NOTICES]) == ["caught", "caught", "survived"]
 
 
+def test_a_line_that_no_test_reaches_has_those_of_the_block_around_it_or_of_its_wing() -> None:
+    default = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    source = (ROOT / CHUNKS).read_text().splitlines()
+    beside = next(line for line in range(default.line - 1, 0, -1) if source[line - 1].startswith("def ")) + 1
+    seconds = dict.fromkeys(["tests/models/a.py::a", "tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"], 1.0)
+    reached = {beside: frozenset(["tests/models/a.py::a", "tests/seqpar/core/c.py::c"])}
+    chosen = ["tests/seqpar/core/c.py::c", "tests/models/a.py::a"]
+    assert Reach(seconds, {CHUNKS: reached}).tests_of(default) == chosen
+    assert Reach(seconds, {}).tests_of(default) == ["tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"]
+
+
+def test_a_quick_look_takes_the_files_of_the_wing_and_does_not_call_a_lack_of_time_caught(monkeypatch) -> None:
+    fault = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    tests = unrecorded().tests_of(fault)
+    assert "tests/seqpar/core/test_parts.py" in tests
+    assert all(name.startswith("tests/seqpar/core/") for name in tests)
+    monkeypatch.setattr(main, "QUICK_SECONDS", 0.0)
+    with copies(1) as lent:
+        assert tried(fault, unrecorded(), lent, quick=True).verdict == "out of time"
+
+
 def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:
     noticed = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
     assert verdicts_of(noticed, tests=["tests/nowhere.py"]) == ["not run"]
+
+
+def test_a_test_that_fails_without_the_fault_has_not_noticed_it() -> None:
+    fault = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    caught = [Outcome(fault, "caught", 1.0, NOTICES)]
+    reach = Reach({NOTICES: 1.0}, {})
+    with copies(1) as lent:
+        sound = confirmed(caught, reach, lent)
+        copy = lent.get()
+        (copy / CHUNKS).write_bytes(fault.planted((ROOT / CHUNKS).read_bytes()))
+        lent.put(copy)
+        broken = confirmed(caught, reach, lent)
+    assert [outcome.verdict for outcome in (*sound, *broken)] == ["caught", "not run"]

@@ -104,29 +104,59 @@ def of_transformers(size: Size, ours: bool, measured: Measured) -> None:
 def of_trl(size: Size, ours: bool, measured: Measured) -> None:
     """Take a step of TRL's SFTTrainer."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    from seqpar.integrations.trl import apply_seqpar_scores
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size.vocab)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w2", eos_token="w1")
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(
             llama(size),
-            args=SFTConfig(folder, bf16=False, gradient_checkpointing=False, max_length=None, **arguments(size)),
+            args=SFTConfig(folder, max_length=None, **IN_FLOAT32, **arguments(size)),
             train_dataset=Dataset.from_dict({"input_ids": size.tokens().tolist()}),
-            processing_class=tokenizer,
+            processing_class=words(size),
         )
-        if ours:
-            apply_seqpar_scores(trainer)
-        wrap_step(trainer, measured)
-        trainer.train()
+        train(trainer, ours, measured)
+
+
+def of_trl_distillation(size: Size, ours: bool, measured: Measured) -> None:
+    """Take a step of TRL's DistillationTrainer, with a teacher of the same size and completions that are given."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = DistillationTrainer(
+            llama(size),
+            llama(size),
+            args=DistillationConfig(folder, beta=0.5, **IN_FLOAT32, **arguments(size)),
+            train_dataset=Dataset.from_dict({"prompt": ["w3"] * size.rows}),
+            processing_class=words(size),
+        )
+        trainer._generate_single_turn = lambda *_: size.tokens().tolist()
+        train(trainer, ours, measured)
+
+
+IN_FLOAT32 = {"bf16": False, "gradient_checkpointing": False}
+
+
+def words(size: Size) -> Any:
+    """Return a tokenizer of the words w0, w1 and so on."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size.vocab)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w2", eos_token="w1")
+
+
+def train(trainer: Any, ours: bool, measured: Measured) -> None:
+    """Train with TRL's trainer."""
+    from seqpar.integrations.trl import apply_seqpar_scores
+
+    if ours:
+        apply_seqpar_scores(trainer)
+    wrap_step(trainer, measured)
+    trainer.train()
 
 
 def arguments(size: Size) -> dict[str, Any]:
-    """Return the arguments of both, for one step without files, messages and clipping."""
+    """Return the arguments of every Trainer, for one step without files, messages and clipping."""
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     step = {"per_device_train_batch_size": size.rows, "max_steps": 1, "max_grad_norm": 0.0, "use_cpu": True}
     return quiet | step | {"dataloader_pin_memory": False}
@@ -262,6 +292,7 @@ class Kind(NamedTuple):
 KINDS = {
     "Hugging Face Trainer": Kind("transformers", of_transformers),
     "TRL SFTTrainer": Kind("trl", of_trl),
+    "TRL DistillationTrainer": Kind("trl", of_trl_distillation),
     "Accelerate": Kind("accelerate", of_accelerate),
     "Lightning Trainer": Kind("lightning", of_lightning),
     "Lightning Fabric": Kind("lightning", of_fabric),

@@ -7,6 +7,7 @@
 | `transformers_check` | compare that with the model's own logits and loss of a few made-up tokens |
 | `transformers_call` | the state of one training forward |
 | `trl` | TRL's trainers: `apply_seqpar_scores`, `allow_head_adapter` |
+| `trl_distillation` | the divergence of TRL's DistillationTrainer |
 | `trl_head` | read the output embeddings and PEFT's adapters on them, and check them against the model's own logits |
 | `trl_options` | refuse the options of TRL's trainers that need the logits of all tokens |
 | `trl_statistics` | the statistics of logits that TRL logs |

@@ -18,12 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from trl import DistillationTrainer
 from trl.trainer import utils as trl_utils
 
 from seqpar.core.checks import check_size, is_dtensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
-from seqpar.integrations.transformers_model import Reading, Settings, refuse_adapter, settings_of
-from seqpar.integrations.trl_head import WITHOUT, Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
+from seqpar.integrations.transformers_model import Reading, refuse_adapter
+from seqpar.integrations.trl_distillation import AppliedDistillation
+from seqpar.integrations.trl_head import (
+    WITHOUT,
+    Adapter,
+    ReadModels,
+    adapted_head,
+    adapter_of,
+    base_of,
+    examine,
+    is_peft_model,
+)
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
 from seqpar.integrations.trl_statistics import LogitStatistics
 from seqpar.linear.lora import adapter_rows, lora_scores
@@ -32,8 +43,10 @@ from seqpar.linear.token_scores import TokenScores, token_scores
 WAY_OUT_OF_SHARDS = f"let the trainer's fsdp_config shard the model; {WITHOUT}"
 
 
-def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> AppliedScores:
+def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> AppliedScores | AppliedDistillation:
     """Make a TRL trainer compute its log-probabilities and entropies with `seqpar.token_scores`.
+
+    A `DistillationTrainer` gets its divergence from `seqpar.linear_distillation`, for every `beta` and `temperature`.
 
     Plain equivalent: the trainer itself; its loss, its metrics and all gradients keep their values.
 
@@ -42,13 +55,13 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
     by name. A reference model is treated in the same way. Rows without a label are never projected.
 
     Args:
-        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` or `RLOOTrainer` of TRL 1.16, of a full
-            model or one with PEFT's adapters, on one process or several, under DDP or FSDP2. For an adapter on the
-            output embeddings see `allow_head_adapter`.
+        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` or `DistillationTrainer` of
+            TRL 1.16, of a full model or one with PEFT's adapters, on one process or several, under DDP or FSDP2. For
+            an adapter on the output embeddings see `allow_head_adapter`.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
 
     Returns:
-        `AppliedScores`: its `remove()`, or leaving the `with` block, restores the trainer.
+        `AppliedScores`, or its like for distillation: `remove()`, or leaving the `with` block, restores the trainer.
 
     Raises:
         TypeError: another trainer, a compiled model, or output embeddings that are not an `nn.Linear`, alone or with
@@ -57,10 +70,11 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
             `compute_metrics`, `preprocess_logits_for_metrics`) or is not supported (`use_liger_kernel`,
             `torch_compile`, DeepSpeed, FSDP1, tensor, context or sequence parallelism), or a trainer that has the
             scores already. With `precompute_ref_log_probs`, a model whose logits TRL does not compute as the model
-            does: the references were computed before.
+            does: the references were computed before. In distillation, a model with a softcap, or two whose logits
+            have different factors.
         RuntimeError: another version of TRL whose log-probabilities are computed in another way, or a model whose
             logits are not those of its configuration. In training, a trainer that asks the model for logits instead (as
-            distillation does).
+            `trl.experimental.gkd` does).
 
     Example:
         >>> from trl import DPOTrainer
@@ -77,7 +91,7 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
     if is_peft_model(trainer.model):
         refuse_adapter(trainer.model, WITHOUT)
     models = [trainer.model]
-    reference = getattr(trainer, "ref_model", None)
+    reference = getattr(trainer, "ref_model", getattr(trainer, "teacher_model", None))
     if reference is not None:
         models.append(trainer.accelerator.unwrap_model(reference))
     for model in map(base_of, models):
@@ -90,6 +104,8 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
             raise TypeError(f"the {type(model._orig_mod).__name__} of this trainer is compiled; {before}")
         if getattr(trainer, "precompute_ref_logps", False):
             _refuse_other_references(model, examine(model))
+    if isinstance(trainer, DistillationTrainer):
+        return AppliedDistillation(trainer, chunk_tokens)
     return AppliedScores(models, chunk_tokens)
 
 
@@ -181,7 +197,7 @@ class AppliedScores:
 
     def __init__(self, models: list[Any], chunk_tokens: int | None) -> None:
         self.chunk_tokens = chunk_tokens
-        self.checked: dict[int, tuple[Settings, Reading]] = {}
+        self.models = ReadModels()
         self.asked = False
         self.running: _Node | None = None
         self.exact: dict[str, Any] = {}
@@ -190,7 +206,7 @@ class AppliedScores:
         bases = [base_of(model) for model in models]
         self.whole = {id(base): model for base, model in zip(bases, models, strict=True)}
         for base in bases:
-            self._reading(base)
+            self.models.reading(base)
         self.hooks: list[Any] = []
         for base in bases:
             self.hooks.append(base.register_forward_pre_hook(self._before, with_kwargs=True))
@@ -210,15 +226,6 @@ class AppliedScores:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _reading(self, model: PreTrainedModel) -> Reading:
-        """Return what a model does to its logits; it is examined again when its configuration has changed."""
-        settings = settings_of(model, {})
-        before, reading = self.checked.get(id(model), (None, None))
-        if reading is None or settings != before:
-            reading = examine(model)
-            self.checked[id(model)] = (settings, reading)
-        return reading
-
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our function in the place of TRL's, until the forward returns."""
         # torch does not call `_after` for a forward that Ctrl-C has ended
@@ -230,7 +237,7 @@ class AppliedScores:
                 raise RuntimeError(f"{asked}; {WITHOUT}")
             return
         self.asked = True
-        self.running = _Node(model, self._reading(model), self.chunk_tokens)
+        self.running = _Node(model, self.models.reading(model), self.chunk_tokens)
         # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
         self.last_hook = self.whole[id(model)].register_forward_hook(self._unrounded)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}

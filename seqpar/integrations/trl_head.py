@@ -28,7 +28,14 @@ from seqpar.integrations.made_up import (
     unrounded,
 )
 from seqpar.integrations.transformers_check import matching_reading
-from seqpar.integrations.transformers_model import Reading, plain_linear, readings, special_labels
+from seqpar.integrations.transformers_model import (
+    Reading,
+    Settings,
+    plain_linear,
+    readings,
+    settings_of,
+    special_labels,
+)
 
 WITHOUT = "train it without apply_seqpar_scores"
 NEEDED = f"the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modules_to_save; {WITHOUT}"
@@ -105,6 +112,22 @@ def _unsupported(head: Any, active: list[str]) -> str:
     if head.lora_B[active[0]].bias is not None:
         return "an adapter that has a bias of its own; set lora_bias=False"
     return ""
+
+
+class ReadModels:
+    """What models do to their logits; a model is examined again when its configuration has changed."""
+
+    def __init__(self) -> None:
+        self.checked: dict[int, tuple[Settings, Reading]] = {}
+
+    def reading(self, model: PreTrainedModel) -> Reading:
+        """Return what a model does to its logits."""
+        settings = settings_of(model, {})
+        before, reading = self.checked.get(id(model), (None, None))
+        if reading is None or settings != before:
+            reading = examine(model)
+            self.checked[id(model)] = (settings, reading)
+        return reading
 
 
 class _Seen:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import trl
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer import utils as trl_utils
 
-TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer)
+TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer)
 
 NODE = "_ChunkedLogProbFunction"
 COMPACT = "_use_triton"
@@ -38,10 +38,15 @@ FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 def check_version() -> None:
     """Raise RuntimeError unless the installed TRL computes its log-probabilities as this integration expects."""
     if changed := _changed():
-        raise RuntimeError(
-            f"TRL {trl.__version__} computes its log-probabilities differently from 1.16, for which "
-            f"apply_seqpar_scores is written: {changed}; install trl==1.16.0, or train without it"
-        )
+        raise another_version("its log-probabilities", changed)
+
+
+def another_version(what: str, changed: str) -> RuntimeError:
+    """Return the error for a TRL that computes something as no version does that is known here."""
+    return RuntimeError(
+        f"TRL {trl.__version__} computes {what} differently from 1.16, for which apply_seqpar_scores is written: "
+        f"{changed}; install trl==1.16.0, or train without it"
+    )
 
 
 def _changed() -> str:

@@ -34,7 +34,8 @@ def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
     check_mask(mask, "mask", log_prob=log_prob)
     log_prob = torch.where(mask, log_prob, 0)
     finite = log_prob.clamp(min=torch.finfo(log_prob.dtype).min)
-    return -log_prob.detach().exp() * finite
+    # Not the negative, which would make 0 a -0
+    return 0 - log_prob.detach().exp() * finite
 
 
 def minimum_risk(

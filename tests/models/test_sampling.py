@@ -166,7 +166,7 @@ def test_from_the_most_probable_token_alone_sampling_is_greedy() -> None:
     expected = greedy(MODEL, src, bos=BOS, eos=EOS)
     for truncation in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4}):
         found = sample(MODEL, src, bos=BOS, eos=EOS, seeds=range(5), **truncation)  # type: ignore[arg-type]
-        assert [row[0].tokens for row in found] == expected
+        assert [[one.tokens for one in row] for row in found] == [[tokens] for tokens in expected]
 
 
 @pytest.mark.parametrize(

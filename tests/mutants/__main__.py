@@ -3,15 +3,22 @@
     python -m tests.mutants --count 300 --seed 1              # over the library and the recipe
     python -m tests.mutants --count 20 --wings seqpar/rows
 
-Which tests reach a line is recorded first, once for a commit, by running all tests (`tests/mutants/reach.py`). Of a
-line that is reached only in other processes, such as ranks, the tests of its own wing count. The tests run fastest
-first, each set in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run
-without end is noticed. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+Which tests reach a line is recorded first, once for a commit, by running those of `make test` and `make test-formats`
+(`tests/mutants/reach.py`). Of a line that none of them reaches by itself, as one that runs at import or in another
+process, those of the block around it count, or else of its wing. The wing's own tests run first, each group fastest
+first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run without
+end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too, has noticed
+nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+
+    python -m tests.mutants --count 20 --seed 5a1b --quick    # some minutes, for a look at a commit
+
+`--quick` records nothing: a fault has half a minute of the test files in its wing's folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import json
@@ -32,16 +39,19 @@ from queue import Queue
 from typing import NamedTuple
 
 from tests.mutants.faults import Fault, faults_of, parses
-from tests.mutants.in_copy import STATUS, run_tests
+from tests.mutants.in_copy import FAILED, STATUS, run_tests
 from tests.mutants.reach import ROOT, WINGS
 
 RECORDED = ROOT / ".mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 MOST_SECONDS = 60.0
 """Of the tests of a fault, by what they took when they were recorded; the fastest are taken."""
+MARKS = "not hf_models and not launched and not browser and not tutorial and not faults"
 SLOWER = 4
 """How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
 PATIENCE = 60
+QUICK_SECONDS = 30.0
+"""Of a fault, with `--quick`."""
 
 
 VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", STATUS + 4: "caught"}
@@ -55,14 +65,19 @@ class Reach(NamedTuple):
     lines: Mapping[str, Mapping[int, frozenset[str]]]
 
     def tests_of(self, fault: Fault) -> list[str]:
-        """Return the tests of a fault, the fastest first."""
-        reached = self.lines.get(fault.path, {}).get(fault.line, frozenset())
-        if not reached:
-            mirrored = Path("tests", fault.path).parent.as_posix()
-            reached = frozenset(name for name in self.seconds if name.startswith(mirrored + "/"))
+        """Return the tests of a fault, those of its wing first, and the fastest of them."""
+        lines = self.lines.get(fault.path, {})
+        reached: frozenset[str] = frozenset()
+        for first, last in blocks_around(ast.parse((ROOT / fault.path).read_bytes()), fault.line):
+            within = (tests for line, tests in lines.items() if first <= line <= last)
+            reached = reached or frozenset().union(*within)
+        parts = [part for part in Path(fault.path).parent.parts if part != "translation"]
+        folders = ["/".join(["tests", *parts[:depth]]) + "/" for depth in range(len(parts), 0, -1)]
+        of_wing = next((each for each in folders if any(name.startswith(each) for name in self.seconds)), "tests/")
+        reached = reached or frozenset(name for name in self.seconds if name.startswith(of_wing))
         chosen = []
         total = 0.0
-        for name in sorted(reached, key=lambda name: (self.seconds[name], name)):
+        for name in sorted(reached, key=lambda name: (not name.startswith(of_wing), self.seconds[name], name)):
             total += self.seconds[name]
             if total > MOST_SECONDS:
                 break
@@ -70,13 +85,29 @@ class Reach(NamedTuple):
         return chosen
 
 
+def blocks_around(tree: ast.Module, line: int) -> list[tuple[int, int]]:
+    """Return the first and last lines of the statements around a line, from the innermost to the whole file.
+
+    A default or a constant runs while its file is imported, in no test: those of the block around it count.
+    """
+    around = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    # The innermost statement may be a whole function or loop, of which the line is the head
+    return [(line, line), *sorted(around, key=lambda block: block[1] - block[0]), (1, sys.maxsize)]
+
+
 class Outcome(NamedTuple):
     """What the tests said of a fault."""
 
     fault: Fault
     verdict: str
-    """"caught", "survived", "no test", or "not run", where the process failed before its tests."""
+    """"caught", "survived", "no test", "out of time" or "not run", where the process failed before its tests."""
     seconds: float
+    failed: str = ""
+    """The test that failed."""
 
 
 def state_of_checkout() -> str:
@@ -96,7 +127,18 @@ def recorded(workers: int, tests: Sequence[str]) -> Reach:
         print("[mutants] running the tests once, to see which lines they reach", flush=True)
         whole = folder.with_suffix(".part")
         shutil.rmtree(whole, ignore_errors=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.reach", "--reach", str(whole)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.mutants.reach",
+            "--reach",
+            str(whole),
+            "-m",
+            MARKS,
+        ]
         environment = os.environ | {"HYPOTHESIS_PROFILE": "dev"}
         subprocess.run([*command, "-n", str(workers), *tests], cwd=ROOT, env=environment, check=False)
         whole.rename(folder)
@@ -112,7 +154,7 @@ def recorded(workers: int, tests: Sequence[str]) -> Reach:
     return Reach(seconds, {p: {n: frozenset(s) for n, s in each.items()} for p, each in lines.items()})
 
 
-def drawn(wings: Sequence[str], count: int, seed: int) -> list[Fault]:
+def drawn(wings: Sequence[str], count: int, seed: str) -> list[Fault]:
     """Draw faults: first a kind, then one of its faults, so that the rare kinds are among them."""
     equivalent = json.loads(EQUIVALENT.read_text())
     by_kind: dict[str, list[Fault]] = {}
@@ -148,7 +190,13 @@ def copies(number: int) -> Iterator[Queue[Path]]:
         yield lent
 
 
-def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
+def unrecorded() -> Reach:
+    """Return a reach that knows the files of the tests, and nothing else."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return Reach({file.relative_to(ROOT).as_posix(): 0.0 for file in files}, {})
+
+
+def tried(fault: Fault, reach: Reach, lent: Queue[Path], quick: bool = False) -> Outcome:
     """Plant a fault in a copy, and run its tests."""
     tests = reach.tests_of(fault)
     began = time.monotonic()
@@ -159,21 +207,45 @@ def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
     copy = lent.get()
     source = (ROOT / fault.path).read_bytes()
     (copy / fault.path).write_bytes(fault.planted(source))
-    process = multiprocessing.get_context("forkserver").Process(target=run_tests, args=(str(copy), tests))
     try:
-        process.start()
-        process.join(SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE)
-        assert process.pid is not None
-        verdict = "caught"  # by a signal, or because it runs without end
-        if process.exitcode is not None and process.exitcode >= 0:
-            verdict = VERDICTS.get(process.exitcode, "not run")
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+        limit = SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE
+        if quick:
+            limit = QUICK_SECONDS
+        status, failed = ended(copy, tests, "-x", "-m", MARKS, limit=limit)
     finally:
         (copy / fault.path).write_bytes(source)
         lent.put(copy)
-    return Outcome(fault, verdict, time.monotonic() - began)
+    # By a signal, or because it runs without end, unless that of the tests is not known
+    verdict = "out of time" if quick and status is None else "caught"
+    if status is not None and status >= 0:
+        verdict = VERDICTS.get(status, "not run")
+    return Outcome(fault, verdict, time.monotonic() - began, failed[0] if failed else "")
+
+
+def ended(copy: Path, tests: Sequence[str], *options: str, limit: float) -> tuple[int | None, list[str]]:
+    """Run tests in a copy; return how their process ended, None after its limit of seconds, and which failed."""
+    names = copy / FAILED
+    names.unlink(missing_ok=True)
+    process = multiprocessing.get_context("forkserver").Process(target=run_tests, args=(str(copy), tests, *options))
+    process.start()
+    process.join(limit)
+    assert process.pid is not None
+    status = process.exitcode
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return status, names.read_text().splitlines() if names.exists() else []
+
+
+def confirmed(outcomes: Sequence[Outcome], reach: Reach, lent: Queue[Path]) -> list[Outcome]:
+    """Return the outcomes; a fault is "not run" where the test that failed also fails without it."""
+    tests = sorted({outcome.failed for outcome in outcomes if outcome.failed})
+    if not tests:
+        return list(outcomes)
+    copy = lent.get()
+    _, failing = ended(copy, tests, limit=SLOWER * sum(reach.seconds.get(name, 1.0) for name in tests) + PATIENCE)
+    lent.put(copy)
+    return [each._replace(verdict="not run") if each.failed in failing else each for each in outcomes]
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
@@ -199,23 +271,27 @@ def main() -> None:
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=300, help="faults (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--seed", default="0", help="of the draw, any text (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="only with the wing's test files, half a minute for each")
     parser.add_argument("--wings", nargs="*", default=list(WINGS), help="folders of the code (default: all)")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="files or folders of the tests (default: all)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at once")
     options = parser.parse_args()
-    reach = recorded(options.workers, options.tests)
+    reach = unrecorded() if options.quick else recorded(options.workers, options.tests)
     faults = drawn(options.wings, options.count, options.seed)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
     outcomes = []
     began = time.monotonic()
     with copies(options.workers) as lent, ThreadPoolExecutor(options.workers) as threads:
-        for outcome in threads.map(lambda fault: tried(fault, reach, lent), faults):
+        for outcome in threads.map(lambda fault: tried(fault, reach, lent, options.quick), faults):
             outcomes.append(outcome)
             minutes = (time.monotonic() - began) / 60
             left = minutes / len(outcomes) * (len(faults) - len(outcomes))
-            print(f"[mutants] {len(outcomes)} of {len(faults)}, {minutes:.0f} min, {left:.0f} left", flush=True)
-    print(report(outcomes))
+            place = f"{outcome.verdict}: {outcome.fault.path}:{outcome.fault.line}"
+            print(
+                f"[mutants] {len(outcomes)} of {len(faults)}, {minutes:.0f} min, {left:.0f} left, {place}", flush=True
+            )
+        print(report(confirmed(outcomes, reach, lent)))
 
 
 if __name__ == "__main__":

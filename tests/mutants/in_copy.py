@@ -10,10 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 STATUS = 100
 """Added to pytest's exit status, which tells it from that of a process that has not come so far."""
+FAILED = "failed-tests"
+"""The file in a copy that names the tests that failed, one a line."""
 
 
-def run_tests(copy: str, tests: Sequence[str]) -> None:
-    """Run tests in a copy until the first one fails; exit with STATUS and pytest's own status."""
+def run_tests(copy: str, tests: Sequence[str], *options: str) -> None:
+    """Run tests in a copy, and write down which failed; exit with STATUS and pytest's own status."""
     os.setsid()
     os.chdir(copy)
     sys.path[:] = [copy, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
@@ -26,5 +28,11 @@ def run_tests(copy: str, tests: Sequence[str]) -> None:
         os.dup2(nowhere.fileno(), 2)
     import pytest
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-o", "addopts="]
-    os._exit(STATUS + int(pytest.main([*options, *tests])))
+    class Failures:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed:
+                with open(FAILED, "a") as file:
+                    file.write(report.nodeid + "\n")
+
+    quick = ["-q", "-p", "no:cacheprovider", "--assert=plain", "-o", "addopts="]
+    os._exit(STATUS + int(pytest.main([*quick, *options, *tests], plugins=[Failures()])))

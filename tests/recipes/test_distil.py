@@ -106,11 +106,6 @@ def test_translations_are_reused_only_where_they_are_made_of_the_same(
     write_translations(teacher, SENTENCES, tmp_path, "1")
     assert seen == []
     assert f"[distil] {tmp_path / '1.target.txt'}: 23 translations reused" in capsys.readouterr().out
-    record = json.loads((tmp_path / "1.json").read_text())
-    del record["decoding"]["no_repeat_ngram"]  # as of a version without it
-    (tmp_path / "1.json").write_text(json.dumps(record))
-    write_translations(teacher, SENTENCES, tmp_path, "1")
-    assert seen == []
     other = random_translator(tmp_path / "other", seed=2)
     wider = replace(other, config=tiny(tmp_path / "wider", {"decoding.beam": 2}))
     for translator, sentences, tag in (

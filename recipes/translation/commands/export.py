@@ -89,8 +89,7 @@ def write(folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
     elif options.to == "ctranslate2":
         from recipes.translation.export import ctranslate2_model
 
-        translator = load(options.run, options)
-        ctranslate2_model.write(translator, folder, options.quantization, translator.digests[0])
+        ctranslate2_model.write(saved_model(options.run, options), folder, options.quantization)
     else:
         from recipes.translation.export import onnx_model
 

@@ -7,12 +7,14 @@ subword models, so that it is all that translation needs: `python -m recipes.tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from ctranslate2 import specs
-from ctranslate2.specs import attention_spec, common_spec
+from ctranslate2.specs import attention_spec, common_spec, model_spec
 from torch import Tensor, nn
 
 from models.attention import Attention
@@ -20,9 +22,10 @@ from models.presets import Activation
 from models.transformer import EncoderLayer, FeedForward
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import save_belongings
+from recipes.translation.files.tensors import described
+from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.made_from import note_origin
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.run_folder.translator import build_model
 from recipes.translation.text.subwords import EOS, UNK
 
 ACTIVATIONS: dict[Activation, Any] = {
@@ -33,25 +36,82 @@ ACTIVATIONS: dict[Activation, Any] = {
 """CTranslate2's own names."""
 
 
-def write(translator: Translator, folder: Path, quantization: str | None, weights: str = "") -> None:
+class SavedVariable(model_spec.Variable):
+    """Weights of a saved model, one below the other, as a variable of CTranslate2's; they are read when it asks."""
+
+    def __init__(self, saved: Mapping[str, Tensor], names: Sequence[str], dtype: str = "float32") -> None:
+        self.saved = saved
+        self.names = names
+        self._dtype = dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """Return the shape of all of them."""
+        shapes = [described(self.saved)[name].shape for name in self.names]
+        return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of the type in which they are written."""
+        return self._dtype
+
+    def numpy(self) -> numpy.ndarray[Any, Any]:
+        """Return an array, which CTranslate2 may write to."""
+        values: numpy.ndarray[Any, Any] = self._read().numpy()
+        return values
+
+    def num_bytes(self) -> int:
+        """Return how many bytes are written."""
+        return int(torch.empty(self.shape, dtype=getattr(torch, self._dtype), device="meta").nbytes)
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes that are written."""
+        return self._read().view(torch.uint8).numpy().tobytes()
+
+    def _read(self) -> Tensor:
+        rows = torch.cat([self.saved[name].cpu().float() for name in self.names])  # a copy, even of one
+        return rows.to(getattr(torch, self._dtype))
+
+    def _to(self, dtype: str) -> SavedVariable:
+        return SavedVariable(self.saved, self.names, dtype)
+
+    def _equal(self, other: SavedVariable) -> bool:
+        return self.names == other.names  # a tied weight is saved once
+
+
+class SavedVariables:
+    """Every weight of a saved model, by its place in `model`, which is on "meta"."""
+
+    def __init__(self, saved: SavedModel, model: nn.Module) -> None:
+        self.saved = saved.weights
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def of(self, *parameters: Tensor) -> SavedVariable:
+        """Return the weights, one below the other."""
+        return SavedVariable(self.saved, [self.names[id(parameter)] for parameter in parameters])
+
+
+def write(saved: SavedModel, folder: Path, quantization: str | None) -> None:
     """Replace `folder` by one with the model in CTranslate2's format; `quantization` None keeps float32.
 
-    `weights`, the SHA-256 of the model's own, tells later whether it is still that of the run.
+    One weight at a time is in memory and, with `quantization` of 8 or 16 bits as integers, what all become.
     """
-    spec = spec_of(translator)
+    spec = spec_of(saved)
     spec.validate()
     spec.optimize(quantization=quantization)
     with replaced_folder(folder) as new:
         spec.save(str(new))
-        save_belongings(new, translator)
-        note_origin(new, weights)
+        save_belongings(new, saved)
+        note_origin(new, saved.digest)
 
 
-def spec_of(translator: Translator) -> specs.TransformerSpec:
+def spec_of(saved: SavedModel) -> specs.TransformerSpec:
     """Return the model as CTranslate2 describes one, with its weights in float32."""
-    config = translator.config
-    sizes = transformer_sizes(translator)
-    model = translator.model
+    config = saved.config
+    sizes = transformer_sizes(saved)
+    with torch.device("meta"):
+        model = build_model(sizes, saved.source, saved.target)
+    variables = SavedVariables(saved, model)
     spec = specs.TransformerSpec.from_config(
         (sizes.encoder_layers, sizes.decoder_layers),
         sizes.heads,
@@ -60,25 +120,25 @@ def spec_of(translator: Translator) -> specs.TransformerSpec:
     )
     # A source has its end symbol too, and a target its start symbol
     longest = max(config.training.max_length, config.decoding.max_length) + 1
-    positions = model.tgt_embed.positions_of(0, longest, like=model.generator.weight)
+    positions = model.tgt_embed.positions_of(0, longest, like=torch.empty(0, sizes.d_model)).numpy()
     for side, stack, embedding in (
         (spec.encoder, model.encoder, model.src_embed),
         (spec.decoder, model.decoder, model.tgt_embed),
     ):
-        side.position_encodings.encodings = array(positions)
+        side.position_encodings.encodings = positions
         for layer_spec, layer in zip(side.layer, stack.layers, strict=True):
-            fill_layer(layer_spec, layer)
+            fill_layer(layer_spec, layer, variables)
         if isinstance(stack.norm, nn.LayerNorm):
-            fill_norm(side.layer_norm, stack.norm)
+            fill_norm(side.layer_norm, stack.norm, variables)
         embeddings = side.embeddings
         if isinstance(embeddings, list):  # an encoder may have several in CTranslate2
             embeddings = embeddings[0]
-        embeddings.weight = array(embedding.lookup.weight)
-    fill_linear(spec.decoder.projection, model.generator)
-    spec.register_source_vocabulary(translator.source.pieces())
-    spec.register_target_vocabulary(translator.target.pieces())
-    special = translator.target.pieces()
-    start = special[translator.target.symbols.start[0]]
+        embeddings.weight = variables.of(embedding.lookup.weight)
+    fill_linear(spec.decoder.projection, model.generator, variables)
+    spec.register_source_vocabulary(saved.source.pieces())
+    spec.register_target_vocabulary(saved.target.pieces())
+    special = saved.target.pieces()
+    start = special[saved.target.symbols.start[0]]
     spec.config.bos_token = start
     spec.config.eos_token = special[EOS]
     spec.config.unk_token = special[UNK]
@@ -89,44 +149,39 @@ def spec_of(translator: Translator) -> specs.TransformerSpec:
     return spec
 
 
-def fill_layer(spec: Any, layer: nn.Module) -> None:
+def fill_layer(spec: Any, layer: nn.Module, variables: SavedVariables) -> None:
     """Fill the description of an encoder's or a decoder's layer."""
     norms = [residual.norm for residual in layer.residuals]  # type: ignore[union-attr]
-    fill_self_attention(spec.self_attention, layer.self_attention)  # type: ignore[arg-type]
-    fill_norm(spec.self_attention.layer_norm, norms[0])
+    fill_self_attention(spec.self_attention, layer.self_attention, variables)  # type: ignore[arg-type]
+    fill_norm(spec.self_attention.layer_norm, norms[0], variables)
     if not isinstance(layer, EncoderLayer):
         memory: Attention = layer.memory_attention  # type: ignore[assignment]
         for part, linear in zip(spec.attention.linear, (memory.query, memory.key_value, memory.output), strict=True):
-            fill_linear(part, linear)
-        fill_norm(spec.attention.layer_norm, norms[1])
+            fill_linear(part, linear, variables)
+        fill_norm(spec.attention.layer_norm, norms[1], variables)
     network: FeedForward = layer.feed_forward  # type: ignore[assignment]
-    fill_linear(spec.ffn.linear_0, network.inner)
-    fill_linear(spec.ffn.linear_1, network.outer)
-    fill_norm(spec.ffn.layer_norm, norms[-1])
+    fill_linear(spec.ffn.linear_0, network.inner, variables)
+    fill_linear(spec.ffn.linear_1, network.outer, variables)
+    fill_norm(spec.ffn.layer_norm, norms[-1], variables)
 
 
-def fill_self_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: Attention) -> None:
+def fill_self_attention(
+    spec: attention_spec.MultiHeadAttentionSpec, attention: Attention, variables: SavedVariables
+) -> None:
     """Fill a self-attention, in which queries, keys and values are one matrix, in this order."""
-    weights = (attention.query.weight, attention.key_value.weight)
-    biases = (attention.query.bias, attention.key_value.bias)
-    spec.linear[0].weight = numpy.concatenate([array(weight) for weight in weights])
-    spec.linear[0].bias = numpy.concatenate([array(bias) for bias in biases])
-    fill_linear(spec.linear[1], attention.output)
+    both = (attention.query, attention.key_value)
+    spec.linear[0].weight = variables.of(*(linear.weight for linear in both))
+    spec.linear[0].bias = variables.of(*(linear.bias for linear in both))
+    fill_linear(spec.linear[1], attention.output, variables)
 
 
-def fill_linear(spec: common_spec.LinearSpec, linear: nn.Linear) -> None:
+def fill_linear(spec: common_spec.LinearSpec, linear: nn.Linear, variables: SavedVariables) -> None:
     """Fill a matrix and its bias."""
-    spec.weight = array(linear.weight)
-    spec.bias = array(linear.bias)
+    spec.weight = variables.of(linear.weight)
+    spec.bias = variables.of(linear.bias)
 
 
-def fill_norm(spec: common_spec.LayerNormSpec, norm: nn.LayerNorm) -> None:
+def fill_norm(spec: common_spec.LayerNormSpec, norm: nn.LayerNorm, variables: SavedVariables) -> None:
     """Fill a layer norm's gain and bias."""
-    spec.gamma = array(norm.weight)
-    spec.beta = array(norm.bias)
-
-
-def array(tensor: Tensor) -> numpy.ndarray[Any, Any]:
-    """Return a tensor as an array in float32, in the same memory if it is in the CPU's already."""
-    values: numpy.ndarray[Any, Any] = tensor.detach().cpu().float().numpy()
-    return values
+    spec.gamma = variables.of(norm.weight)
+    spec.beta = variables.of(norm.bias)

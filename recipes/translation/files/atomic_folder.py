@@ -172,18 +172,6 @@ def remove_folder(target: Path) -> None:
         shutil.rmtree(gone)
 
 
-def set_aside(target: Path) -> None:
-    """Move a folder away from where a pointer is to be; `whole_folder` finds it until the pointer is there."""
-    if target.is_dir():
-        _remove_own(beside(target, "previous"))
-        target.rename(beside(target, "previous"))
-
-
-def drop_set_aside(target: Path) -> None:
-    """Remove the folder that `set_aside` has moved away."""
-    _remove_own(beside(target, "previous"))
-
-
 def sha256(path: Path) -> str:
     """Compute the SHA-256 of a file."""
     with path.open("rb") as file:

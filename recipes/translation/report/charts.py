@@ -191,6 +191,14 @@ def svg_of(figure: Figure, title: str) -> str:
     return head + text[text.index(">") + 1 :].rstrip()
 
 
+def dashes_of(number: int) -> str:
+    """Return the dashes of the line with this number, as SVG has them."""
+    style = STYLES[number % len(STYLES)]
+    if isinstance(style, str):
+        return "none"
+    return " ".join(f"{1.7 * length:g}" for length in style[1])
+
+
 def text_width(text: str) -> float:
     """Return a generous estimate of a text's width in CSS pixels, for scripts that matplotlib has no font for."""
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)

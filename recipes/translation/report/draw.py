@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.processes.status_line import duration
-from recipes.translation.report import page
+from recipes.translation.report.charts import SERIES, dashes_of
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
+from recipes.translation.report.page import page
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
 from recipes.translation.scores.statistics import TITLES
@@ -20,8 +21,6 @@ WORST = 10
 """Sentences that are shown as the worst."""
 SHOWN_VALIDATIONS = 6
 """Validations of which a sample's translation is shown: the first, the newest, and some between them."""
-TRANSFORMER = "the mean over the heads of the penultimate decoder layer"
-"""What earlier versions recorded, which did so for Transformers alone."""
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
@@ -42,16 +41,16 @@ def report(runs: Sequence[RunRecords]) -> str:
     if len(runs) > 1:
         names = _unique([run.name for run in runs])
         runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-        return page.page(f"{len(runs)} runs compared", drawn, _comparison(runs))
+        return str(page.page(f"{len(runs)} runs compared", drawn, _comparison(runs)))
     (run,) = runs
     progress = f"step {run.last_step:,} {_planned(run)}".rstrip()
-    return page.page(f"Run {run.name}", f"{progress}; {drawn}", _single(run))
+    return str(page.page(f"Run {run.name}", f"{progress}; {drawn}", _single(run)))
 
 
 def _single(run: RunRecords) -> list[str]:
     return [
         page.tiles(_numbers(run)),
-        _evaluation([run]),
+        page.section("Evaluation", *_evaluation([run])),
         page.section("Training", page.charts(curves([run]))),
         page.section("Samples", *_samples(run)),
         page.section("Attention", *_attention(run)),
@@ -65,13 +64,13 @@ def _comparison(runs: Sequence[RunRecords]) -> list[str]:
     best = [[f"best validation {each.heading}", *(_best(run, name) for run in runs)] for name, each in METRICS.items()]
     rows = [["steps", *(f"{run.last_step:,}" for run in runs)], *best]
     return [
-        page.key([run.name for run in runs]),
+        page.key((run.name, number % len(SERIES), dashes_of(number)) for number, run in enumerate(runs)),
         page.section("Results", page.table(heads, rows, numbers=True)),
-        _evaluation(runs),
-        page.section("What differs", _differences(runs)),
+        page.section("Evaluation", *_evaluation(runs)),
+        page.section("What differs", *_differences(runs)),
         page.section("Training", page.charts(curves(runs))),
         page.section("Sentences", page.charts(distributions(runs))),
-        page.section("Samples", _samples_side_by_side(runs)),
+        page.section("Samples", *_samples_side_by_side(runs)),
     ]
 
 
@@ -109,7 +108,7 @@ def shown(number: float) -> str:
     return f"{number:.4g}"
 
 
-def _evaluation(runs: Sequence[RunRecords]) -> str:
+def _evaluation(runs: Sequence[RunRecords]) -> list[str]:
     """Return the scores that `evaluate` wrote, a table for each test set."""
     parts = []
     for name in dict.fromkeys(name for run in runs for name in run.scores):
@@ -131,7 +130,7 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
             parts.append(page.note("A later model has replaced the earlier one: evaluate it again."))
     if not parts:
         parts = [page.note("There are no results of the command evaluate yet.")]
-    return page.section("Evaluation", *parts)
+    return parts
 
 
 def _test_set(name: str) -> str:
@@ -153,7 +152,7 @@ def _scored_by(run: RunRecords, name: str) -> str:
 
 
 def _made_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the SHA-256 of the sources and references of scores; empty where earlier versions did not note both."""
+    """Return the SHA-256 of the sources and references of scores; empty where the record does not have both."""
     sides = [record.get(side) or {} for side in ("sources", "references")]
     if not all(sides):
         return ()
@@ -195,7 +194,7 @@ def _attention(run: RunRecords) -> list[str]:
     if not found:
         when = "at each validation that translates, for sentences of at most 40 subwords"
         return [page.note(f"No attention is recorded. It is {when}.")]
-    read = found[0][1]["attention"].get("read", TRANSFORMER)
+    read = found[0][1]["attention"]["read"]
     said = (
         "How much the model attends to each source subword (columns) when it writes a subword of its translation "
         f"(rows): {read}."
@@ -228,7 +227,7 @@ def _sentences(run: RunRecords) -> list[str]:
         for row in scores.argsort(kind="stable")[:WORST].tolist()
     ]
     said = f"The lowest chrF of {len(scores):,} validation sentences, step {newest.step:,}."
-    return [*parts, "<h3>The worst sentences</h3>", page.note(said), page.cards(worst)]
+    return [*parts, page.heading("The worst sentences"), page.note(said), page.cards(worst)]
 
 
 def _origin(run: RunRecords) -> list[str]:
@@ -247,7 +246,7 @@ def _origin(run: RunRecords) -> list[str]:
         ]
         parts.append(page.cards(page.listed((str(name), str(value)) for name, value in each.items()) for each in facts))
     else:
-        parts.append(page.note("Command, machine and versions are not recorded: an earlier version trained this run."))
+        parts.append(page.note("Command, machine and versions are not recorded (resources.jsonl)."))
     settings = [(name, _shown(value)) for name, value in run.settings.items()]
     if settings:
         parts.append(page.folded(f"All {len(settings)} settings", page.table(("setting", "value"), settings)))
@@ -256,7 +255,7 @@ def _origin(run: RunRecords) -> list[str]:
     return parts
 
 
-def _differences(runs: Sequence[RunRecords]) -> str:
+def _differences(runs: Sequence[RunRecords]) -> list[str]:
     """Return the settings, versions and hardware that are not the same in all runs."""
     facts = [_facts(run) for run in runs]
     names = sorted({name for each in facts for name in each} - {"run"})
@@ -276,7 +275,7 @@ def _differences(runs: Sequence[RunRecords]) -> str:
         parts = [page.table(heads, rows)]
     if partly:
         parts.append(page.folded(f"{len(partly)} more that not every run has recorded", page.table(heads, partly)))
-    return "\n".join(parts)
+    return parts
 
 
 def _facts(run: RunRecords) -> dict[str, str]:
@@ -288,7 +287,7 @@ def _facts(run: RunRecords) -> dict[str, str]:
     return found
 
 
-def _samples_side_by_side(runs: Sequence[RunRecords]) -> str:
+def _samples_side_by_side(runs: Sequence[RunRecords]) -> list[str]:
     """Return each run's newest translation of the sentences that are among the samples of several runs."""
     by_source: dict[str, dict[str, str]] = {}
     references = {}
@@ -299,11 +298,12 @@ def _samples_side_by_side(runs: Sequence[RunRecords]) -> str:
                 references[sample["source"]] = sample["reference"]
     shared = {source: found for source, found in by_source.items() if len(found) > 1}
     if not shared:
-        return page.note("The runs have no samples of the same sentences.")
-    return page.cards(
-        page.listed([("source", source), *found.items(), ("reference", references[source])])
-        for source, found in shared.items()
+        return [page.note("The runs have no samples of the same sentences.")]
+    found = (
+        page.listed([("source", source), *translations.items(), ("reference", references[source])])
+        for source, translations in shared.items()
     )
+    return [page.cards(found)]
 
 
 def _shown(value: object) -> str:

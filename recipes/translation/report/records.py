@@ -1,22 +1,18 @@
 """Everything that a run's folder says of the run, as far as it is there.
 
-A folder may be that of a run that has just begun, that is being written at this moment, or that an earlier version
-wrote; what is missing, or a line that is cut off, is None or empty, and the page says so. A field that is not what it
-must be is an error.
+A folder may be that of a run that has just begun, or that is being written at this moment; what is missing, or a line
+that is cut off, is None or empty, and the page says so. A field that is not what it must be is an error.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recipes.translation.errors import DataError
-from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.json_fields import Check
 from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
 from recipes.translation.run_folder.made_from import model_with
@@ -51,8 +47,6 @@ class RunRecords:
     """All translations of the newest validation."""
     scores: Mapping[str, Record]
     """What `evaluate` wrote, by the name of the test set."""
-    settings: Mapping[str, object]
-    """By dotted name; empty where no file has them."""
     scored: Mapping[str, str] = field(default_factory=dict)
     """Which model (`best`, ...) has the scores, by the name of the test set; empty if a later one has replaced it."""
     note: str = ""
@@ -65,8 +59,8 @@ class RunRecords:
 
     @property
     def planned(self) -> int:
-        """Return the steps after which training ends; 0 where an earlier version's run ended by epochs."""
-        planned = self.began.get("steps") or self.settings.get("training.steps")
+        """Return the steps after which training ends; 0 where they are not recorded."""
+        planned = self.began.get("steps")
         if isinstance(planned, int) and is_number(planned):
             return planned
         return 0
@@ -81,6 +75,11 @@ class RunRecords:
     def began(self) -> Record:
         """Return what the newest start of training said of itself; empty if it said nothing."""
         return next((each["began"] for each in reversed(self.machine) if isinstance(each.get("began"), dict)), {})
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Return the settings by dotted name; empty where they are not recorded."""
+        return self.began.get("settings") or {}
 
     def best(self, metric: str) -> Record | None:
         """Return the validation that is best by a metric; None without any."""
@@ -97,7 +96,7 @@ def read_run(folder: Path) -> RunRecords:
     if not metrics and not machine:
         raise DataError(f"{folder} has no records of training (metrics.jsonl): name the folder of a run")
     scores = _scores(folder)
-    found = RunRecords(
+    return RunRecords(
         name=folder.resolve().name,
         steps=[record for record in metrics if is_number(record.get("loss"))],
         validations=[record for record in metrics if is_number(record.get("valid_loss"))],
@@ -106,9 +105,7 @@ def read_run(folder: Path) -> RunRecords:
         newest=_newest(folder / "validation.json"),
         scores=scores,
         scored={name: model_with(folder, one["weights"][0]) for name, one in scores.items() if one.get("weights")},
-        settings={},
     )
-    return replace(found, settings=found.began.get("settings") or _saved_settings(folder))
 
 
 def begun_settings(folder: Path) -> dict[str, object]:
@@ -165,29 +162,4 @@ def _scores(folder: Path) -> dict[str, Record]:
             raise DataError(f"{path} is not a JSON object with scores: make it again with evaluate, or remove it")
         check_record(record, SCORES, str(path))
         found[path.name.removesuffix(".scores.json")] = record
-    return found
-
-
-def _saved_settings(folder: Path) -> dict[str, object]:
-    """Read the settings of a checkpoint as they are: another version may have others."""
-    for name in ("last", "best"):
-        checkpoint = whole_folder(folder / name)
-        if checkpoint is None:
-            continue
-        try:
-            found = yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            return _flat(found)
-    return {}
-
-
-def _flat(sections: Mapping[str, Any]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in sections.items():
-        if isinstance(value, dict) and name != "corpora":  # whose names are the user's
-            found |= {f"{name}.{key}": inner for key, inner in value.items()}
-        else:
-            found[str(name)] = value
     return found

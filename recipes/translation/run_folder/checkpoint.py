@@ -19,8 +19,6 @@ written, and stands in the manifest of its folder (see `atomic_folder`), which p
 one of the two JSON files, which proves that they belong together: files of two runs, or of two steps of one run, are
 refused. When the folder is read each file is hashed once, and the result compared with both. Tensors are safetensors,
 the rest is JSON, YAML and sentencepiece's own format: reading a checkpoint never runs code from it.
-
-Earlier versions had a state's files in the folder of its model, `<run>/last`, and hashes of tensors in the JSON files.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ from recipes.translation.run_folder.translator import (
     Translator,
     check_sizes,
     fill_model,
-    fingerprint,
     model_sizes,
     model_to_fill,
     tensors_of,
@@ -132,8 +129,6 @@ class SavedTraining:
 
 def state_of(model: Path) -> Path:
     """Return the folder of the state that belongs to a model's."""
-    if (model / "training.json").exists():  # of an earlier version
-        return model
     return model.with_name(model.name.replace("step-", "state-"))
 
 
@@ -147,13 +142,10 @@ def load_training(folder: Path) -> SavedTraining:
             f"{there}, the state that belongs to {folder}, is missing: restore it from a copy, choose another --run, "
             "or start over with --fresh"
         )
-    if there != whole:
-        verified_folder(there)
+    verified_folder(there)
     record = _read_json(there / "training.json")
     moments = read_tensors(there / MOMENTS_FILE)
     of = {WEIGHTS_FILE: digest, MOMENTS_FILE: listed_files(there).get(MOMENTS_FILE)}
-    if there == whole:  # of an earlier version
-        of = {"weights": digest, "moments": fingerprint(moments)}
     if record.pop("of", None) != of:
         raise CheckpointError(
             f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
@@ -177,7 +169,6 @@ TRAINED = "weights/"
 
 
 def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
-    record = {"best_score": None, "teacher": "", **record}  # earlier versions did not have them
     if record.keys() != {field.name for field in fields(TrainingState)}:
         raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
     _check(record, STATE, path)
@@ -269,7 +260,7 @@ def load_facts(folder: Path) -> dict[str, Any]:
 
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights of the model in `folder`, as it was saved with them."""
-    return _digest_of_weights(_listed_in(whole_folder(folder) or folder))
+    return _listed_in(whole_folder(folder) or folder)[WEIGHTS_FILE]
 
 
 def saved_config(folder: Path) -> RunConfig | None:
@@ -342,7 +333,7 @@ def _read_weights(folder: Path) -> tuple[OneByOne, str]:
     of = _listed_in(folder)
     hashed = listed_files(folder)
     for name, digest in of.items():
-        if name not in ("weights", WEIGHTS_FILE) and hashed.get(name) != digest:
+        if name != WEIGHTS_FILE and hashed.get(name) != digest:
             raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
     weights = read_tensors(folder / WEIGHTS_FILE)
     for name, tensor in weights.items():
@@ -352,30 +343,22 @@ def _read_weights(folder: Path) -> tuple[OneByOne, str]:
                 f"{folder / WEIGHTS_FILE}: {name} has values that are nan or inf, with which nothing can be "
                 "translated: restore the folder from a copy, or train or import the model again"
             )
-    found = hashed.get(WEIGHTS_FILE)
-    if "weights" in of:  # of an earlier version
-        found = fingerprint(weights)
-    if found != (digest := _digest_of_weights(of)):
+    if hashed.get(WEIGHTS_FILE) != of[WEIGHTS_FILE]:
         raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
-    return weights, digest
+    return weights, of[WEIGHTS_FILE]
 
 
 def _listed_in(folder: Path) -> dict[str, str]:
-    """Return the hashes in `model.json`: of the weights, and of settings and subwords by file name."""
+    """Return the hashes in `model.json` by file name: of weights, settings and subwords."""
     if not (folder / "model.json").is_file():
         raise CheckpointError(
             f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, a model of "
             "it, or a folder that export --to safetensors wrote; a folder of CTranslate2 needs --engine ctranslate2"
         )
     of = _read_json(folder / "model.json").get("of")
-    if not isinstance(of, dict) or not of.keys() & {"weights", WEIGHTS_FILE}:
+    if not isinstance(of, dict) or WEIGHTS_FILE not in of:
         raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
     return of
-
-
-def _digest_of_weights(of: Mapping[str, str]) -> str:
-    """Return the hash of the weights, of the file or, by an earlier version, of the tensors, from those listed."""
-    return of.get(WEIGHTS_FILE) or of["weights"]
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:

@@ -44,7 +44,7 @@ def _fits_map(found: Any) -> bool:
 
 
 ATTENTION = fields(
-    {"source": TEXTS, "target": TEXTS, "weights": each(each(WEIGHT)), "read": maybe(TEXT)},
+    {"source": TEXTS, "target": TEXTS, "weights": each(each(WEIGHT)), "read": TEXT},
     _fits_map,
     "as many rows of weights as it has target subwords, each of as many as source subwords",
 )

@@ -8,8 +8,6 @@
 A model is written once, whichever of these it is, and does not change any more. Its folders are whole before a pointer
 names them, and are removed after the last pointer to them has moved: a process that is killed in between leaves folders
 too many, which the next save removes. Whatever else is in `checkpoints` belongs to someone else and is left alone.
-
-Earlier versions had copies in the place of the pointers, and in `checkpoints` nothing but the kept models.
 """
 
 from __future__ import annotations
@@ -21,11 +19,8 @@ from pathlib import Path
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
     check_itself,
-    check_removable,
     check_replaceable,
-    drop_set_aside,
     remove_folder,
-    set_aside,
     whole_folder,
 )
 from recipes.translation.files.pointers import NUMBERED, all_pointed_at, pointed_at, pointer_to
@@ -75,14 +70,7 @@ def models_in(run: Path) -> list[Path]:
 
 def kept_models(run: Path) -> list[Path]:
     """Return the folders of the kept models that are complete, by step."""
-    if of_earlier_version(run):
-        return models_in(run)
     return [folder for folder in all_pointed_at(run / "kept") if whole_folder(folder)]
-
-
-def of_earlier_version(run: Path) -> bool:
-    """Return whether the run has been written by an earlier version alone, which had no pointers."""
-    return not any((run / name).is_file() for name in POINTERS)
 
 
 def point_at(run: Path, step: int, *, better: bool = False, keep: int = 0) -> None:
@@ -101,12 +89,8 @@ def point_at(run: Path, step: int, *, better: bool = False, keep: int = 0) -> No
         kept = [*kept, model][-keep:]
     if kept or (run / "kept").exists():
         contents[run / "kept"] = kept
-    for pointer in contents:
-        set_aside(pointer)
     # The last one is replaced first
     replace_files({pointer: pointer_to(folders) for pointer, folders in contents.items()})
-    for pointer in contents:
-        drop_set_aside(pointer)
     remove_unnamed(run)
 
 
@@ -125,8 +109,12 @@ def check_ours(run: Path) -> None:
     for name in POINTERS:
         pointer = run / name
         check_itself(pointer)
-        if pointer.is_dir():  # of an earlier version
-            check_replaceable(pointer)
+        if pointer.exists() and not pointer.is_file():
+            raise CheckpointError(
+                f"{pointer} is not a file with the name of a model, as training writes it: it was imported, or saved "
+                f"by a version before 0.1; choose another --run (--training.start_from {run} trains an imported model "
+                "further), or move it away"
+            )
     for name in ("last", "best"):
         pointed_at(run / name)
     all_pointed_at(run / "kept")
@@ -134,10 +122,3 @@ def check_ours(run: Path) -> None:
         raise CheckpointError(f"{numbered_in(run)} is not a folder, and was not made here: move it away")
     for folder in numbered_folders(run):
         check_replaceable(folder)
-
-
-def check_replaced_by_pointers(run: Path) -> None:
-    """Raise CheckpointError if folders of an earlier version, in whose place pointers come, have files of others."""
-    for name in POINTERS:
-        if (run / name).is_dir():
-            check_removable(run / name)

@@ -22,7 +22,6 @@ from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts,
 from recipes.translation.run_folder.numbered import (
     POINTERS,
     check_ours,
-    check_replaced_by_pointers,
     kept_models,
     model_at,
     models_in,
@@ -81,7 +80,6 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     if whole_folder(run / "last") is None:
         check_nothing_to_lose(config)
         return None
-    check_replaced_by_pointers(run)
     check_same_settings(config, run / "last")
     saved = load_training(run / "last")
     if config.training.steps:
@@ -115,8 +113,6 @@ def check_nothing_to_lose(config: RunConfig) -> None:
         raise CheckpointError(
             f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
         )
-    if (run / "last").exists():
-        raise CheckpointError(f"{run / 'last'} is empty: restore it from a copy, or start over with --fresh")
     for folder in (run / "best", *models_in(run)):
         made = saved_config(folder)
         if made is None:
@@ -238,8 +234,7 @@ def remove_run(config: RunConfig) -> None:
     run = Path(config.run)
     check_run_removable(run)
     for name in POINTERS:
-        if (run / name).is_file():
-            (run / name).unlink()
+        (run / name).unlink(missing_ok=True)
     for folder in _folders(run):
         remove_folder(folder)
     if config.training.start_from or config.training.teacher:
@@ -249,8 +244,8 @@ def remove_run(config: RunConfig) -> None:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return the folders of a run's models and states; earlier versions had some in the pointers' place."""
-    return [*(run / name for name in POINTERS if not (run / name).is_file()), run / "averaged", *numbered_folders(run)]
+    """Return the folders of a run's models and states."""
+    return [run / "averaged", *numbered_folders(run)]
 
 
 def without_paths(config: RunConfig) -> RunConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -137,14 +136,3 @@ def check_sizes(
         (reason, *_) = str(error).splitlines()
         raise CheckpointError(f"{folder}: no model can have the sizes in its config.yaml: {reason}") from None
     check_fits(dict(model.named_parameters()), saved, folder)
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the SHA-256 of names, dtypes, shapes and every bit."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        # The line before the bits separates the tensors: no bit can move from one to the next unnoticed
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # As bytes, since numpy has no bfloat16
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

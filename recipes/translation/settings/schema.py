@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.former import FORMER, FORMER_VALUES
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -137,8 +136,6 @@ class Schema:
         """Read settings by dotted key, from text as on the command line or from values; errors name the location."""
         given = {}
         for key, value in overrides.items():
-            if _is_unused(key, str(value), location):
-                continue
             self._check_known(key, location)
             if key in self.sections:
                 example = f"{key}.{self.sections[key][0]}"
@@ -174,8 +171,6 @@ class Schema:
             if key in locations:
                 raise ConfigError(f"{key} is given twice ({locations[key]} and {location}); keep one")
             locations[key] = location
-            if isinstance(value, yaml.ScalarNode) and _is_unused(key, value.value, location):
-                continue
             self._check_known(key, location)
             yield key, value, location
 
@@ -266,20 +261,9 @@ class Schema:
                 limits = f" {setting.range}"
             expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
         message = f"{key} ({location}) expects {expected}; got {got}"
-        if former := FORMER_VALUES.get((key, got.strip("'\""))):
-            return f"{message}: {former}"
         if not near:
             return message
         return f"{message}: did you mean {near[0]}?"
-
-
-def _is_unused(key: str, value: str, location: str) -> bool:
-    """Return whether it is an earlier version's setting that a run did not use; raise ConfigError if the run did."""
-    if key not in FORMER:
-        return False
-    if value == FORMER[key].unused:
-        return True
-    raise ConfigError(f"{key} ({location}) is {shortened(value)}: {FORMER[key].instead}")
 
 
 def _compose(path: Path) -> yaml.Node | None:

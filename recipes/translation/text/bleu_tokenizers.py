@@ -11,6 +11,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.errors import ConfigError
+from recipes.translation.text.scripts import scripts_of
 
 LANGUAGES = {
     "zh": ("zh", "zho", "chi", "cmn", "yue", "wuu", "nan", "hak", "lzh", "chinese", "mandarin", "cantonese"),
@@ -24,9 +25,7 @@ LANGUAGES = {
 """ISO 639 codes and English names, without region and script. All other languages use 13a, as in most papers."""
 BY_LANGUAGE = {language: name for name, languages in LANGUAGES.items() for language in languages}
 
-HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
-KANA = re.compile("[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]")
-OTHERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
+OTHERS = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
 
 LOOKED_AT = 1_000
@@ -43,10 +42,13 @@ def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
 
 def _by_script(text: str) -> str:
     letters = sum(map(str.isalpha, text))
-    han, kana, others = (len(script.findall(text)) for script in (HAN, KANA, OTHERS))
+    east_asian, kana, others = (
+        sum(not scripts_of(each).isdisjoint(scripts) for each in text)
+        for scripts in (("Hani", "Hira", "Kana"), ("Hira", "Kana"), OTHERS)
+    )
     # More than half of the letters decide, since any language quotes names in another script
-    if 2 * (han + kana) > letters:
-        if 20 * kana > han + kana:  # Chinese text has hardly any kana
+    if 2 * east_asian > letters:
+        if 20 * kana > east_asian:  # Chinese text has hardly any kana
             return "ja-mecab"
         return "zh"
     if 2 * others > letters:

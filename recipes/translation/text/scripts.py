@@ -1,26 +1,14 @@
-"""The scripts of characters and of languages, by Unicode's character names and a table of languages."""
+"""The scripts of characters and of languages, by their codes in ISO 15924: Unicode's table, and one of languages."""
 
 from __future__ import annotations
 
 import functools
 import re
-import unicodedata
-from collections import Counter
 
-HAN = "CJK"
-KANA = ("HIRAGANA", "KATAKANA")
+from fontTools import unicodedata
 
-BY_CODE = {
-    **{"Arab": ("ARABIC",), "Armn": ("ARMENIAN",), "Beng": ("BENGALI",), "Cyrl": ("CYRILLIC",)},
-    **{"Deva": ("DEVANAGARI",), "Ethi": ("ETHIOPIC",), "Geor": ("GEORGIAN",), "Grek": ("GREEK",)},
-    **{"Gujr": ("GUJARATI",), "Guru": ("GURMUKHI",), "Hebr": ("HEBREW",), "Knda": ("KANNADA",)},
-    **{"Khmr": ("KHMER",), "Laoo": ("LAO",), "Latn": ("LATIN",), "Mlym": ("MALAYALAM",), "Mong": ("MONGOLIAN",)},
-    **{"Mymr": ("MYANMAR",), "Orya": ("ORIYA",), "Sinh": ("SINHALA",), "Taml": ("TAMIL",), "Telu": ("TELUGU",)},
-    **{"Thaa": ("THAANA",), "Thai": ("THAI",), "Tibt": ("TIBETAN",)},
-    **{"Hani": (HAN,), "Hans": (HAN,), "Hant": (HAN,), "Jpan": (HAN, *KANA)},
-    **{"Hang": ("HANGUL",), "Kore": ("HANGUL", HAN)},
-}
-"""The first word of the names that Unicode gives a script's letters, by the script's code in ISO 15924."""
+SEVERAL = {"Hans": ("Hani",), "Hant": ("Hani",), "Jpan": ("Hani", "Hira", "Kana"), "Kore": ("Hang", "Hani")}
+"""Codes of ways to write, with the scripts that they use."""
 
 LANGUAGES = {
     "Arab": "ar ara arb fa fas per prs pes ur urd ps pus ckb ug uig sd snd",
@@ -57,38 +45,28 @@ LANGUAGES = {
 }
 """ISO 639 codes of languages that are mostly written in one script, by the script's code. Languages of several scripts,
 such as Serbian, need the code of the script with their own: sr-Cyrl."""
-BY_LANGUAGE = {language: BY_CODE[code] for code, languages in LANGUAGES.items() for language in languages.split()}
-
-ALIKE = {"IDEOGRAPHIC": HAN, "KATAKANA-HIRAGANA": "KATAKANA"}
-"""First words of names that belong to a script of another name: the iteration mark, the sign of a long vowel."""
-WIDTHS = ("FULLWIDTH", "HALFWIDTH")
-OF_NO_SCRIPT = frozenset({"MODIFIER", "FEMININE", "MASCULINE", "MICRO", "MATHEMATICAL"})
+BY_LANGUAGE = {language: code for code, languages in LANGUAGES.items() for language in languages.split()}
 
 
 def scripts_of_language(language: str) -> tuple[str, ...] | None:
     """Return the scripts of a language by its ISO 639 code, or by the ISO 15924 code after it; None if unknown."""
     name, *subtags = re.split("[-_]", language)
-    for subtag in subtags:
-        if subtag.title() in BY_CODE:
-            return BY_CODE[subtag.title()]
-    return BY_LANGUAGE.get(name.lower())
+    codes = [code for code in map(str.title, subtags) if code in SEVERAL or unicodedata.script_name(code, default="")]
+    code = codes[0] if codes else BY_LANGUAGE.get(name.lower())
+    if code is None:
+        return None
+    return SEVERAL.get(code, (code,))
 
 
 @functools.cache
-def script_of(character: str) -> str | None:
-    """Return the script of a letter, as the first word of its name in Unicode; None for any other character."""
+def scripts_of(character: str) -> frozenset[str]:
+    """Return the scripts that a letter belongs to; none for signs, and for any other character."""
     if not character.isalpha():
-        return None
-    first, *others = unicodedata.name(character, "UNKNOWN").split()
-    if first in WIDTHS and others:
-        first = others[0]
-    if first in OF_NO_SCRIPT:
-        return None
-    return ALIKE.get(first, first)
+        return frozenset()
+    return frozenset(unicodedata.script_extension(character) - {"Zyyy", "Zinh"})
 
 
 def mostly_in(text: str, scripts: tuple[str, ...]) -> bool:
     """Return whether at least half of a text's letters are in one of the scripts; so is a text without letters."""
-    letters = Counter(map(script_of, text))
-    del letters[None]
-    return 2 * sum(letters[script] for script in scripts) >= letters.total()
+    letters = [found for found in map(scripts_of, text) if found]
+    return 2 * sum(not found.isdisjoint(scripts) for found in letters) >= len(letters)

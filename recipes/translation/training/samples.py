@@ -2,7 +2,7 @@
 
 `samples.jsonl` has, for each validation, the translations of a few sentences that stay the same throughout the run,
 with the attention of the first of them. `validation.json` has all sentences of the newest validation. A run that kept
-none, of an earlier version or trained with `validate_bleu` 0, gets them from its best model.
+none, trained with `validate_bleu` 0, gets them from its best model.
 """
 
 from __future__ import annotations

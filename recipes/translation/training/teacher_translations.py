@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -20,8 +19,8 @@ from recipes.translation.data.tags import tags_of
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
+from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translating.translate import translate
 
 BLOCK = 1_000
@@ -68,11 +67,8 @@ def write_translations(
 
 def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any]:
     """Return everything that determines the translations, as JSON."""
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(f"{line}\n".encode())
     return {
-        "sources": digest.hexdigest(),
+        "sources": lines_digest(lines),
         "tag": tag,
         "tags": list(tags_of(teacher.config)),
         "weights": list(teacher.digests),
@@ -105,12 +101,9 @@ def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]
 
 
 def _recorded(record: Path) -> object:
-    """Return what the translations are made from; None if it is not known.
-
-    A setting of decoding that an earlier version did not have was as its default, which changes nothing.
-    """
+    """Return what the translations are made from; None if it is not known."""
     try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        return {**found, "decoding": {**asdict(DecodingConfig()), **found["decoding"]}}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        found: object = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    return found

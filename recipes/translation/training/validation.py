@@ -54,7 +54,7 @@ class Validation:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Read a record that `as_dict` returned, or that of an earlier version did, which had fewer numbers."""
+        """Read a record that `as_dict` returned."""
         parts = {part: cls._read(record, f".{part}") for part in parts_of(record)}
         return replace(cls._read(record), parts=parts)
 

@@ -20,7 +20,7 @@ from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.forced_decoding import log_probabilities
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.translators import SENTENCES, random_translator, recorded
+from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded
 
 pytestmark = pytest.mark.formats
 
@@ -35,7 +35,7 @@ def subwords(tmp_path_factory: pytest.TempPathFactory) -> Subwords:
 def exported(
     translator: Translator, folder: Path, quantization: str | None = None
 ) -> ctranslate2_engine.ExportedTranslator:
-    ctranslate2_model.write(translator, folder, quantization)
+    ctranslate2_model.write(as_saved(translator), folder, quantization)
     return ctranslate2_engine.load(folder)
 
 
@@ -231,7 +231,7 @@ def test_eight_bits_make_the_folder_smaller_and_the_numbers_others(subwords: Sub
 
 def test_a_damaged_folder_is_refused_in_one_line(subwords: Subwords, tmp_path: Path) -> None:
     translator = random_translator(subwords, tmp_path / "run", {})
-    ctranslate2_model.write(translator, tmp_path / "exported", None)
+    ctranslate2_model.write(as_saved(translator), tmp_path / "exported", None)
     (tmp_path / "exported" / "model.bin").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"model\.bin"):
         ctranslate2_engine.load(tmp_path / "exported")
@@ -239,7 +239,7 @@ def test_a_damaged_folder_is_refused_in_one_line(subwords: Subwords, tmp_path: P
 
 def test_the_folder_opens_in_ctranslate2_itself(subwords: Subwords, tmp_path: Path) -> None:
     translator = random_translator(subwords, tmp_path / "run", {})
-    ctranslate2_model.write(translator, tmp_path / "exported", None)
+    ctranslate2_model.write(as_saved(translator), tmp_path / "exported", None)
     engine = ctranslate2.Translator(str(tmp_path / "exported"))
     (source,) = subwords.encode([SENTENCES[0]])
     (result,) = engine.translate_batch([[subwords.pieces()[token] for token in source]], beam_size=1)

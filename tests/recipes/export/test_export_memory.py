@@ -59,14 +59,15 @@ def at_import(modules: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("format", "modules"),
+    ("format", "modules", "file"),
     [
-        ("safetensors", "recipes.translation.run_folder.checkpoint"),
-        ("hf", "recipes.translation.export.huggingface_model"),
+        ("safetensors", "recipes.translation.run_folder.checkpoint", "model.safetensors"),
+        ("hf", "recipes.translation.export.huggingface_model", "model.safetensors"),
+        ("ctranslate2", "recipes.translation.export.ctranslate2_model", "model.bin"),
     ],
 )
-def test_a_model_is_exported_in_a_third_of_its_own_memory(format: str, modules: str, run: Path) -> None:
+def test_a_model_is_exported_in_a_third_of_its_own_memory(format: str, modules: str, file: str, run: Path) -> None:
     words = ["export", "--run", str(run), "--to", format]
     found = python("-m", "recipes.translation", *words, limit=at_import(modules) + 36 * MIB)
     assert found.returncode == 0, found.stderr
-    assert (run / format / "model.safetensors").stat().st_size > 112 * MIB
+    assert (run / format / file).stat().st_size > 112 * MIB

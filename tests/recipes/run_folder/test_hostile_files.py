@@ -28,6 +28,7 @@ from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.sentencepiece_file import OURS, _field, fields_of
 from tests.recipes.command_line import refusal
+from tests.recipes.export.translators import as_saved
 from tests.recipes.random_translator import random_translator
 
 pytestmark = pytest.mark.faults
@@ -219,7 +220,7 @@ def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
     from recipes.translation.export import ctranslate2_model
 
     folder = tmp_path / "run" / "ctranslate2"
-    ctranslate2_model.write(random_translator(tmp_path), folder, None)
+    ctranslate2_model.write(as_saved(random_translator(tmp_path)), folder, None)
     model = (folder / "model.bin").read_bytes()
     # A variable begins with its name, which a length precedes and NUL ends: under another name it is missing
     name = b"encoder/layer_0/ffn/linear_0/weight\0"
@@ -237,7 +238,7 @@ def test_an_export_to_ctranslate2_with_another_vocabulary_is_refused_in_one_line
     from recipes.translation.export import ctranslate2_model
 
     folder = tmp_path / "run" / "ctranslate2"
-    ctranslate2_model.write(random_translator(tmp_path), folder, None)
+    ctranslate2_model.write(as_saved(random_translator(tmp_path)), folder, None)
     pieces = json.loads((folder / "shared_vocabulary.json").read_text())
     for others in ([*pieces[:-1], "another"], [*pieces[:-2], *pieces[:-3:-1]]):
         (folder / "shared_vocabulary.json").write_text(json.dumps(others))

@@ -43,11 +43,13 @@ def test_last_without_its_manifest_is_an_error_and_best_stays(run: Path) -> None
     assert "has no manifest.json" in refused(run, LONGER, fresh=True)
 
 
-def test_an_empty_last_is_an_error_and_best_stays(run: Path) -> None:
-    (run / "last").unlink()
-    (run / "last").mkdir()
-    assert "is empty: restore it from a copy, or start over with --fresh" in refused(run, LONGER)
-    assert train(tiny(run, SHORT), fresh=True).state.step == 4
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["last", "best", "kept"])
+def test_a_folder_in_a_pointers_place_is_refused(name: str, fresh: bool, run: Path) -> None:
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    said = f"{run / name} is not a file with the name of a model, as training writes it: it was imported, or saved by"
+    assert said in refused(run, LONGER, fresh=fresh)
 
 
 def test_best_without_last_is_never_overwritten(run: Path) -> None:
@@ -57,22 +59,26 @@ def test_best_without_last_is_never_overwritten(run: Path) -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("name", ["last", "best", "subwords"])
-def test_a_folder_that_is_not_ours_is_never_deleted(name: str, fresh: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("last", "is not a file"), ("best", "is not a file"), ("subwords", "has no manifest.json")]
+)
+def test_a_folder_that_is_not_ours_is_never_deleted(name: str, said: str, fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / name / "thesis.tex").write_text("mine")
-    assert f"{tmp_path / 'run' / name} has no manifest.json" in refused(tmp_path / "run", LONGER, fresh=fresh)
+    assert f"{tmp_path / 'run' / name} {said}" in refused(tmp_path / "run", LONGER, fresh=fresh)
 
 
-@pytest.mark.parametrize("name", ["last", "best", "subwords"])
+@pytest.mark.parametrize(
+    ("name", "said"), [("last", "is not a file"), ("best", "is not a file"), ("subwords", "has no manifest.json")]
+)
 def test_a_folder_that_is_not_ours_is_kept_by_the_demo_and_by_prepare(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / name / "thesis.tex").write_text("mine")
     for command in ("demo", "prepare") if name == "subwords" else ("demo",):
         assert main([command, *options(tmp_path / "run")]) == 2
-        assert "has no manifest.json" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
     assert contents(tmp_path / "run") == {f"{name}/thesis.tex": b"mine"}
 
 

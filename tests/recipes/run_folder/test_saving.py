@@ -29,10 +29,10 @@ from recipes.translation.run_folder import checkpoint, saving
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_training, load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.saving import Saver
-from recipes.translation.run_folder.translator import Translator, fingerprint, tensors_of
+from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.train import train
-from tests.recipes.random_translator import random_translator
+from tests.recipes.random_translator import fingerprint, random_translator
 from tests.recipes.run_folder.made import MADE, contents
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny

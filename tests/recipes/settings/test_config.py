@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -24,7 +23,6 @@ from recipes.translation.settings.config import (
     load_config,
     save_config,
 )
-from recipes.translation.settings.former import FORMER, Former
 from recipes.translation.settings.schedules import SCHEDULES
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
@@ -198,9 +196,7 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("training: {label_smoothing: 1}", ["below 1"]),
         ("subwords: {joint: 1}", ["subwords.joint", "true or false"]),
         ("subwords: {vocab_size: 100}", ["from 261 up"]),
-        ("subwords: {min_count: 2}", ["subwords.min_count", "run.yaml:1", "is 2", "no longer", "leave it out"]),
-        ("subwords: {kind: word}", ["subwords.kind (", "run.yaml:1", "unigram, bpe", "no longer", "the version that"]),
-        ("training: {risk_samples: 4}", ["training.risk_samples", "run.yaml:1", "is 4", "no longer", "leave it out"]),
+        ("subwords: {kind: word}", ["subwords.kind (", "run.yaml:1", "unigram, bpe"]),
         ("data: {format: txt}", ["data.format", "builtin, text, tsv", "did you mean text?"]),
         ("data: {train: [[a]]}", ["data.train", "a list, each text"]),
         ("data: {path: null}", ["data.path", "text", "got nothing"]),
@@ -219,16 +215,6 @@ def test_a_mistake_in_a_file_is_answered_with_key_place_and_remedy(
 ) -> None:
     answer = refusal(written(text))
     assert [part for part in parts if part not in answer] == [], answer
-
-
-@pytest.mark.parametrize(("key", "former"), FORMER.items())
-def test_a_former_setting_that_a_run_saved_and_did_not_use_is_passed_over(
-    key: str, former: Former, written: Callable[[str], Path]
-) -> None:
-    section, _, name = key.partition(".")
-    assert load_config(written(f"{section}: {{{name}: {former.unused}}}")) == RunConfig()
-    assert load_config(None, {key: yaml.safe_load(former.unused)}) == RunConfig()
-    assert refusal(None, {key: 7}).startswith(f"{key} (command line) is 7: ")
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,6 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     shutil.copy(run / "metrics.jsonl", earlier)
     shutil.copytree(model_in(run, "best"), earlier / "best")
     found = with_samples(read_run(earlier), earlier)
-    assert found.settings["training.steps"] in (2, 4)  # of the checkpoint
     assert load_facts(run / "best")["step"] == 4
     kept = read_run(run)
     assert found.newest == kept.newest

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers as hf
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
+from seqpar.integrations.transformers_check import own_outputs
 from seqpar.integrations.transformers_model import key_of
 from seqpar.testing import assert_same_gradients, assert_same_loss
 from tests.seqpar.integrations.own_loss import outcome
@@ -381,3 +382,19 @@ def test_a_proof_in_evaluation_mode_would_compare_the_stock_loss_with_itself_and
     with pytest.raises(TypeError, match=refused):
         assert_same_loss(head, criterion, hidden, target, loss=lambda *given: chunked())
     chunked()
+
+
+def test_a_model_that_runs_out_of_memory_is_not_asked_again_and_says_so_itself():
+    model = tiny("llama")
+    batch = batch_of(model, [4])
+    calls = []
+
+    def full(module, args):
+        calls.append(1)
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with apply_seqpar_loss(model) as applied:
+        model.model.register_forward_pre_hook(full)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+            own_outputs(model, batch, applied.remove)
+    assert len(calls) == 1

@@ -1,11 +1,13 @@
 """Models, adapters and options that `apply_seqpar_scores` does not support: one line, before the first step."""
 
+import functools
 import types
 
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
+from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
 from seqpar.integrations.transformers_check import RefusedModelError
@@ -175,7 +177,7 @@ def test_options_that_need_all_logits_or_are_not_supported_are_refused_by_name(
 
 
 def test_another_trainer_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"got a Linear; it supports SFTTrainer, .*, RLOOTrainer, and"):
+    with pytest.raises(TypeError, match=r"got a Linear; it supports SFTTrainer, .*, DistillationTrainer, and"):
         apply_seqpar_scores(nn.Linear(2, 2))
 
 
@@ -299,6 +301,87 @@ def test_an_adapter_on_the_projection_is_trained_only_with_the_scores(tmp_path):
         trainer.train()
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         type(trainer)(trainer.model, args=trainer.args, train_dataset=examples("sft", 2), processing_class=words())
+
+
+@pytest.fixture(scope="module")
+def distilling(tmp_path_factory):
+    return made(Run("distillation", ""), str(tmp_path_factory.mktemp("distillation")))
+
+
+def other_factor(trainer):
+    trainer.teacher_model = tiny("granite")
+
+
+def softcap(trainer):
+    trainer.teacher_model = tiny("gemma2")
+
+
+def adapter_on_the_projection(trainer):
+    trainer.model = adapted(target_modules=["lm_head"])
+
+
+def no_teacher(trainer):
+    trainer.teacher_model = None
+
+
+def loss_of_its_own(trainer):
+    trainer.__class__ = type("Subclass", (type(trainer),), {"_compute_loss": lambda self, *_: 0})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_factor, r"the student multiplies its logits by 1 and the teacher by 0\.\d+"),
+        (softcap, r"Gemma2ForCausalLM caps its logits at \d+, which distillation does not take"),
+        (adapter_on_the_projection, r"output embeddings of LlamaForCausalLM have an adapter, which .*; leave them out"),
+        (no_teacher, r"this DistillationTrainer has a loss or a teacher of another kind"),
+        (loss_of_its_own, r"this Subclass has a loss or a teacher of another kind"),
+        (lambda trainer: setattr(trainer.args, "use_liger_kernel", True), r"DistillationTrainer with use_liger_kernel"),
+    ],
+)
+def test_distillation_that_is_not_supported_is_refused_by_name(distilling, monkeypatch, change, message):
+    for owner, name in ((distilling, "model"), (distilling, "teacher_model"), (distilling.args, "use_liger_kernel")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    kind = type(distilling)
+    change(distilling)
+    try:
+        with pytest.raises((TypeError, ValueError), match=message) as raised:
+            apply_seqpar_scores(distilling)
+    finally:
+        distilling.__class__ = kind
+    assert "\n" not in str(raised.value)
+    assert "without apply_seqpar_scores" in str(raised.value)
+    assert "_compute_loss" not in vars(distilling)
+
+
+def test_another_divergence_of_trl_is_refused(distilling, monkeypatch):
+    own = distillation_trainer._chunked_divergence_loss
+
+    @functools.wraps(own)
+    def twice(*args, **kwargs):
+        loss, entropy, tokens = own(*args, **kwargs)
+        return 2 * loss, entropy, tokens
+
+    another = r"TRL 1\.16\.0 computes its divergence in another way than 1\.16, .*: "
+    for changed, how in (
+        (lambda hidden: hidden, "takes hidden where it took student_hidden_states, "),
+        (twice, r"returns a loss that differs by \d\.\d+ for beta 0"),
+    ):
+        monkeypatch.setattr(distillation_trainer, "_chunked_divergence_loss", changed)
+        with pytest.raises(RuntimeError, match=f"{another}_chunked_divergence_loss {how}"):
+            apply_seqpar_scores(distilling)
+    monkeypatch.delattr(distillation_trainer, "_chunked_divergence_loss")
+    with pytest.raises(RuntimeError, match=f"{another}trl.trainer.distillation_trainer has no _chunked"):
+        apply_seqpar_scores(distilling)
+
+
+def test_the_divergence_twice_is_refused_and_once_more_after_remove_is_fine(distilling):
+    applied = apply_seqpar_scores(distilling)
+    with pytest.raises(ValueError, match=r"this DistillationTrainer has the divergence already; remove\(\) it"):
+        apply_seqpar_scores(distilling)
+    applied.remove()
+    applied.remove()
+    apply_seqpar_scores(distilling).remove()
 
 
 def test_label_smoothing_that_trl_itself_ignores_is_accepted(trainer, monkeypatch):

@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-KINDS = ["sft", "dpo", "kto", "grpo", "rloo"]
+SCORES = ["sft", "dpo", "kto", "grpo", "rloo"]
+KINDS = [*SCORES, "distillation"]
 TRUNK = {"target_modules": ["q_proj", "up_proj"]}
 HEAD = {"target_modules": ["q_proj", "lm_head"]}
 COPY = TRUNK | {"modules_to_save": ["lm_head"]}
@@ -53,7 +54,7 @@ def test_in_float32_a_step_is_trls_own(kind, lora):
     same(trained(0, 1, run), trained(0, 1, run._replace(way="stock")), 5e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCORES)
 def test_with_an_adapter_on_the_projection_a_step_is_that_of_the_models_own_logits(kind):
     check(Run(kind, "", lora=HEAD))
 
@@ -114,7 +115,12 @@ def test_grpo_with_a_projection_in_float32_is_trls_own():
     assert relative_error(got.gradients, expected.gradients) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_both_divergences_of_kullback_and_leibler_are_those_of_the_models_own_logits(beta):
+    check(Run("distillation", "", options={"beta": beta, "temperature": 1.3}))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "distillation"])
 def test_an_evaluation_is_that_of_the_models_own_logits(kind):
     run = Run(kind, "scores", options={"eval_strategy": "steps", "eval_steps": 1})
     check(run)
@@ -135,6 +141,7 @@ def test_under_autocast_a_step_is_trls_own_in_the_precision_of_bfloat16(kind):
         ("dpo", "gemma2", {}),
         ("kto", "cohere", {}),
         ("grpo", "granite", {}),
+        ("distillation", "granite", {}),
         ("sft", "mixtral", {"router_aux_loss_coef": 0.1, "experts_implementation": "eager"}),
     ],
 )
@@ -150,8 +157,7 @@ def two_ranks():
     pool.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lora", [{}, HEAD], ids=["full", "head"])
+@pytest.mark.parametrize(("kind", "lora"), [*((kind, {}) for kind in KINDS), *((kind, HEAD) for kind in SCORES)])
 def test_on_two_ranks_a_step_is_that_of_the_models_own_logits(two_ranks, kind, lora):
     run = Run(kind, "scores", lora=lora)
     scores = two_ranks.call(trained, run)
@@ -171,7 +177,16 @@ def whole(run):
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(
-    ("kind", "lora"), [*((kind, {}) for kind in KINDS), ("sft", TRUNK), ("sft", HEAD), ("dpo", HEAD), ("dpo", COPY)]
+    ("kind", "lora"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("sft", TRUNK),
+        ("sft", HEAD),
+        ("dpo", HEAD),
+        ("dpo", COPY),
+        ("distillation", TRUNK),
+        ("distillation", COPY),
+    ],
 )
 def test_on_two_ranks_accumulated_steps_are_those_of_one_process_with_the_whole_batch(two_ranks, layout, kind, lora):
     run = Run(kind, "scores", lora=lora, accumulation=2, layout=layout)

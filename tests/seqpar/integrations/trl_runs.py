@@ -23,6 +23,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -34,6 +36,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.gkd import GKDTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from seqpar.integrations.trl import allow_head_adapter, apply_seqpar_scores
@@ -45,7 +48,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "kto": (KTOTrainer, KTOConfig),
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
+    "distillation": (DistillationTrainer, DistillationConfig),
 }
+GENERATING = ("grpo", "rloo", "distillation")
+OF_KIND = {"distillation": {"max_completion_length": 5, "temperature": 0.7, "beta": 0.3}}
+"""Arguments of a kind's configuration."""
 BATCH = 2
 TIMES = ("runtime", "per_second", "step_time", "flos", "epoch", "mfu", "tflops")
 """Parts of the names of logged numbers that are not functions of the scores."""
@@ -133,13 +140,20 @@ def reference(run: Run) -> Any:
     return model
 
 
+def second_model(run: Run) -> str:
+    """The name of the argument by which a trainer gets a model that it does not train; empty if it gets none."""
+    if run.kind in ("dpo", "kto") and not run.lora:
+        return "ref_model"
+    return "teacher_model" if run.kind == "distillation" else ""
+
+
 def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
     """The trainer, before its first step."""
     trainer_class, config_class = KINDS[run.kind]
     model = policy(run)
     ranks = run.ranks if run.layout == "whole" else world
     # Padding on the left moves positions, whose rotations are rounded to float32: not where layouts are compared
-    prompt_lengths = 1 if run.kind in ("grpo", "rloo") and run.layout else 3
+    prompt_lengths = 1 if run.kind in GENERATING and run.layout else 3
     if run.lora:
         torch.manual_seed(1)
         settings = LoraConfig(r=2, task_type="CAUSAL_LM", **({"init_lora_weights": False} | run.lora))
@@ -161,8 +175,8 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
     }
     if "eval_strategy" in run.options:
         keywords["eval_dataset"] = examples(run.kind, 3)
-    if run.kind in ("dpo", "kto") and not run.lora:
-        keywords["ref_model"] = reference(run)
+    if second := second_model(run):
+        keywords[second] = reference(run)
     if run.kind in ("grpo", "rloo"):
         beta = 0.1
         if ranks > 1 and not run.lora:
@@ -175,7 +189,7 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
         keywords["reward_funcs"] = reward
     if run.layout == "fsdp2":
         options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-    arguments = config_class(folder, **(options | run.options))
+    arguments = config_class(folder, **(options | OF_KIND.get(run.kind, {}) | run.options))
     if run.layout == "fsdp2":
         # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
         assert arguments.device.type == "cpu"
@@ -217,6 +231,34 @@ def use_plain_logits(trainer: Any) -> None:
             return plain_outputs(own, temperature, *args, **kwargs)
 
         base.forward = types.MethodType(forward, base)
+
+
+def use_plain_divergence(trainer: Any) -> None:
+    """Replace TRL's loss by its formula (`trl.experimental.gkd`) of the models' own logits, all of them."""
+
+    def computed(student: Any, inputs: Any, num_items_in_batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        text = {
+            "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+            "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+        }
+        teacher = trainer.accelerator.unwrap_model(trainer.teacher_model).eval()
+        own = slice(-inputs["completion_ids"].size(1) - 1, -1)
+        logits = student(**text, use_cache=False).logits[:, own]
+        with torch.no_grad():
+            theirs = teacher(**text, use_cache=False).logits[:, own]
+        mask = inputs["completion_mask"] != 0
+        loss = GKDTrainer.generalized_jsd_loss(
+            logits,
+            theirs,
+            torch.where(mask, 0, -100),
+            trainer.beta,
+            trainer.temperature,
+            num_items_in_batch=num_items_in_batch,
+        )
+        log_p = (logits.detach() / trainer.temperature).log_softmax(-1)
+        return loss, -(log_p * log_p.exp()).sum(-1)[mask].sum(), mask.sum()
+
+    trainer._compute_loss = computed
 
 
 def plain_outputs(own: Any, temperature: float, *args: Any, labels: Tensor, **kwargs: Any) -> FusedCausalLMOutput:
@@ -261,7 +303,7 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
         trainer.training_step = recorded
         applied: Any = contextlib.nullcontext()
         if run.way == "plain":
-            use_plain_logits(trainer)
+            (use_plain_divergence if run.kind == "distillation" else use_plain_logits)(trainer)
         if run.way == "scores":
             applied = apply_seqpar_scores(trainer, chunk_tokens=3)
         with applied:

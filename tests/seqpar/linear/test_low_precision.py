@@ -13,10 +13,10 @@ from tests.seqpar.linear.linear_loss import errors, small
 LOW = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def both_errors(low, smoothing, softcap, seed, chunk_tokens, vocab_size):
+def both_errors(low, smoothing, softcap, seed, chunk_tokens, vocab_size, rows=256):
     """Ours and plain torch's."""
     torch.manual_seed(seed)
-    rows, width = 256, 16
+    width = 16
     made = torch.randn(rows, width), torch.randn(vocab_size, width) / 4, torch.randn(vocab_size)
     inputs = [t.to(low).requires_grad_() for t in made]
     target = torch.randint(vocab_size, (rows,))

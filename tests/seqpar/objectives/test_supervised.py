@@ -30,6 +30,12 @@ def test_dft_of_an_impossible_token_is_0_and_so_is_its_gradient(dtype):
     assert gradient[:2].tolist() == [0, 0]
 
 
+def test_dft_of_a_masked_token_is_0_and_not_minus_0():
+    losses = dft(torch.tensor([-1.0, -torch.inf]), torch.tensor([False, True]))
+    assert losses.tolist() == [0, 0]
+    assert not torch.signbit(losses).any()
+
+
 def naive_risks(scores, costs, size, alpha, members):
     for g in range(len(scores) // size):
         candidates = [i for i in range(g * size, g * size + size) if members[i]]

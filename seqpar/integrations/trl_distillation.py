@@ -1,0 +1,229 @@
+"""Train with TRL's `DistillationTrainer` while its divergence comes from `seqpar.linear_distillation`.
+
+The trainer computes hidden states of student and teacher, and gives them with the weights of both output embeddings to
+a function of its own (`trl.trainer.distillation_trainer._chunked_divergence_loss`). Another function takes its place
+for the time of a batch's loss.
+
+Shape suffixes: B sentences, T time steps of the completions, N = B x T rows, D the student's hidden size, E the
+teacher's, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from trl.trainer import distillation_trainer
+
+from seqpar.core.checks import is_dtensor
+from seqpar.distributed.wrappers import inside_unit, refuse_sharded
+from seqpar.integrations.trl_head import WITHOUT, ReadModels, adapter_of, base_of
+from seqpar.integrations.trl_options import another_version
+from seqpar.linear.distillation import linear_distillation
+from seqpar.linear.teachers import TeacherHidden
+from seqpar.linear.token_scores import token_scores
+
+OWN = "_chunked_divergence_loss"
+"""TRL's own function."""
+ARGUMENTS = [
+    "student_hidden_states",
+    "teacher_hidden_states",
+    "student_lm_head_weight",
+    "teacher_lm_head_weight",
+    "completion_mask",
+    "beta",
+    "num_items_in_batch",
+    "student_lm_head_bias",
+    "teacher_lm_head_bias",
+    "student_logit_scale",
+    "teacher_logit_scale",
+    "student_final_logit_softcapping",
+    "teacher_final_logit_softcapping",
+    "temperature",
+]
+
+
+class Settings(NamedTuple):
+    """The numbers that a divergence depends on."""
+
+    beta: float
+    """0 for KL(teacher || student), 1 for KL(student || teacher), and in between the Jensen-Shannon divergence."""
+    temperature: float
+    chunk_tokens: int | None = None
+
+
+class Divergence(NamedTuple):
+    """Sums over the rows that count, and their number."""
+
+    total: Tensor
+    entropy: Tensor
+    """Of the student's predictions, without a gradient."""
+    tokens: Tensor
+
+
+class AppliedDistillation:
+    """The divergence of a `DistillationTrainer`, until `remove()`; `apply_seqpar_scores` returns it."""
+
+    def __init__(self, trainer: Any, chunk_tokens: int | None) -> None:
+        self.trainer = trainer
+        self.chunk_tokens = chunk_tokens
+        self.models = ReadModels()
+        _check_version()
+        teacher = trainer.teacher_model
+        if teacher is None or type(trainer)._compute_loss is not distillation_trainer.DistillationTrainer._compute_loss:
+            raise TypeError(f"this {type(trainer).__name__} has a loss or a teacher of another kind; {WITHOUT}")
+        if "_compute_loss" in vars(trainer):
+            raise ValueError(f"this {type(trainer).__name__} has the divergence already; remove() it first")
+        self._temperature(trainer.model)
+        trainer._compute_loss = self._compute_loss
+
+    def remove(self) -> None:
+        """Restore the trainer; a second call does nothing."""
+        vars(self.trainer).pop("_compute_loss", None)
+
+    def __enter__(self) -> AppliedDistillation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _temperature(self, student: Any) -> float:
+        """Return by what both models divide their logits; raise unless it is the same, and all they do to them."""
+        factors = []
+        for model in (student, self.trainer.accelerator.unwrap_model(self.trainer.teacher_model)):
+            base = base_of(model)
+            name = type(base).__name__
+            reading = self.models.reading(base)
+            if adapter_of(base) is not None:
+                raise TypeError(
+                    f"the output embeddings of {name} have an adapter, which distillation does not take; leave them "
+                    f"out of the adapter's target_modules, or {WITHOUT}"
+                )
+            if reading.softcap is not None:
+                raise ValueError(
+                    f"{name} caps its logits at {reading.softcap:g}, which distillation does not take; {WITHOUT}"
+                )
+            factors.append(reading.temperature)
+        if not math.isclose(*factors):
+            ours, theirs = (f"{1 / factor:g}" for factor in factors)
+            raise ValueError(f"the student multiplies its logits by {ours} and the teacher by {theirs}; {WITHOUT}")
+        return factors[0]
+
+    def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+        """Compute TRL's loss of a batch with our function in the place of its own."""
+        own = getattr(distillation_trainer, OWN)
+        ours = partial(self._divergence, base_of(student), self._temperature(student))
+        setattr(distillation_trainer, OWN, ours)
+        try:
+            return type(self.trainer)._compute_loss(self.trainer, student, inputs, num_items_in_batch)
+        finally:
+            setattr(distillation_trainer, OWN, own)
+
+    def _divergence(
+        self,
+        student: Any,
+        factor: float,
+        hidden_BTD: Tensor,
+        teacher_BTE: Tensor,
+        weight_VD: Tensor,
+        teacher_weight_VE: Tensor,
+        completion_mask: Tensor,
+        beta: float,
+        *,
+        num_items_in_batch: Tensor | float | None,
+        teacher_lm_head_bias: Tensor | None,
+        temperature: float,
+        **_: object,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what TRL's function does: the mean divergence, the summed entropy, and the number of tokens.
+
+        The factors are those the models were seen to use, not those TRL reads from their configurations.
+        """
+        teacher = TeacherHidden(teacher_BTE, _whole(teacher_weight_VE), _whole(teacher_lm_head_bias))
+        settings = Settings(beta, temperature * factor, self.chunk_tokens)
+        head = student.get_output_embeddings()
+        found: list[Divergence] = []
+
+        def compute(hidden_BTD: Tensor) -> Divergence:
+            refuse_sharded(head, f"let the trainer's fsdp_config shard the model; {WITHOUT}")
+            found.append(divergence(hidden_BTD, head, teacher, completion_mask != 0, settings))
+            return found[0]
+
+        if is_dtensor(head.weight):
+            # TRL would gather the weight, but leave each rank the gradient of its own tokens
+            inside_unit(head, compute, hidden_BTD)
+        else:
+            compute(hidden_BTD)
+        # As they were before a unit of FSDP2 rounded them to its `output_dtype`; backward finds its hooks on them
+        total, entropy, tokens = found[0]
+        if num_items_in_batch is None:
+            num_items_in_batch = tokens.clamp(min=1)
+        return total / num_items_in_batch, entropy, tokens
+
+
+def divergence(
+    hidden_BTD: Tensor, head: nn.Linear, teacher: TeacherHidden, counts_BT: Tensor, settings: Settings
+) -> Divergence:
+    """Return the divergence of the student's predictions from the teacher's, over the rows that count."""
+    # For the loss targets only say which rows are ignored
+    target_BT = torch.where(counts_BT, 0, -100)
+    options: dict[str, Any] = {
+        "bias": head.bias,
+        "temperature": settings.temperature,
+        "chunk_tokens": settings.chunk_tokens,
+    }
+    kind: dict[str, Any] = {"divergence": "jsd", "beta": settings.beta}
+    if settings.beta in (0, 1):
+        kind = {"divergence": ("forward_kl", "reverse_kl")[int(settings.beta)]}
+    loss = linear_distillation(hidden_BTD, head.weight, teacher, target_BT, **kind, **options)
+    with torch.no_grad():
+        scores = token_scores(hidden_BTD, head.weight, target_BT, entropy=True, **options)
+    assert scores.entropy is not None
+    return Divergence(loss.total, scores.entropy.sum(), counts_BT.sum())
+
+
+def _whole(tensor: Tensor | None) -> Any:
+    """Return a tensor of the teacher's that FSDP2 may have divided."""
+    if is_dtensor(tensor):
+        return tensor.full_tensor()  # type: ignore[union-attr]
+    return tensor
+
+
+def _check_version() -> None:
+    """Raise RuntimeError unless the installed TRL computes its divergence as this integration expects."""
+    own: Any = getattr(distillation_trainer, OWN, None)
+    if own is None:
+        raise another_version("its divergence", f"trl.trainer.distillation_trainer has no {OWN}")
+    arguments = list(inspect.signature(own).parameters)
+    if arguments != ARGUMENTS:
+        raise another_version(
+            "its divergence", f"{OWN} takes {', '.join(arguments)} where it took {', '.join(ARGUMENTS)}"
+        )
+    # On the CPU, wherever the model is
+    with torch.no_grad(), torch.device("cpu"):
+        head = nn.utils.skip_init(nn.Linear, 2, 5)
+        head.weight.copy_(torch.linspace(-2, 3, 10).view(5, 2))
+        head.bias.copy_(torch.linspace(0, 1, 5))
+        hidden, mask = torch.linspace(-1, 1, 6).view(1, 3, 2), torch.tensor([[1, 0, 1]])
+        teacher = TeacherHidden(hidden.flip(1), head.weight.flip(0), head.bias.flip(0))
+        for beta in (0.0, 0.3, 1.0):
+            theirs = own(
+                *(hidden, teacher.hidden, head.weight, teacher.weight, mask, beta, 4),
+                student_lm_head_bias=head.bias,
+                teacher_lm_head_bias=teacher.bias,
+                temperature=0.7,
+            )
+            total, entropy, tokens = divergence(hidden, head, teacher, mask != 0, Settings(beta, 0.7))
+            for name, got, expected in zip(
+                ("a loss", "an entropy", "a count"), theirs, (total / 4, entropy, tokens), strict=True
+            ):
+                difference = abs(float(got) - float(expected))
+                # Of float32, in numbers of about 1
+                if not difference < 1e-4:
+                    raise another_version(
+                        "its divergence", f"{OWN} returns {name} that differs by {difference:.2g} for beta {beta:g}"
+                    )
