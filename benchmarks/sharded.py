@@ -1,10 +1,22 @@
-"""Measure the most memory that each part of a sharded training takes on a rank.
+"""Measure the most memory that each part of a sharded training takes on a rank, beside what is predicted.
 
     python -m benchmarks.sharded                    # one process, four with layout.shard 4, two with layout.vocab 2
     python -m benchmarks.sharded --d-model 1024 --layers 12
 
 Each row of the table is what a part adds, on the rank where it adds most, to the process before there is a model:
-memory that is resident, as the system counts it.
+memory that is resident, as the system counts it. The prediction is arithmetic, with W the bytes of the weights, N the
+ranks, U the largest unit that FSDP2 gathers (a layer, or embeddings and generator), T the largest tensor, and L what
+`seqpar.memory_plan` says of the loss in a step:
+
+    begin       W/N + 2 T         what is kept, and a whole tensor with its part
+    step        4 W/N + 4 U + L   weights, gradient, moments; a unit and the buffer it comes in, and so for its gradient
+    validation  3 W/N + 2 U + E   U is a layer; E are embeddings and generator, gathered throughout. One process has
+                                  W more, oneDNN's packed weights
+    save        6 W/N + 2 T       weights and moments, and a copy
+    resume      3 W/N + 2 T
+    export      2 T               in one process, one tensor at a time
+
+Without shards U and E are 0.
 """
 
 from __future__ import annotations
@@ -24,12 +36,16 @@ from typing import Any
 import torch
 
 from benchmarks.loss.results import hardware
+from models.sharding import cut
+from models.transformer import DecoderLayer, EncoderLayer, make_transformer
 from recipes.translation import train as training
 from recipes.translation.commands import main as recipe
 from recipes.translation.data import sentence_pairs
 from recipes.translation.run_folder.saving import Saver
-from recipes.translation.settings.config import load_config
+from recipes.translation.settings.config import RunConfig, load_config
+from recipes.translation.text.subwords import Subwords
 from recipes.translation.training.layout import Layout
+from seqpar.memory_plan import memory_plan
 from seqpar.testing.markdown_table import markdown_table
 
 PARTS = ("begin", "step", "validation", "save", "resume", "export")
@@ -62,13 +78,14 @@ def main() -> None:
             (folder / "settings.json").write_text(json.dumps(config))
             started(folder, ranks)
             found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+            expected = predicted(load_config(None, config), folder, ranks)
         for part in PARTS:
             most = max(each[part] for each in found if part in each)
-            rows.append([name, part, f"{most / 2**20:,.0f}"])
-    print(markdown_table(["layout", "part", "MiB"], rows))
+            rows.append([name, part, f"{expected[part] / 2**20:,.0f}", f"{most / 2**20:,.0f}"])
+    print(markdown_table(["layout", "part", "predicted, MiB", "measured, MiB"], rows))
     print(
-        f"\nwidth {options.d_model}, {options.layers} layers each, {options.vocab} subwords, float32; {date.today()}, "
-        f"{hardware('cpu')}; torch {torch.__version__}"
+        f"\n{weights_of(load_config(None, config), options.vocab)[0] / 2**20:,.0f} MiB of weights in float32; "
+        f"{date.today()}, {hardware('cpu')}; torch {torch.__version__}"
     )
 
 
@@ -170,6 +187,48 @@ def peak(*, now: bool = False) -> int:
     wanted = "VmRSS" if now else "VmHWM"
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(wanted))
     return 1024 * int(line.split()[1])
+
+
+def weights_of(config: RunConfig, vocab: int) -> tuple[int, int, int, int]:
+    """Return the bytes of the weights, of the largest layer and tensor, and of what is in no layer."""
+    with torch.device("meta"):
+        sizes: Any = training.model_sizes(config.model)
+        model = make_transformer(sizes, vocab, vocab)
+    layers = [m for m in model.modules() if isinstance(m, EncoderLayer | DecoderLayer)]
+    of_layers = [sum(each.nbytes for each in layer.parameters()) for layer in layers]
+    whole = sum(each.nbytes for each in model.parameters())
+    return whole, max(of_layers), max(each.nbytes for each in model.parameters()), whole - sum(of_layers)
+
+
+def predicted(config: RunConfig, folder: Path, ranks: int) -> dict[str, int]:
+    """Return the bytes of each part by the equations above."""
+    vocab = len(Subwords.load(folder / "run" / "subwords" / "joint.model"))
+    W, layer, T, E = weights_of(config, vocab)
+    sizes: Any = training.model_sizes(config.model)
+    U = max(layer, E)
+    layout = config.layout
+    if layout.vocab > 1:
+        with torch.device("meta"):
+            model = make_transformer(sizes, vocab, vocab)
+        own = sum(cut(name, each, 0, ranks).nbytes for name, each in model.named_parameters())
+        kept, U, E, layer = own, 0, 0, 0
+    elif layout.shard > 1:
+        kept = W // ranks
+    else:
+        kept, U, E, layer = W, 0, 0, 0
+    how = "vocab" if layout.vocab > 1 else "fsdp" if layout.shard > 1 else "ddp"
+    plan = memory_plan(
+        tokens=TOKENS, d=sizes.d_model, vocab=vocab, devices=ranks, layout=how, dtype=torch.float32, device="cpu"
+    )
+    loss = plan.of("linear_cross_entropy").peak
+    return {
+        "begin": kept + 2 * T,
+        "step": 4 * kept + 4 * U + loss,
+        "validation": 3 * kept + 2 * layer + E + (W if ranks == 1 else 0),
+        "save": 6 * kept + 2 * T,
+        "resume": 3 * kept + 2 * T,
+        "export": 2 * T,
+    }
 
 
 if __name__ == "__main__":

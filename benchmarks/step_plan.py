@@ -1,21 +1,43 @@
-"""Hold `seqpar.step_plan` against published trainings, and draw what it says.
+"""Hold `seqpar.step_plan` against published trainings and against steps of this machine, and draw what it says.
 
-    python -m benchmarks.step_plan                                  # the table in docs/scaling.md
+    python -m benchmarks.step_plan --published                      # the table in docs/scaling.md, no measurement
+    python -m benchmarks.step_plan --ranks 2 4 --rounds 9           # real steps over gloo on this machine
     python -m benchmarks.step_plan --picture docs/scaling.svg       # efficiency against devices
 
-The rate comes from the smallest size of each training, the larger sizes are predicted.
+Published: the rate comes from the smallest size of each training, the larger sizes are predicted. Here: measured are
+the step of one rank without communication, while all other ranks do the same (they share the cores), and latency and
+bandwidth of gloo's collectives; DDP, FSDP2 and a split vocabulary are predicted from these, with `overlap="none"`: the
+cores that compute also carry gloo's bytes. Everything takes turns, round after round; figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
 from benchmarks.loss.plots import use_style
-from seqpar.links import LINKS
+from benchmarks.loss.results import hardware
+from models import DecoderOnlyConfig, make_decoder_only
+from models.sharding import split_weights
+from seqpar.links import LINKS, Link
 from seqpar.step_plan import Layout, Training, rate_of, step_plan
 from seqpar.testing.markdown_table import markdown_table
+from seqpar.testing.ranks import ranks
+
+# Published trainings
 
 
 class Published(NamedTuple):
@@ -90,6 +112,169 @@ def published_table() -> str:
     return markdown_table(["training", "layout", "GPUs", "unit", "published", "predicted", "error"], rows)
 
 
+# Steps on this machine
+
+SMALL_BYTES, LARGE_BYTES = 2**14, 2**24
+
+
+class Sizes(NamedTuple):
+    """A model whose gradients take long to reduce for what a step computes, and the sequences of a rank."""
+
+    width: int = 256
+    layers: int = 4
+    vocab: int = 8192
+    length: int = 128
+    batch: int = 2
+
+
+BUILT: dict[tuple[str, Sizes], Callable[[], object]] = {}
+"""In a rank: what it runs, made once."""
+
+
+def timed(rank: int, world: int, what: str, sizes: Sizes) -> float:
+    """Return the seconds until all ranks have done one of these together: a step in a layout, or a collective."""
+    if (what, sizes) not in BUILT:
+        kind, number = what.split()
+        size = int(number)
+        run = _collective(kind, size, world) if kind in KINDS else _step(kind, rank, world, size, sizes)
+        # What is set up in the first steps is not timed
+        run()
+        run()
+        BUILT[what, sizes] = run
+    dist.barrier()
+    start = time.perf_counter()
+    BUILT[what, sizes]()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _collective(kind: str, size: int, world: int) -> Callable[[], object]:
+    """Return a collective, with the copies that FSDP2 makes of what it gathers and of what it reduces."""
+    whole = torch.ones(size // 4 // world * world)
+    part = torch.ones(len(whole) // world)
+
+    def all_gather() -> None:
+        gathered = torch.empty_like(whole)
+        dist.all_gather_single(gathered, part)
+        torch.empty_like(whole).copy_(gathered)
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": all_gather,
+        "reduce_scatter": lambda: dist.reduce_scatter_single(torch.empty_like(part), whole.clone()),
+    }[kind]
+
+
+def _model(sizes: Sizes) -> Any:
+    torch.manual_seed(1)
+    width = sizes.width
+    config = DecoderOnlyConfig(width, 4 * width, heads=8, decoder_layers=sizes.layers, dropout=0.0, tie="none")
+    return make_decoder_only(config, sizes.vocab)
+
+
+def _step(layout: str, rank: int, world: int, sequences: int, sizes: Sizes) -> Callable[[], object]:
+    """Return forward and backward of this many sequences; those of a split vocabulary are the same in all ranks."""
+    model = _model(sizes)
+    torch.manual_seed(0 if layout == "vocab" else rank)
+    tokens = torch.randint(1, sizes.vocab, (sequences, sizes.length + 1))
+    src, tgt, target = tokens[:, :1], tokens[:, :-1], tokens[:, 1:]
+    if layout == "vocab":
+        shard = split_weights(model, dist.group.WORLD)
+
+        def split() -> None:
+            generator = model.generator
+            loss = seqpar.linear_cross_entropy(
+                model(src, tgt), generator.weight, target, bias=generator.bias, vocab=shard
+            )
+            (loss.total / loss.tokens).backward()
+            model.zero_grad()
+
+        return split
+    both: nn.Module = seqpar.ModelWithLoss(
+        model, seqpar.LossCompute(model.generator, nn.CrossEntropyLoss(reduction="sum"))
+    )
+    if layout == "ddp":
+        both = DistributedDataParallel(both)
+    if layout == "fsdp":
+        for layer in model.decoder.layers:
+            fully_shard(layer)
+        # As every unit in the plan, gathered again for backward
+        fully_shard(both, reshard_after_forward=True)
+
+    def step() -> None:
+        loss = both(src, tgt, target=target)
+        (loss.total / loss.tokens).backward()
+        both.zero_grad()
+
+    return step
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "vocab")
+
+
+def measure(world: int, rounds: int, sizes: Sizes) -> dict[str, float]:
+    """Return the median seconds of everything that is timed, one after another in each round."""
+    # A split vocabulary has all ranks' sequences in each of them, so the rate is measured with as many, too
+    steps = [f"{what} {sizes.batch}" for what in ("alone", "ddp", "fsdp")]
+    steps += [f"{what} {sizes.batch * world}" for what in ("alone", "vocab")]
+    whats = [*steps, *(f"{kind} {size}" for kind in KINDS for size in (SMALL_BYTES, LARGE_BYTES))]
+    found: dict[str, list[float]] = {what: [] for what in whats}
+    for _ in range(rounds):
+        for what in whats:
+            found[what].append(max(ranks(world, timed, what, sizes)))
+    return {what: statistics.median(seconds) for what, seconds in found.items()}
+
+
+def links_of(seconds: dict[str, float], world: int) -> tuple[Link, float]:
+    """Return the link and the microseconds of its start from two sizes of each collective."""
+    bandwidths = []
+    for kind in KINDS:
+        passes = 2 if kind == "all_reduce" else 1
+        moved = passes * (LARGE_BYTES - SMALL_BYTES) * (world - 1) / world
+        bandwidths.append((moved / (seconds[f"{kind} {LARGE_BYTES}"] - seconds[f"{kind} {SMALL_BYTES}"]),))
+    start = statistics.median(seconds[f"{kind} {SMALL_BYTES}"] for kind in KINDS)
+    return Link(0.0, *bandwidths), start * 1e6
+
+
+def here_table(worlds: list[int], rounds: int) -> str:
+    """Return the table of predicted against measured steps of this machine."""
+    rows = []
+    sizes = Sizes()
+    parameters = sum(each.numel() for each in _model(sizes).parameters())
+    for world in worlds:
+        seconds = measure(world, rounds, sizes)
+        link, start = links_of(seconds, world)
+        speeds = " / ".join(f"{each[0] / 1e9:.2f}" for each in link[1:])
+        print(f"{world} ranks: gloo {start:,.0f} us, {speeds} GB/s ({', '.join(KINDS)})")
+        for layout in LAYOUTS:
+            sequences = sizes.batch * world if layout == "vocab" else sizes.batch
+            training = Training(
+                parameters=parameters,
+                layers=sizes.layers,
+                d=sizes.width,
+                vocab=sizes.vocab,
+                length=sizes.length,
+                local_batch=sizes.batch,
+                micro_batch=sequences,
+                dtype="float32",
+                host=world,
+                within=link,
+                start=start,
+                overlap="none",
+            )
+            alone = seconds[f"alone {sequences}"]
+            said = step_plan(training, sequences * sizes.length * training.flops / alone, world, layout)
+            real = seconds[f"{layout} {sequences}"]
+            share = f"{(said.exchange + said.exposed) / said.seconds:.0%}"
+            times = [f"{each:.3f}" for each in (alone, said.seconds, real)]
+            rows.append([layout, str(world), times[0], times[1], share, times[2], f"{said.seconds / real - 1:+.1%}"])
+    header = ["layout", "ranks", "one rank s", "predicted s", "of it communication", "measured s", "error"]
+    return markdown_table(header, rows)
+
+
+# The picture
+
 COLOURS = ("#1f7ae0", "#d9822b", "#2f9e63")
 
 
@@ -127,14 +312,21 @@ def _sizes(run: Published) -> list[int]:
 
 
 def main() -> None:
-    """Print the table, or write the picture."""
+    """Print the tables asked for, or write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--published", action="store_true", help="print the published trainings, and measure nothing")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of gloo ranks to measure")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of all measurements")
     parser.add_argument("--picture", type=Path, help="write efficiency against devices to this SVG file instead")
     options = parser.parse_args()
     if options.picture is not None:
         draw(options.picture)
-    else:
+    elif options.published:
         print(published_table())
+    else:
+        print(f"{date.today()}, torch {torch.__version__}, {hardware('cpu')}, load {os.getloadavg()[0]:.1f}\n")
+        print(here_table(options.ranks, options.rounds))
+        print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

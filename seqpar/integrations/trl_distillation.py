@@ -47,15 +47,6 @@ ARGUMENTS = [
 ]
 
 
-class Settings(NamedTuple):
-    """The numbers that a divergence depends on."""
-
-    beta: float
-    """0 for KL(teacher || student), 1 for KL(student || teacher), and in between the Jensen-Shannon divergence."""
-    temperature: float
-    chunk_tokens: int | None = None
-
-
 class Divergence(NamedTuple):
     """Sums over the rows that count, and their number."""
 
@@ -156,13 +147,13 @@ class AppliedDistillation:
         The factors are those the models were seen to use, not those TRL reads from their configurations.
         """
         teacher = TeacherHidden(teacher_BTE, _whole(teacher_weight_VE), _whole(teacher_lm_head_bias))
-        settings = Settings(beta, temperature * factor, self.chunk_tokens)
+        numbers = (beta, temperature * factor, self.chunk_tokens)
         head = student.get_output_embeddings()
         found: list[Divergence] = []
 
         def compute(hidden_BTD: Tensor) -> Divergence:
             refuse_sharded(head, f"let the trainer's fsdp_config shard the model; {WITHOUT}")
-            found.append(divergence(hidden_BTD, head, teacher, completion_mask != 0, settings))
+            found.append(divergence(hidden_BTD, head, teacher, completion_mask != 0, *numbers))
             return found[0]
 
         if is_dtensor(head.weight):
@@ -178,19 +169,24 @@ class AppliedDistillation:
 
 
 def divergence(
-    hidden_BTD: Tensor, head: nn.Linear, teacher: TeacherHidden, counts_BT: Tensor, settings: Settings
+    hidden_BTD: Tensor,
+    head: nn.Linear,
+    teacher: TeacherHidden,
+    counts_BT: Tensor,
+    beta: float,
+    temperature: float,
+    chunk_tokens: int | None = None,
 ) -> Divergence:
-    """Return the divergence of the student's predictions from the teacher's, over the rows that count."""
+    """Return the divergence of the student's predictions from the teacher's, over the rows that count.
+
+    With `beta` 0 it is KL(teacher || student), with 1 KL(student || teacher), in between that of Jensen and Shannon.
+    """
     # For the loss targets only say which rows are ignored
     target_BT = torch.where(counts_BT, 0, -100)
-    options: dict[str, Any] = {
-        "bias": head.bias,
-        "temperature": settings.temperature,
-        "chunk_tokens": settings.chunk_tokens,
-    }
-    kind: dict[str, Any] = {"divergence": "jsd", "beta": settings.beta}
-    if settings.beta in (0, 1):
-        kind = {"divergence": ("forward_kl", "reverse_kl")[int(settings.beta)]}
+    options: dict[str, Any] = {"bias": head.bias, "temperature": temperature, "chunk_tokens": chunk_tokens}
+    kind: dict[str, Any] = {"divergence": "jsd", "beta": beta}
+    if beta in (0, 1):
+        kind = {"divergence": ("forward_kl", "reverse_kl")[int(beta)]}
     loss = linear_distillation(hidden_BTD, head.weight, teacher, target_BT, **kind, **options)
     with torch.no_grad():
         scores = token_scores(hidden_BTD, head.weight, target_BT, entropy=True, **options)
@@ -229,7 +225,7 @@ def _check_version() -> None:
                 teacher_lm_head_bias=teacher.bias,
                 temperature=0.7,
             )
-            total, entropy, tokens = divergence(hidden, head, teacher, mask != 0, Settings(beta, 0.7))
+            total, entropy, tokens = divergence(hidden, head, teacher, mask != 0, beta, 0.7)
             for name, got, expected in zip(
                 ("a loss", "an entropy", "a count"), theirs, (total / 4, entropy, tokens), strict=True
             ):

@@ -1,4 +1,4 @@
-"""What docs/scaling.md says of the plan of a step is what its code prints and draws."""
+"""What docs/scaling.md says of the plan of a step is what its code prints and draws, and what is timed runs."""
 
 import re
 import shlex
@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import step_plan as benchmark
 from seqpar.step_plan import main, step_plan
+from seqpar.testing.ranks import ranks
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
@@ -43,3 +44,20 @@ def test_without_interleaving_the_pipeline_is_as_slow_as_the_page_says():
     rate = benchmark.rate(alone)
     said = [step_plan(alone.training, rate, n, "pipeline").tokens_per_second / run.per_unit for n in (2304, 4608)]
     assert "without interleaving the plan predicts {:.0f}% and {:.0f}%".format(*said) in " ".join(PAGE.split())
+
+
+@pytest.mark.parametrize("what", ["alone 2", "ddp 2", "fsdp 2", "vocab 4", *(f"{x} 4096" for x in benchmark.KINDS)])
+def test_every_step_and_collective_that_is_timed_runs_in_two_ranks(what):
+    sizes = benchmark.Sizes(width=16, layers=1, vocab=64, length=8)
+    assert min(ranks(2, benchmark.timed, what, sizes)) > 0
+
+
+def test_a_links_bandwidth_is_what_two_sizes_differ_by():
+    small, large = benchmark.SMALL_BYTES, benchmark.LARGE_BYTES
+    passes = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    seconds = {f"{x} {n}": 0.5 + passes[x] * n * 3 / 4 / 100 for x in passes for n in (small, large)}
+    link, start = benchmark.links_of(seconds, 4)
+    assert link.hop == 0
+    for bandwidths in link[1:]:
+        assert bandwidths == pytest.approx((100,))
+    assert start == pytest.approx(1e6 * (0.5 + small * 3 / 4 / 100))

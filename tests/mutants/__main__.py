@@ -79,7 +79,7 @@ class Reach(NamedTuple):
         total = 0.0
         for name in sorted(reached, key=lambda name: (not name.startswith(of_wing), self.seconds[name], name)):
             total += self.seconds[name]
-            if total > MOST_SECONDS:
+            if chosen and total > MOST_SECONDS:
                 break
             chosen.append(name)
         return chosen

@@ -15,7 +15,7 @@ from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.run_folder.translator import Translator, fingerprint, tensors_of
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.forced_decoding import log_probabilities
@@ -227,6 +227,13 @@ def test_eight_bits_make_the_folder_smaller_and_the_numbers_others(subwords: Sub
     sizes = {name: (tmp_path / name / "model.bin").stat().st_size for name in ("float32", "int8")}
     assert sizes["int8"] < 0.4 * sizes["float32"]
     assert found.engine.compute_type.startswith("int8")
+
+
+def test_quantization_leaves_the_weights_of_a_model_in_memory_as_they_are(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    before = fingerprint(tensors_of(translator.model))
+    ctranslate2_model.write(as_saved(translator), tmp_path / "exported", "int8")
+    assert fingerprint(tensors_of(translator.model)) == before
 
 
 def test_a_damaged_folder_is_refused_in_one_line(subwords: Subwords, tmp_path: Path) -> None:

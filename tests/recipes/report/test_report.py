@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -452,3 +453,20 @@ def test_a_run_without_settings_is_still_a_page() -> None:
 )
 def test_a_large_number_on_the_page_has_no_exponent(number: float, text: str) -> None:
     assert shown(number) == text
+
+
+def test_a_page_names_each_start_of_its_run_and_the_newest_ones_machine_and_versions(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    began = {"time": "2026-02-02 10:00:00 UTC", "command": "python -m recipes.translation train --run run"}
+    with (run / "resources.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 40, "began": {**began, "hardware": {"cores": 8}, "software": {"torch": "2.13"}}})
+        )
+    text = Page(report([read_run(run)])).text
+    for words in (
+        ["after step", "0", "time", "2026-01-01 00:00:00 UTC", "command", "python -m recipes.translation train"],
+        ["after step", "40", "time", began["time"], "command", began["command"]],
+        ["cores", "8"],
+        ["torch", "2.13"],
+    ):
+        assert re.search(r"\s*".join(map(re.escape, words)), text)

@@ -164,14 +164,18 @@ def rounded(rank, world, dtype):
     vocab, x = seqpar.VocabShard(dist.group.WORLD, 4 * rank, 8), torch.Generator().manual_seed(0)
     hidden = torch.randn(20, 32, generator=x).to(dtype)
     weight, target = torch.randn(4, 32, generator=x).to(dtype), torch.zeros(20).long()
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # of checksums, which are in float32
     noise = 1 + torch.finfo(dtype).eps * torch.randint(-1, 2, hidden.shape).to(dtype) * rank
-    found = [message(seqpar.linear_cross_entropy, h, weight, target, vocab=vocab) for h in (hidden, hidden * noise)]
-    return [*found, message(seqpar.linear_cross_entropy, hidden * torch.nan, weight, target, vocab=vocab)]
+    more = 1 + 64 * eps * rank
+    every = hidden, hidden * noise, hidden * torch.nan, hidden * more
+    return [message(seqpar.linear_cross_entropy, h, weight, target, vocab=vocab) for h in every]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_hidden_states_that_differ_by_rounding_are_the_same(dtype):
-    assert ranks(2, rounded, dtype) == [[None] * 3] * 2
+def test_hidden_states_that_differ_by_rounding_are_the_same_and_by_sixty_four_times_as_much_are_not(dtype):
+    for *by_rounding, more in ranks(2, rounded, dtype):
+        assert by_rounding == [None] * 3
+        assert "ranks [1] have different hidden states from rank 0" in more[1]
 
 
 def plain_weight_beside_dtensors(rank, world):
