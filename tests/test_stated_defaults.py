@@ -14,6 +14,7 @@ from recipes.translation.settings.config import SCHEMA, RunConfig
 from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results
 from seqpar.testing.ranks import COLLECTIVE_TIMEOUT, TIMEOUT
 from tests.test_documents import PAGES
+from tests.test_readme import README
 
 SETTING = r"`((?:training|decoding|subwords|data|layout|cleaning|noise)\.\w+)"
 PHRASES = (
@@ -97,7 +98,7 @@ def test_the_ways_of_stating_a_default_are_all_found() -> None:
 
 @pytest.mark.parametrize("check", [assert_same_gradients, assert_same_loss, assert_same_results])
 def test_the_proof_kit_is_as_strict_as_the_first_page_says(check: Callable[..., None]) -> None:
-    (promised,) = re.findall(r"match the plain, un-chunked single-device loss to within (1e-\d+)", PAGES[0].read_text())
+    (promised,) = re.findall(r"match the plain, un-chunked single-device loss to within (1e-\d+)", README.read_text())
     assert inspect.signature(check).parameters["rtol"].default == float(promised)
 
 

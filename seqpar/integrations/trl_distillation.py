@@ -57,7 +57,19 @@ class Divergence(NamedTuple):
 
 
 class AppliedDistillation:
-    """The divergence of a `DistillationTrainer`, until `remove()`; `apply_seqpar_scores` returns it."""
+    """The divergence of a `DistillationTrainer`, until `remove()`; `apply_seqpar_scores` returns it.
+
+    Example:
+        >>> from trl import DistillationTrainer
+        >>> from seqpar.integrations.trl import apply_seqpar_scores
+        >>> given = {"args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
+        >>> trainer = DistillationTrainer(model, teacher_model=reference, **given)
+        >>> applied = apply_seqpar_scores(trainer)
+        >>> output = trainer.train()
+        >>> applied.remove()  # from here on the divergence is TRL's own
+        >>> output.global_step == arguments.max_steps
+        True
+    """
 
     def __init__(self, trainer: Any, chunk_tokens: int | None) -> None:
         self.trainer = trainer

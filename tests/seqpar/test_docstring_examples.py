@@ -37,6 +37,7 @@ GIVEN = {
     "seqpar.integrations.trl.apply_seqpar_scores": "for_dpo",
     "seqpar.integrations.trl.AppliedScores": "for_sft",
     "seqpar.integrations.trl.allow_head_adapter": "for_sft",
+    "seqpar.integrations.trl_distillation.AppliedDistillation": "for_distillation",
     "seqpar.integrations.accelerate.accumulated_step": "no_accelerator",
     "seqpar.integrations.fairseq.ChunkedCrossEntropy": "fairseq_model",
     "seqpar.integrations.opennmt.apply_seqpar_loss": "opennmt_trainer",
@@ -45,12 +46,12 @@ GIVEN = {
 """The fixtures of examples that begin inside another project's training."""
 
 
-def what_a_trl_trainer_takes(config_class, kind, folder):
+def what_a_trl_trainer_takes(config_class, kind, folder, **options):
     from tests.seqpar.integrations.tiny_models import tiny
     from tests.seqpar.integrations.trainer_runs import ONE_STEP
     from tests.seqpar.integrations.trl_runs import examples, words
 
-    options = {"per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False}
+    options |= {"per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False}
     model, reference = (tiny("llama", torch.float32, bos_token_id=2, eos_token_id=3) for _ in range(2))
     return {
         "model": model,
@@ -81,6 +82,13 @@ def for_sft(tmp_path, silent):
     from trl import SFTConfig
 
     return what_a_trl_trainer_takes(SFTConfig, "sft", tmp_path)
+
+
+@pytest.fixture
+def for_distillation(tmp_path, silent):
+    from trl import DistillationConfig
+
+    return what_a_trl_trainer_takes(DistillationConfig, "distillation", tmp_path, max_completion_length=5)
 
 
 @pytest.fixture
