@@ -55,8 +55,8 @@ def test_a_fault_is_one_small_mistake(code: str, kind: str, planted: str) -> Non
         "def f() -> Literal[3]: ...",
         "assert a < b",
         "f'{3}'",
-        "zip(a, strict=True)",
-        "f(help=3)",
+        "x = zip(a, strict=True)",
+        "x = f(help=3)",
     ],
 )
 def test_messages_annotations_and_checks_of_what_always_holds_have_none(code: str) -> None:
