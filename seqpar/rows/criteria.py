@@ -98,8 +98,8 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         refuse_second_derivative("the criterion", "torch.nn.functional.cross_entropy")
         made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None
-        # Not 0 x upstream in ignored rows: with no tokens the caller may have divided by 0
-        factors = factors.times(upstream.where(counted_N, 0), counted_N)
+        # 0 in ignored rows, not 0 x upstream: with no tokens the caller may have divided by 0
+        factors = factors.times(upstream, counted_N)
         grad_NV = ctx.rows.gradient_(made, picked_N1, sums, factors)
         return grad_NV.to(ctx.dtype), None, None, None
 

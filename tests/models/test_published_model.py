@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from models import PRESETS, EncoderDecoder, TransformerConfig, make_transformer, sinusoidal_positions, subsequent_mask
 from models.attention import Attention
 from models.dropout import Dropout
+from models.embedding import positions_in_halves
 from models.transformer import DecoderLayer, EncoderLayer
 from tests.models.examples import random_batch
 
@@ -160,16 +163,17 @@ def test_no_two_weights_of_a_fresh_model_are_equal() -> None:
     assert len(matrices) == 3 + 3 * 5 + 2 * 8
 
 
+@pytest.mark.parametrize("positions", [sinusoidal_positions, partial(positions_in_halves, steps=31)])
 @pytest.mark.parametrize(("dtype", "half_step"), [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)])
 def test_positions_of_a_low_precision_are_computed_in_float32_and_rounded_once(
-    dtype: torch.dtype, half_step: float
+    dtype: torch.dtype, half_step: float, positions: Callable[..., torch.Tensor]
 ) -> None:
-    low = sinusoidal_positions(0, 3_000, 64, like=torch.zeros((), dtype=dtype))
-    exact = sinusoidal_positions(0, 3_000, 64, like=torch.zeros((), dtype=torch.float64))
+    low = positions(0, 3_000, 64, like=torch.zeros((), dtype=dtype))
+    exact = positions(0, 3_000, 64, like=torch.zeros((), dtype=torch.float64))
     assert low.dtype == dtype
     rounding_of_the_angle = 3_000 * 2**-22
     assert float((low.double() - exact).abs().max()) <= half_step + rounding_of_the_angle
-    later = sinusoidal_positions(2_990, 3_000, 64, like=low)
+    later = positions(2_990, 3_000, 64, like=low)
     assert torch.equal(later, low[2_990:])
 
 

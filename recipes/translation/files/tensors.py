@@ -91,7 +91,9 @@ def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write a new file, flush it to the disk, and return its SHA-256; each tensor is asked for once, `in_order`.
+    """Write a new file and return its SHA-256; each tensor is asked for once, `in_order`.
+
+    The file is not yet flushed to the disk: `replaced_folder` does that for all of a folder's files.
 
     `metadata` is what another program looks for in the file's header.
     """
@@ -102,7 +104,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             hashed = beside.submit(digest.update, part)
             _write_all(file.fileno(), part)
             hashed.result()  # before the next part is in memory
-        os.fsync(file.fileno())
     return digest.hexdigest()
 
 

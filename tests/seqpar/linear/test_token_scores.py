@@ -351,3 +351,13 @@ def test_equally_likely_classes_rank_as_in_the_order_of_top_ids(rows):
     assert found.rank.tolist() == torch.tensor([3, 0, 1, 4, 2])[rows].tolist()
     loss = seqpar.linear_cross_entropy(torch.ones(len(target), 1), weight, target)
     assert loss.correct == (found.rank == 0).sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_most_probable_classes_and_the_rank_are_constants(frozen):
+    hidden, weight = torch.randn(5, 4).requires_grad_(), torch.randn(7, 4).requires_grad_(not frozen)
+    found = seqpar.token_scores(
+        hidden, weight, torch.arange(5), entropy=True, ids=torch.arange(10).view(5, 2) % 7, top_k=2, rank=True
+    )
+    assert [t.requires_grad for t in (found.log_prob, found.entropy, found.log_probs_at)] == [True] * 3
+    assert [t.requires_grad for t in (found.top_log_probs, found.top_ids, found.rank)] == [False] * 3
