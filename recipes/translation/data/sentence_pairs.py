@@ -22,6 +22,7 @@ from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_format, expanded, names_of, paths_of
 from recipes.translation.errors import DataError
+from recipes.translation.files.contents import Contents, Opened, opened
 from recipes.translation.files.lines import each_line
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.data import CleaningConfig
@@ -50,14 +51,16 @@ def load_pairs(
     return list(_lowercased(_read(data, split), lowercase))
 
 
-def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
+def each_training_pair(
+    data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, open_file: Opened = opened
+) -> Iterator[Pair]:
     """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
-    The number that each rule removes is reported on stderr, under `name`. Of the formats text and tsv, and of the
-    built-in corpus, only one pair is in memory at a time.
+    The number that each rule removes is reported on stderr, under `name`. Files of text are opened by `open_file`. Of
+    the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
     """
     rules = Cleaning(cleaning, data.source, data.target)
-    yield from _lowercased(rules.kept(_read(data, "train")), lowercase)
+    yield from _lowercased(rules.kept(_read(data, "train", open_file)), lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         print(f"[data] {name}: {rules}", file=sys.stderr)
@@ -67,9 +70,9 @@ def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConf
         raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
 
 
-def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
+def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterable[Pair]:
     check_format(data)
-    readers: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
+    readers: dict[str, Callable[[DataConfig, Split, Opened], Iterable[Pair]]]
     readers = {
         "builtin": _builtin,
         "text": _text,
@@ -78,7 +81,7 @@ def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
         "parquet": _parquet,
         "hub": _hub,
     }
-    return readers[data.format](data, split)
+    return readers[data.format](data, split, open_file)
 
 
 def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
@@ -87,8 +90,10 @@ def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
 
 
-def fingerprint(data: DataConfig, split: Split) -> str:
+def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
+
+    Files that were read under `contents` are not read again.
 
     For data that is streamed from the hub it is that of the data set's commit, without a look at the data. It is empty
     for the built-in corpus, which is determined by the settings.
@@ -104,14 +109,13 @@ def fingerprint(data: DataConfig, split: Split) -> str:
     else:
         for path in paths_of(data, split):
             # The size separates the files: a line that moves from one to the next must change the digest
-            with path.open("rb") as file:
-                of_file = hashlib.file_digest(file, "sha256").digest()
-                digest.update(f"{file.tell()} bytes:".encode())
+            size, of_file = (contents or Contents()).of(path)
+            digest.update(f"{size} bytes:".encode())
             digest.update(of_file)
     return digest.hexdigest()
 
 
-def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
     count = data.builtin_pairs
@@ -124,11 +128,11 @@ def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
             yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _text(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     paths = paths_of(data, split)
     counts = [0, 0]
-    for lines in zip_longest(*(_lines(path, split) for path in paths)):
+    for lines in zip_longest(*(_lines(path, split, open_file) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if counts[0] == counts[1]:
             yield Pair(*lines)
@@ -138,10 +142,10 @@ def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
         )
 
 
-def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _tsv(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = paths_of(data, split)
-    lines = _lines(path, split)
+    lines = _lines(path, split, open_file)
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
@@ -173,10 +177,10 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
 
 
-def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
+def _jsonl(data: DataConfig, split: Split, open_file: Opened) -> list[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = paths_of(data, split)
-    lines = enumerate(list(_lines(path, split)), start=1)
+    lines = enumerate(list(_lines(path, split, open_file)), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     return _pairs(_columns(records), data, str(path))
 
@@ -203,7 +207,7 @@ def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _parquet(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     """Read one parquet file, and remove the copy that `datasets` makes on disk."""
     import datasets
 
@@ -214,7 +218,7 @@ def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
         yield from _sliced(rows, data, str(path))
 
 
-def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _hub(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     """Read a split of a data set on the hub, which remains in `datasets`' cache unless it is streamed."""
     import datasets
 
@@ -280,9 +284,9 @@ def _sliced(rows: Any, data: DataConfig, where: str) -> Iterator[Pair]:
         yield from pairs
 
 
-def _lines(path: Path, split: Split) -> Iterator[str]:
+def _lines(path: Path, split: Split, open_file: Opened) -> Iterator[str]:
     empty = True
-    for line in each_line(path):
+    for line in each_line(path, open_file):
         empty = False
         yield line
     if empty:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint
 from recipes.translation.data.split_files import named
+from recipes.translation.files.contents import Contents
 from recipes.translation.settings.config import DataConfig, RunConfig
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.placeholders import masked_pair
@@ -32,8 +33,9 @@ class TrainingCorpus:
 class TrainingText:
     """The pairs of the training corpora, one after another: cleaned, with placeholders, without tags.
 
-    Between `read` and `forget` they are in memory. With `data.cache`, for text beyond memory, `read` does nothing:
-    whoever wants the pairs reads the files.
+    Between `read` and `forget` they are in memory, so that each file is opened once, and what identifies them is of the
+    very bytes that were read. With `data.cache`, for text beyond memory, `read` does nothing: whoever wants the pairs
+    reads the files.
     """
 
     def __init__(self, config: RunConfig, corpora: Sequence[TrainingCorpus]) -> None:
@@ -68,11 +70,14 @@ class TrainingText:
         return found
 
     def _each_pair(self, corpus: TrainingCorpus) -> Iterator[Pair]:
+        contents = Contents()
         with named(corpus.name):
             name = corpus.name or "train"
             lowercase = self.config.subwords.lowercase
-            for pair in each_training_pair(corpus.data, lowercase, self.config.cleaning, name):
+            for pair in each_training_pair(corpus.data, lowercase, self.config.cleaning, name, contents.opened):
                 yield masked_pair(pair, self.config.subwords.placeholders)
+            if contents.whole:
+                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train", contents)
 
     def _fingerprint(self, corpus: TrainingCorpus) -> str:
         if corpus.name not in self._fingerprints:

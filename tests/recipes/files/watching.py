@@ -1,4 +1,4 @@
-"""What a block opens to write, makes, renames and flushes, as Python's audit hooks tell it."""
+"""What a block opens, makes, renames and flushes, as Python's audit hooks tell it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ class Event:
 
 
 _events: list[Event] | None = None
+_files: list[Path] | None = None
 
 
 def _note(name: str, arguments: tuple[Any, ...]) -> None:
+    if _files is not None and name == "open" and isinstance(arguments[0], (str, os.PathLike)):
+        _files.append(_absolute(arguments[0]))
     if _events is None:
         return
     if name == "open" and isinstance(arguments[0], (str, os.PathLike)) and arguments[2] & WRITES:
@@ -63,3 +66,15 @@ def watched() -> Iterator[list[Event]]:
             yield events
         finally:
             _events = None
+
+
+@contextmanager
+def opened_files() -> Iterator[list[Path]]:
+    """Collect the files that the block opens, once for each time."""
+    global _files
+    files: list[Path] = []
+    _files = files
+    try:
+        yield files
+    finally:
+        _files = None
