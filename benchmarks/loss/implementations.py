@@ -23,11 +23,8 @@ CUT = "cut_cross_entropy"
 TITAN_STYLE = "torchtitan-style"
 ENGINE = "LossCompute"
 OWN = "LossCompute, own generator"
-OWN_SMALL = f"{OWN}, 128 rows"
 LINEAR = "linear_cross_entropy"
-OURS = [ENGINE, OWN, OWN_SMALL, LINEAR]
-REPLICAS = {f"{name}, {count} replica{'s' * (count > 1)}": (name, count) for name in (ENGINE, OWN) for count in (1, 4)}
-"""The engine over one device, and over the same device four times."""
+OURS = [ENGINE, OWN, LINEAR]
 ON_A_CPU = [
     *(PLAIN, COMPILED, AUTO_CHUNKED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST),
     *(CUT, "torchtune", TITAN_STYLE, "2018 loop", ENGINE, OWN, LINEAR),
@@ -81,9 +78,6 @@ def known() -> dict[str, Implementation]:
 
     no_op = _why_without(F, "linear_cross_entropy")
     liger = why_missing("liger_kernel")
-    of_replicas = {
-        name: Implementation(ours.engine(count, known=engine == ENGINE)) for name, (engine, count) in REPLICAS.items()
-    }
     return {
         PLAIN: Implementation(plain_ways.plain),
         COMPILED: Implementation(plain_ways.compiled, compiles=True),
@@ -109,9 +103,7 @@ def known() -> dict[str, Implementation]:
         "2018 loop": Implementation(plain_ways.loop_2018, note="its loss is a number"),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
-        OWN_SMALL: Implementation(ours.engine(known=False, chunk_tokens=128)),
         LINEAR: Implementation(ours.linear_cross_entropy),
-        **of_replicas,
     }
 
 

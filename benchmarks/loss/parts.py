@@ -11,17 +11,12 @@ import torch
 from benchmarks.loss import checks, report
 from benchmarks.loss.engine import Part, Subject
 from benchmarks.loss.implementations import (
-    CHECKPOINTED,
-    CUT,
     ENGINE,
     LINEAR,
     ON_A_CPU,
     ON_A_GPU,
     OURS,
-    OWN,
-    OWN_SMALL,
     PLAIN,
-    REPLICAS,
     TORCH_BEST,
     Implementation,
     known,
@@ -36,22 +31,11 @@ HUGE = 3e12
 MAIN = [PLAIN, TORCH_BEST, ENGINE, LINEAR]
 NAMES = {
     "shapes": ON_A_CPU,
-    "small": [PLAIN, OWN, OWN_SMALL],
-    "padding": [PLAIN, CHECKPOINTED, TORCH_BEST, CUT, ENGINE, OWN, LINEAR],
     "memory": ON_A_CPU,
-    "linear": [ENGINE],
-    "devices": list(REPLICAS),
     "gpu": ON_A_GPU,
 }
 """What is measured in each part."""
 VARIANTS = itertools.product(SHAPES, (torch.float32, torch.bfloat16), (0.0, 0.1))
-SMOOTHED = [[SHAPES[0]._replace(smoothing=0.1)], [SHAPES[3]._replace(smoothing=0.1)]]
-LINES = [
-    *(Problem(rows, 256, 16_000, 0.1) for rows in (1024, 2048, 4096, 6144, 8192)),
-    *(Problem(2048, width, 16_000, 0.1) for width in (128, 512, 768, 1024)),
-    *(Problem(2048, 256, vocab_size, 0.1) for vocab_size in (8_000, 32_000, 48_000, 64_000)),
-]
-"""Each of the three sizes alone grows."""
 ON_GPUS = [
     Problem(8192, 512, 32_768, bias=False),
     Problem(16_384, 1024, 37_000, bias=False),
@@ -75,11 +59,7 @@ class Loss(Subject):
     modules = ["benchmarks.loss.parts"]  # noqa: RUF012 - never written
     parts = {  # noqa: RUF012 - never written
         "shapes": Part([[shape._replace(dtype=dtype, smoothing=eps)] for shape, dtype, eps in VARIANTS]),
-        "small": Part(SMOOTHED),
-        "padding": Part([[SHAPES[1], SHAPES[1]._replace(padding=0.0)]]),
         "memory": Part([[Problem(rows, 256, 16_000)] for rows in (1024, 2048, 4096, 8192, 16_384)], times=False),
-        "linear": Part([LINES], memory=False),
-        "devices": Part(SMOOTHED, memory=False),
     }
     gpu_parts = {"gpu": Part([[problem] for problem in GPU_PROBLEMS])}  # noqa: RUF012 - never written
     ours = OURS

@@ -14,7 +14,6 @@ from benchmarks.loss.implementations import (
     ON_A_CPU,
     ON_A_GPU,
     OWN,
-    OWN_SMALL,
     PLAIN,
     TORCH_BEST,
 )
@@ -62,15 +61,11 @@ than once, the run with the least scatter counts. Memory is the peak above the i
 """
 SHOWN = (PLAIN, COMPILED, TORCH_BEST, CUT, ENGINE, OWN)
 """The implementations on the page; `--render` prints all of them."""
-NAMES = dict.fromkeys([*ON_A_CPU, *ON_A_GPU, OWN_SMALL])
+NAMES = dict.fromkeys([*ON_A_CPU, *ON_A_GPU])
 """From the top of a table."""
 HEADINGS = {
     "shapes": "Shapes",
-    "small": "A custom generator with few rows per chunk",
-    "padding": "Padding",
     "memory": "Memory as N grows",
-    "linear": "Time as N, D and V grow",
-    "devices": "Replicas on one device",
     "gpu": "bfloat16 on a GPU",
 }
 
@@ -107,7 +102,7 @@ def how_measured(results: Results, path: Path, words: str, command: str) -> list
     where = f"{results['hardware']}, {results['threads']} threads, {results['device']}"
     page = ["## How it was measured", "", words, f"{results['date']}, {where}; {versions}.", ""]
     page += [f"[{path.name}]({path.name}) has every figure. Measure again, or print every table:", ""]
-    return [*page, "```", command, f"python -m benchmarks.{path.name.partition('-')[0]} --render", "```"]
+    return [*page, "```bash", command, f"python -m benchmarks.{path.name.partition('-')[0]} --render", "```"]
 
 
 def check_table(results: Results, words: str) -> list[str]:
@@ -139,11 +134,7 @@ def part_table(results: Results, part: str) -> list[str]:
     entries = entries_of(results, part)
     tables: dict[str, Callable[[], list[str]]] = {
         "shapes": lambda: _shapes(results, entries),
-        "small": lambda: _shapes(results, entries),
-        "padding": lambda: _padding(entries),
         "memory": lambda: _memory(entries),
-        "linear": lambda: _linear(results),
-        "devices": lambda: _devices(entries),
         "gpu": lambda: _shapes(results, entries),
     }
     if not entries:
@@ -224,17 +215,6 @@ def _remarks(entries: list[Entry]) -> list[str]:
     return [*lines, ""]
 
 
-def _padding(entries: list[Entry]) -> list[str]:
-    whole, padded = sorted(entries, key=lambda entry: problem_of(entry).padding)
-    floors = [floor_seconds(whole), floor_seconds(padded)]
-    rows = [["three products", *(f"{time:.2f}" for time in floors), f"{floors[0] / floors[1]:.2f} x"]]
-    for name in whole["seconds"]:
-        times = [median(entry, name) or 0.0 for entry in (whole, padded)]
-        rows.append([name, *(f"{time:.2f}" for time in times), f"{times[0] / times[1]:.2f} x"])
-    header = [problem_of(whole).title, "no padding, s", "30 % padding, s", "faster with padding"]
-    return table(header, rows) + _remarks(entries)
-
-
 def _memory(entries: list[Entry]) -> list[str]:
     problems = [problem_of(entry) for entry in entries]
     header = ["peak memory, MiB", *(f"N={problem.rows:,}" for problem in problems)]
@@ -251,23 +231,3 @@ def _mib(value: Any) -> str:
     if isinstance(value, int):
         return f"{value / MIB:,.0f}"
     return str(value or "-")  # text says what became of the process
-
-
-def _linear(results: Results) -> list[str]:
-    rows = []
-    for name, line in targets.lines(results).items():
-        sizes, times = targets.points(name, line)
-        start, slope, deviations = targets.straight_line(sizes, times)
-        points = ", ".join(f"{size:,}: {time * 1e3:.0f} ms" for size, time in zip(sizes, times, strict=True))
-        text = f"{start * 1e3:.0f} ms + {slope * 1e6:.2f} us each"
-        rows.append([name, points, text, f"{max(map(abs, deviations)):.1%}"])
-    return table([f"`{ENGINE}`, size", "median time", "line", "largest deviation"], rows)
-
-
-def _devices(entries: list[Entry]) -> list[str]:
-    rows = []
-    for entry in entries:
-        for name in entry["seconds"]:
-            time = median(entry, name) or 0.0
-            rows.append([problem_of(entry).title, name, f"{time:.3f}", f"{time / floor_seconds(entry):.2f}"])
-    return table(["problem", "engine", "seconds", "time / three products"], rows)
