@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from seqpar.testing.conformance.adapter import why_missing
 
 PLAIN = "plain"
 COMPILED = "torch.compile"
-AUTO_CHUNKED = "torch.compile, auto_chunker"
 CHECKPOINTED = "checkpointed chunks"
 TORCH_DEFAULT = "torch op, default"
 TORCH_BEST = "torch op, best"
@@ -23,16 +22,9 @@ CUT = "cut_cross_entropy"
 TITAN_STYLE = "torchtitan-style"
 ENGINE = "LossCompute"
 OWN = "LossCompute, own generator"
-LINEAR = "linear_cross_entropy"
-OURS = [ENGINE, OWN, LINEAR]
-ON_A_CPU = [
-    *(PLAIN, COMPILED, AUTO_CHUNKED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST),
-    *(CUT, "torchtune", TITAN_STYLE, "2018 loop", ENGINE, OWN, LINEAR),
-]
-ON_A_GPU = [
-    *(PLAIN, COMPILED, AUTO_CHUNKED, TORCH_DEFAULT, CUT),
-    *("Liger", "Liger, float32 sums", "quack", ENGINE, LINEAR),
-]
+OURS = [ENGINE, OWN]
+ON_A_CPU = [PLAIN, COMPILED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST, CUT, TITAN_STYLE, "2018 loop", ENGINE, OWN]
+ON_A_GPU = [PLAIN, COMPILED, TORCH_DEFAULT, CUT, "Liger", "Liger, float32 sums", "quack", ENGINE]
 
 
 class Implementation(NamedTuple):
@@ -74,19 +66,11 @@ BEST_OPTIONS = {"acc_policy": "accurate", "batch_chunk_size": 1024}
 
 def known() -> dict[str, Implementation]:
     """Return all of them, whether they can run here or not."""
-    from torch._inductor import config as inductor
-
-    no_op = _why_without(F, "linear_cross_entropy")
+    no_op = "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
     liger = why_missing("liger_kernel")
     return {
         PLAIN: Implementation(plain_ways.plain),
         COMPILED: Implementation(plain_ways.compiled, compiles=True),
-        AUTO_CHUNKED: Implementation(
-            plain_ways.auto_chunked,
-            _why_without(inductor, "auto_chunker"),
-            "cuts no loss with smoothing, for which it is torch.compile",
-            compiles=True,
-        ),
         CHECKPOINTED: Implementation(plain_ways.checkpointed),
         TORCH_DEFAULT: Implementation(peers.torch_op({}), no_op, smoothed_note="falls back to full logits"),
         TORCH_BEST: Implementation(
@@ -95,7 +79,6 @@ def known() -> dict[str, Implementation]:
         CUT: Implementation(
             peers.cut_cross_entropy, why_missing(CUT), NO_SMOOTHING, bias=False, compiles=True, note="without bias"
         ),
-        "torchtune": Implementation(peers.torchtune, why_missing("torchtune"), NO_SMOOTHING, compiles=True),
         "Liger": Implementation(peers.liger(False), liger),
         "Liger, float32 sums": Implementation(peers.liger(True), liger),
         "quack": Implementation(peers.quack, why_missing("quack.linear_cross_entropy"), NO_SMOOTHING, bias=False),
@@ -103,10 +86,4 @@ def known() -> dict[str, Implementation]:
         "2018 loop": Implementation(plain_ways.loop_2018, note="its loss is a number"),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
-        LINEAR: Implementation(ours.linear_cross_entropy),
     }
-
-
-def _why_without(module: Any, name: str) -> str:
-    """Return why something of torch's cannot run; empty where this version has it."""
-    return "" if hasattr(module, name) else f"torch {torch.__version__} has none"

@@ -35,14 +35,3 @@ def engine(known: bool = True) -> Callable[[Inputs], Step]:
         return lambda: compute(x.hidden, x.target).total / x.tokens
 
     return prepare
-
-
-def linear_cross_entropy(x: Inputs) -> Step:
-    """Use `seqpar.linear_cross_entropy`: projection and loss in one call, gradients in closed form."""
-
-    def step() -> Tensor:
-        smoothing = x.problem.smoothing
-        loss = seqpar.linear_cross_entropy(x.hidden, x.weight, x.target, bias=x.bias, label_smoothing=smoothing)
-        return loss.total / x.tokens
-
-    return step

@@ -12,7 +12,6 @@ from benchmarks.loss import checks, report
 from benchmarks.loss.engine import Part, Subject
 from benchmarks.loss.implementations import (
     ENGINE,
-    LINEAR,
     ON_A_CPU,
     ON_A_GPU,
     OURS,
@@ -28,7 +27,7 @@ from benchmarks.loss.timing import CHUNKED, LARGE, floors, runs_in_a_row
 
 HUGE = 3e12
 """Operations from which on only the main implementations run; from `LARGE` on, memory is measured unsmoothed only."""
-MAIN = [PLAIN, TORCH_BEST, ENGINE, LINEAR]
+MAIN = [PLAIN, TORCH_BEST, ENGINE]
 NAMES = {
     "shapes": ON_A_CPU,
     "memory": ON_A_CPU,
@@ -53,7 +52,7 @@ class Loss(Subject):
 
     name = "loss"
     peers = {  # noqa: RUF012 - never written
-        "cpu": ["cut-cross-entropy", "torchtune", "torchao"],  # torchtune needs torchao
+        "cpu": ["cut-cross-entropy"],
         "cuda": ["triton", "cut-cross-entropy", "liger-kernel", "quack-kernels"],
     }
     modules = ["benchmarks.loss.parts"]  # noqa: RUF012 - never written
