@@ -77,7 +77,7 @@ class Subject:
         """Return what is taken off each peak."""
         return 0
 
-    def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
+    def about(self, problem: Problem, device: str) -> Entry:
         """Return what an entry has beside seconds and peaks."""
         return {}
 
@@ -144,7 +144,7 @@ def measure(run: Run, part: str, asked: Part) -> None:
         title = f"{part}, {number} of {len(groups)}"
         entries: dict[Problem, Entry] = {}
         for problem in problems:
-            entries[problem] = {"not run": not_run, **run.subject.about(problem, run.device, ways)}
+            entries[problem] = {"not run": not_run, **run.subject.about(problem, run.device)}
             entries[problem] |= {"floor seconds": {}, "seconds": {}, "peak bytes": {}}
         if asked.times:
             _time(run, part, ways, entries, title)

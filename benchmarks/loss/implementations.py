@@ -36,8 +36,6 @@ class Implementation(NamedTuple):
         unsmoothed: why it is not run with label smoothing; empty where it is.
         bias: whether it has a bias; without one it is measured without.
         compiles: whether its first call at a shape compiles.
-        note: what a reader of its row must know.
-        smoothed_note: the same of rows with label smoothing.
     """
 
     prepare: Callable[[Inputs], Step]
@@ -45,16 +43,10 @@ class Implementation(NamedTuple):
     unsmoothed: str = ""
     bias: bool = True
     compiles: bool = False
-    note: str = ""
-    smoothed_note: str = ""
 
     def why_not(self, problem: Problem) -> str:
         """Return why it is not run on that problem; empty where it is."""
         return self.missing or (self.unsmoothed if problem.smoothing else "")
-
-    def notes(self, problem: Problem) -> list[str]:
-        """Return what a reader must know of its row."""
-        return [note for note in (self.note, self.smoothed_note if problem.smoothing else "") if note]
 
 
 NO_SMOOTHING = "no label smoothing"
@@ -72,18 +64,16 @@ def known() -> dict[str, Implementation]:
         PLAIN: Implementation(plain_ways.plain),
         COMPILED: Implementation(plain_ways.compiled, compiles=True),
         CHECKPOINTED: Implementation(plain_ways.checkpointed),
-        TORCH_DEFAULT: Implementation(peers.torch_op({}), no_op, smoothed_note="falls back to full logits"),
+        TORCH_DEFAULT: Implementation(peers.torch_op({}), no_op),
         TORCH_BEST: Implementation(
             peers.torch_op(BEST_OPTIONS), no_op, "falls back to full logits under smoothing, whatever the options"
         ),
-        CUT: Implementation(
-            peers.cut_cross_entropy, why_missing(CUT), NO_SMOOTHING, bias=False, compiles=True, note="without bias"
-        ),
+        CUT: Implementation(peers.cut_cross_entropy, why_missing(CUT), NO_SMOOTHING, bias=False, compiles=True),
         "Liger": Implementation(peers.liger(False), liger),
         "Liger, float32 sums": Implementation(peers.liger(True), liger),
         "quack": Implementation(peers.quack, why_missing("quack.linear_cross_entropy"), NO_SMOOTHING, bias=False),
         TITAN_STYLE: Implementation(plain_ways.titan_style),
-        "2018 loop": Implementation(plain_ways.loop_2018, note="its loss is a number"),
+        "2018 loop": Implementation(plain_ways.loop_2018),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
     }

@@ -89,13 +89,9 @@ class Loss(Subject):
             return []
         return [*names, CHUNKED]
 
-    def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
-        """Return the memory that is allowed, runs in a row of which the last is timed, and the notes on each row."""
-        return {
-            "allowed bytes": allowed_bytes(problem, device),
-            "steps in a row": runs_in_a_row(problem),
-            "notes": {name: way.notes(problem) for name, way in ways.items()},
-        }
+    def about(self, problem: Problem, device: str) -> Entry:
+        """Return the memory that is allowed, and runs in a row of which the last is timed."""
+        return {"allowed bytes": allowed_bytes(problem, device), "steps in a row": runs_in_a_row(problem)}
 
     def goals(self, results: Results) -> list[str]:
         """Return goals, limits, and the worst that was measured."""

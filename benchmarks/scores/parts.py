@@ -70,7 +70,7 @@ class Scores(Subject):
         """Return the size of the gradients that a step leaves behind."""
         return gradient_bytes(problem, BY_NAME[part])
 
-    def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
+    def about(self, problem: Problem, device: str) -> Entry:
         """Return how busy the machine is before anything is timed."""
         return {"load average before": os.getloadavg()[0]}
 
