@@ -35,7 +35,6 @@ class Part(NamedTuple):
 
     groups: Sequence[Sequence[Problem]]
     times: bool = True
-    memory: bool = True
 
 
 class Subject:
@@ -69,9 +68,9 @@ class Subject:
         """Return in words what is wrong at a small problem of that kind."""
         raise NotImplementedError
 
-    def weighed(self, names: Sequence[str], problem: Problem) -> list[str]:
-        """Return those of which memory is measured."""
-        return list(names)
+    def weighs(self, problem: Problem) -> bool:
+        """Return whether memory is measured."""
+        return True
 
     def uncounted_bytes(self, part: str, problem: Problem) -> int:
         """Return what is taken off each peak."""
@@ -149,7 +148,7 @@ def measure(run: Run, part: str, asked: Part) -> None:
         if asked.times:
             _time(run, part, ways, entries, title)
         for problem, entry in entries.items():
-            if asked.memory and run.device == "cpu":
+            if run.device == "cpu" and run.subject.weighs(problem):
                 entry["peak bytes"] = _peaks(run, part, [name for name in ways if name not in not_run], problem, title)
             run.keep(part, problem, entry)
 
@@ -214,7 +213,6 @@ def rounds_within_budget(round_seconds: float) -> int:
 
 def _peaks(run: Run, part: str, names: list[str], problem: Problem, title: str) -> dict[str, int | str]:
     """Return the peak of each in a process of its own, or what became of the process."""
-    names = run.subject.weighed(names, problem)
     uncounted = run.subject.uncounted_bytes(part, problem)
     progress = Progress(f"{title}, memory", len(names))
     found: dict[str, int | str] = {}

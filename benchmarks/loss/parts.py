@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from benchmarks.loss.implementations import (
 from benchmarks.loss.memory import allowed_bytes
 from benchmarks.loss.problems import SHAPES, Inputs, Problem
 from benchmarks.loss.results import Entry, Results
-from benchmarks.loss.timing import CHUNKED, LARGE, floors, runs_in_a_row
+from benchmarks.loss.timing import LARGE, floors, runs_in_a_row
 
 HUGE = 3e12
 """Operations from which on only the main implementations run; from `LARGE` on, memory is measured unsmoothed only."""
@@ -83,11 +83,9 @@ class Loss(Subject):
         """Return in words what is wrong at a small problem of that dtype and smoothing."""
         return checks.what_is_wrong(way, problem, device)
 
-    def weighed(self, names: Sequence[str], problem: Problem) -> list[str]:
-        """Return all, and the products; at a large size, where each takes a process of minutes, once for the shape."""
-        if problem.products > LARGE and problem.smoothing:
-            return []
-        return [*names, CHUNKED]
+    def weighs(self, problem: Problem) -> bool:
+        """Return whether memory is measured; at a large size, where a process takes minutes, once for the shape."""
+        return not (problem.products > LARGE and problem.smoothing)
 
     def about(self, problem: Problem, device: str) -> Entry:
         """Return the memory that is allowed, and runs in a row of which the last is timed."""

@@ -22,7 +22,6 @@ from benchmarks.loss.results import (
     peak,
     problem_of,
 )
-from benchmarks.loss.timing import CHUNKED
 
 Number = Callable[[Entry], float | None]
 """A figure of an entry, or None where it has none."""
@@ -73,20 +72,8 @@ def targets(results: Results) -> list[Target]:
         ),
         least(f"bfloat16: {peers}", half, over(fastest_peer, seconds), 1.0),
         most(f"{engine}: peak memory / what is allowed", every, to_allowed, 1.0),
-        most(
-            f"{engine}: peak memory, less what the bare products' libraries take, / what is allowed",
-            every,
-            over(own_peak, allowed),
-            1.0,
-        ),
         most("own generator: time / plain's", four, over(time_of(OWN), time_of(PLAIN)), 1.25),
         most(f"{engine}, N from 1,024 to 16,384: peak memory / what is allowed", growing, to_allowed, 1.0),
-        most(
-            f"{engine}: peak memory without the hidden gradient / that of the fewest rows",
-            growing,
-            lambda entry: over(beyond_hidden, lambda _: beyond_hidden(growing[0]))(entry),
-            1.1,
-        ),
     ]
     return [target for target in found if target is not None]
 
@@ -144,20 +131,3 @@ def fastest_peer(entry: Entry) -> float | None:
     """Return the least of the others' median seconds."""
     theirs = [median(entry, name) for name in entry["seconds"] if name not in OURS]
     return min((time for time in theirs if time is not None), default=None)
-
-
-def own_peak(entry: Entry) -> float | None:
-    """Return the engine's peak less what the bare products' libraries take."""
-    whole, libraries = peak(entry, ENGINE), peak(entry, CHUNKED)
-    if whole is None or libraries is None:
-        return None
-    return whole - libraries
-
-
-def beyond_hidden(entry: Entry) -> float | None:
-    """Return the engine's peak less the hidden gradient, which every implementation must hand back."""
-    whole = peak(entry, ENGINE)
-    problem = problem_of(entry)
-    if whole is None:
-        return None
-    return whole - problem.rows * problem.width * problem.dtype.itemsize
