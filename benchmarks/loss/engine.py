@@ -19,7 +19,7 @@ from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.memory import in_fresh_process, peak_of
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results
-from benchmarks.loss.timing import Progress, Runs, forward_and_backward, interleaved, runs_in_a_row, seconds
+from benchmarks.loss.timing import Progress, forward_and_backward, interleaved, runs_in_a_row, seconds
 from seqpar.testing.peak_memory import peak_bytes
 
 FEWEST_ROUNDS = 3
@@ -31,9 +31,9 @@ TYPICAL = 1.4
 
 
 class Part(NamedTuple):
-    """Groups of problems, each group in the same rounds, and what is measured of them."""
+    """Problems, and whether they are timed as well as weighed."""
 
-    groups: Sequence[Sequence[Problem]]
+    problems: Sequence[Problem]
     times: bool = True
 
 
@@ -48,7 +48,7 @@ class Subject:
     parts: ClassVar[dict[str, Part]]
     """What is measured on a CPU."""
     gpu_parts: ClassVar[dict[str, Part]]
-    """What is measured on a GPU, each of one group of problems."""
+    """What is measured on a GPU."""
     ours: ClassVar[Sequence[str]]
     """Implementations that may not fail; where another one does, that is a remark on the page."""
 
@@ -132,25 +132,22 @@ class Run(NamedTuple):
 
 def measure(run: Run, part: str, asked: Part) -> None:
     """Measure what is asked for of a part, and keep it."""
-    groups = [group for group in asked.groups if run.todo(part, group)]
-    for number, problems in enumerate(groups, 1):
-        ways = run.subject.ways(part, problems[0])
-        not_run = {name: reason for name, way in ways.items() if (reason := way.why_not(problems[0]))}
+    problems = run.todo(part, asked.problems)
+    for number, problem in enumerate(problems, 1):
+        ways = run.subject.ways(part, problem)
+        not_run = {name: reason for name, way in ways.items() if (reason := way.why_not(problem))}
         torch.compiler.reset()  # torch stops compiling after a few shapes of one function
         for name in [name for name in ways if name not in not_run]:
             with _tolerated(run, name, not_run):
-                run.check(part, name, ways[name], problems[0])
-        title = f"{part}, {number} of {len(groups)}"
-        entries: dict[Problem, Entry] = {}
-        for problem in problems:
-            entries[problem] = {"not run": not_run, **run.subject.about(problem, run.device)}
-            entries[problem] |= {"floor seconds": {}, "seconds": {}, "peak bytes": {}}
+                run.check(part, name, ways[name], problem)
+        title = f"{part}, {number} of {len(problems)}"
+        entry: Entry = {"not run": not_run, **run.subject.about(problem, run.device)}
+        entry |= {"floor seconds": {}, "seconds": {}, "peak bytes": {}}
         if asked.times:
-            _time(run, part, ways, entries, title)
-        for problem, entry in entries.items():
-            if run.device == "cpu" and run.subject.weighs(problem):
-                entry["peak bytes"] = _peaks(run, part, [name for name in ways if name not in not_run], problem, title)
-            run.keep(part, problem, entry)
+            _time(run, part, ways, problem, entry, title)
+        if run.device == "cpu" and run.subject.weighs(problem):
+            entry["peak bytes"] = _peaks(run, part, [name for name in ways if name not in not_run], problem, title)
+        run.keep(part, problem, entry)
 
 
 @contextmanager
@@ -165,44 +162,36 @@ def _tolerated(run: Run, name: str, not_run: dict[str, str]) -> Iterator[None]:
         not_run[name] = f"{type(error).__name__}: {reason[:100]}"
 
 
-def _time(run: Run, part: str, ways: dict[str, Implementation], entries: dict[Problem, Entry], title: str) -> None:
-    """Time the products and every implementation in turn, and add their seconds to the entries.
+def _time(run: Run, part: str, ways: dict[str, Implementation], problem: Problem, entry: Entry, title: str) -> None:
+    """Time the products and every implementation in turn, and add their seconds to the entry.
 
     Only the products, whose time decides how many rounds there are, and implementations that compile are warmed up. On
     a GPU all are, and their memory is that of the second step.
     """
     torch.compiler.reset()
-    runs: Runs = {}
-    inputs = []
-    round_seconds = 0.0
     on_a_gpu = run.device != "cpu"
-    for problem, entry in entries.items():
-        x = Inputs.drawn(problem, run.device)
-        inputs.append(x)
-        # Implementations without a bias are measured with the same tensors: they never look at it
-        products = run.subject.floors(part, x)
-        fastest = min(seconds(product, [x]) for product in (*products.values(), *products.values()))
-        round_seconds += fastest * runs_in_a_row(problem) * TYPICAL * (len(ways) + len(products))
-        runs |= {(problem, name): product for name, product in products.items()}
-        entry["floor seconds"] = dict.fromkeys(products)
-        for name, way in ways.items():
-            if name in entry["not run"]:
-                continue
-            with _tolerated(run, name, entry["not run"]):
-                step = forward_and_backward(way.prepare(x))
-                if way.compiles or on_a_gpu:
-                    seconds(step, [x])
-                    x.clear()
-                if on_a_gpu:
-                    entry["peak bytes"][name] = peak_bytes(step, run.device)
-                    entry["peak bytes"][name] -= run.subject.uncounted_bytes(part, problem)
-                runs[problem, name] = step
-            x.clear()
+    x = Inputs.drawn(problem, run.device)
+    # Implementations without a bias are measured with the same tensors: they never look at it
+    products = run.subject.floors(part, x)
+    fastest = min(seconds(product, x) for product in (*products.values(), *products.values()))
+    runs = dict(products)
+    for name, way in ways.items():
+        if name in entry["not run"]:
+            continue
+        with _tolerated(run, name, entry["not run"]):
+            step = forward_and_backward(way.prepare(x))
+            if way.compiles or on_a_gpu:
+                seconds(step, x)
+                x.clear()
+            if on_a_gpu:
+                entry["peak bytes"][name] = peak_bytes(step, run.device)
+                entry["peak bytes"][name] -= run.subject.uncounted_bytes(part, problem)
+            runs[name] = step
+        x.clear()
+    round_seconds = fastest * runs_in_a_row(problem) * TYPICAL * (len(ways) + len(products))
     rounds = run.repeats or rounds_within_budget(round_seconds)
-    progress = Progress(title, rounds * len(runs))
-    for (problem, name), taken in interleaved(runs, inputs, rounds, progress.add).items():
-        kind = "floor seconds" if name in entries[problem]["floor seconds"] else "seconds"
-        entries[problem][kind][name] = taken
+    for name, taken in interleaved(runs, x, rounds, Progress(title, rounds * len(runs)).add).items():
+        entry["floor seconds" if name in products else "seconds"][name] = taken
 
 
 def rounds_within_budget(round_seconds: float) -> int:
@@ -229,8 +218,8 @@ def try_on_the_cpu(subject: Subject) -> None:
         path = Path(folder, "tried.json")
         run = Run(subject, files.load(path, "cpu", "", []), path, "cpu", 1, "", False, set())
         for part, asked in subject.gpu_parts.items():
-            small = asked.groups[0][0]._replace(rows=64, width=8, vocab_size=50)
-            measure(run, part, Part([[small]]))
+            small = asked.problems[0]._replace(rows=64, width=8, vocab_size=50)
+            measure(run, part, Part([small]))
             print("\n".join(subject.part_table(run.results, part)))
 
 

@@ -57,10 +57,10 @@ class Loss(Subject):
     }
     modules = ["benchmarks.loss.parts"]  # noqa: RUF012 - never written
     parts = {  # noqa: RUF012 - never written
-        "shapes": Part([[shape._replace(dtype=dtype, smoothing=eps)] for shape, dtype, eps in VARIANTS]),
-        "memory": Part([[Problem(rows, 256, 16_000)] for rows in (1024, 2048, 4096, 8192, 16_384)], times=False),
+        "shapes": Part([shape._replace(dtype=dtype, smoothing=eps) for shape, dtype, eps in VARIANTS]),
+        "memory": Part([Problem(rows, 256, 16_000) for rows in (1024, 2048, 4096, 8192, 16_384)], times=False),
     }
-    gpu_parts = {"gpu": Part([[problem] for problem in GPU_PROBLEMS])}  # noqa: RUF012 - never written
+    gpu_parts = {"gpu": Part(GPU_PROBLEMS)}  # noqa: RUF012 - never written
     ours = OURS
 
     def ways(self, part: str, problem: Problem) -> dict[str, Implementation]:

@@ -84,9 +84,9 @@ def measured(monkeypatch, tmp_path):
 
     def measure(part, asked):
         run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "", False, set())
-        group = [p._replace(rows=64, width=4, vocab_size=11 + n) for n, p in enumerate(asked.groups[0])]
-        engine.measure(run, part, asked._replace(groups=[group]))
-        assert not run.todo(part, group)
+        problems = [asked.problems[0]._replace(rows=64, width=4, vocab_size=11)]
+        engine.measure(run, part, asked._replace(problems=problems))
+        assert not run.todo(part, problems)
         return path
 
     path = tmp_path / "loss.json"
@@ -97,11 +97,9 @@ def measured(monkeypatch, tmp_path):
 def test_every_part_is_measured_kept_and_shown(part, measured, monkeypatch):
     monkeypatch.setattr(Loss, "what_is_wrong", lambda *_: [])
     path = measured(part, Loss.parts[part])
-    kept = results.read(path)["parts"][part]
-    assert len(kept) == len(Loss.parts[part].groups[0])
-    for entry in kept.values():
-        assert Loss.parts[part].times is bool(entry["seconds"])
-        assert entry["peak bytes"]
+    (entry,) = results.read(path)["parts"][part].values()
+    assert Loss.parts[part].times is bool(entry["seconds"])
+    assert entry["peak bytes"]
     assert len(report.part_table(results.read(path), part)) > 2
     report.write(path)
     assert "## How it was measured" in (path.parent / "loss.md").read_text()
