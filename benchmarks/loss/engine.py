@@ -230,11 +230,9 @@ def main(subject: Subject, description: str) -> None:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = {**subject.parts, **subject.gpu_parts}
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {'; '.join(known)}; default is all")
-    parser.add_argument("--cases", default="", metavar="TEXT", help="only parts with this text in their name")
+    every = "; ".join({**subject.parts, **subject.gpu_parts})
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"texts in the names of parts: {every}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to measure")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--rounds", "--repeats", type=int, help="of every problem; default depends on a round's cost")
     parser.add_argument("--only", default="", metavar="TEXT", help="only problems with this text in their name")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
@@ -242,9 +240,10 @@ def main(subject: Subject, description: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help="try what is measured on a GPU on the CPU, small")
     parser.add_argument("--render", action="store_true", help="print every table, write the page; measure nothing")
     options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(known))
+    here = subject.parts if torch.device(options.device).type == "cpu" else subject.gpu_parts
+    unknown = [text for text in options.parts if not any(text in part for part in here)]
     if unknown:
-        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
+        parser.error(f"no part on {options.device} has {', '.join(unknown)} in its name; there are {'; '.join(here)}")
     if options.render:
         path = options.out or files.newest_path(options.device, subject.name)
         measured = files.read(path)
@@ -257,13 +256,11 @@ def main(subject: Subject, description: str) -> None:
     if options.dry_run:
         try_on_the_cpu(subject)
         return
-    torch.set_num_threads(options.threads)
     path = options.out or files.default_path(options.device, subject.name)
     command = shlex.join(["python", "-m", f"benchmarks.{subject.name}", *sys.argv[1:]])
     measured = files.load(path, options.device, command, subject.peers.get(torch.device(options.device).type, []))
     run = Run(subject, measured, path, options.device, options.rounds, options.only, options.again, set())
-    here = subject.parts if options.device == "cpu" else subject.gpu_parts
-    for part in [part for part in options.parts or here if options.cases in part and part in here]:
+    for part in [part for part in here if not options.parts or any(text in part for text in options.parts)]:
         measure(run, part, here[part])
         print("\n".join(subject.part_table(measured, part)), flush=True)
     subject.write(path)
