@@ -47,6 +47,7 @@ from recipes.translation.text.subwords import Subwords
 from recipes.translation.training.layout import Layout
 from seqpar.memory_plan import memory_plan
 from seqpar.testing.markdown_table import markdown_table
+from seqpar.testing.peak_memory import FORGET_PEAK, RESET, process_peak_bytes
 
 PARTS = ("begin", "step", "validation", "save", "resume", "export")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -137,11 +138,11 @@ def work(folder: Path) -> None:
         part: Callable[[], str], function: Callable[..., Any], after: Callable[..., None] | None = None
     ) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
-            forget_peak()
+            resident()
             result = function(*arguments, **named)
             if after:
                 after(*arguments)
-            found[part()] = max(found.get(part(), 0), peak() - base)
+            found[part()] = max(found.get(part(), 0), process_peak_bytes() - base)
             return result
 
         return call
@@ -149,7 +150,7 @@ def work(folder: Path) -> None:
     def begin(*arguments: Any, **named: Any) -> tuple[Any, Any]:
         nonlocal base
         gc.collect()
-        base = base or peak(now=True)
+        base = base or resident()
         return first_model(*arguments, **named)
 
     resumed = False
@@ -172,21 +173,15 @@ def work(folder: Path) -> None:
         export = ["export", "--to", "safetensors", "--run"]
         recipe([*export, f"{config['run']}-tiny"])
         gc.collect()
-        base = peak(now=True)
+        base = resident()
         measured(lambda: "export", recipe)([*export, config["run"]])
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def forget_peak() -> None:
-    """Begin to measure the resident memory's peak anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(*, now: bool = False) -> int:
-    """Return the most memory that was resident since, or that is now."""
-    wanted = "VmRSS" if now else "VmHWM"
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(wanted))
-    return 1024 * int(line.split()[1])
+def resident() -> int:
+    """Return the memory that is resident, from which the peak begins anew."""
+    RESET.write_text(FORGET_PEAK)
+    return process_peak_bytes()
 
 
 def weights_of(config: RunConfig, vocab: int) -> tuple[int, int, int, int]:

@@ -1,12 +1,13 @@
 """Measure speed and memory of the loss over a vocabulary, forward and backward, beside its peers in the same run.
 
     python -m benchmarks.loss                           # every part, on the CPU or the GPU where there is one
-    python -m benchmarks.loss shapes --only V=32000     # one part, the problems with that in their name
+    python -m benchmarks.loss shapes --only V=32000     # the parts and the problems with that in their names
     python -m benchmarks.loss --render                  # every table, and page and picture again, from the newest file
 
-Times are medians of interleaved runs, shown as ratios to the three matrix products that any exact implementation needs
-(logits, hidden gradient, weight gradient, over the rows that are not padding). Memory is an implementation's peak above
-its inputs, in a process of its own. A run continues the day's file: problems that are in it are not measured again.
+Times are medians of interleaved runs, shown as ratios to the plain loss, beside the three matrix products that any
+exact implementation needs (logits, hidden gradient, weight gradient, over the rows that are not padding). Memory is an
+implementation's peak above its inputs, in a process of its own. A run continues the day's file: problems that are in it
+are not measured again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.memory import in_fresh_process, peak_of
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results
-from benchmarks.loss.timing import Progress, Runs, forward_and_backward, interleaved, runs_in_a_row, seconds
+from benchmarks.loss.timing import Progress, forward_and_backward, interleaved, runs_in_a_row, seconds
 from seqpar.testing.peak_memory import peak_bytes
 
 FEWEST_ROUNDS = 3
@@ -31,11 +31,10 @@ TYPICAL = 1.4
 
 
 class Part(NamedTuple):
-    """Groups of problems, each group in the same rounds, and what is measured of them."""
+    """Problems, and whether they are timed as well as weighed."""
 
-    groups: Sequence[Sequence[Problem]]
+    problems: Sequence[Problem]
     times: bool = True
-    memory: bool = True
 
 
 class Subject:
@@ -49,7 +48,7 @@ class Subject:
     parts: ClassVar[dict[str, Part]]
     """What is measured on a CPU."""
     gpu_parts: ClassVar[dict[str, Part]]
-    """What is measured on a GPU, each of one group of problems."""
+    """What is measured on a GPU."""
     ours: ClassVar[Sequence[str]]
     """Implementations that may not fail; where another one does, that is a remark on the page."""
 
@@ -69,15 +68,15 @@ class Subject:
         """Return in words what is wrong at a small problem of that kind."""
         raise NotImplementedError
 
-    def weighed(self, names: Sequence[str], problem: Problem) -> list[str]:
-        """Return those of which memory is measured."""
-        return list(names)
+    def weighs(self, problem: Problem) -> bool:
+        """Return whether memory is measured."""
+        return True
 
     def uncounted_bytes(self, part: str, problem: Problem) -> int:
         """Return what is taken off each peak."""
         return 0
 
-    def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
+    def about(self, problem: Problem, device: str) -> Entry:
         """Return what an entry has beside seconds and peaks."""
         return {}
 
@@ -133,25 +132,22 @@ class Run(NamedTuple):
 
 def measure(run: Run, part: str, asked: Part) -> None:
     """Measure what is asked for of a part, and keep it."""
-    groups = [group for group in asked.groups if run.todo(part, group)]
-    for number, problems in enumerate(groups, 1):
-        ways = run.subject.ways(part, problems[0])
-        not_run = {name: reason for name, way in ways.items() if (reason := way.why_not(problems[0]))}
+    problems = run.todo(part, asked.problems)
+    for number, problem in enumerate(problems, 1):
+        ways = run.subject.ways(part, problem)
+        not_run = {name: reason for name, way in ways.items() if (reason := way.why_not(problem))}
         torch.compiler.reset()  # torch stops compiling after a few shapes of one function
         for name in [name for name in ways if name not in not_run]:
             with _tolerated(run, name, not_run):
-                run.check(part, name, ways[name], problems[0])
-        title = f"{part}, {number} of {len(groups)}"
-        entries: dict[Problem, Entry] = {}
-        for problem in problems:
-            entries[problem] = {"not run": not_run, **run.subject.about(problem, run.device, ways)}
-            entries[problem] |= {"floor seconds": {}, "seconds": {}, "peak bytes": {}}
+                run.check(part, name, ways[name], problem)
+        title = f"{part}, {number} of {len(problems)}"
+        entry: Entry = {"not run": not_run, **run.subject.about(problem, run.device)}
+        entry |= {"floor seconds": {}, "seconds": {}, "peak bytes": {}}
         if asked.times:
-            _time(run, part, ways, entries, title)
-        for problem, entry in entries.items():
-            if asked.memory and run.device == "cpu":
-                entry["peak bytes"] = _peaks(run, part, [name for name in ways if name not in not_run], problem, title)
-            run.keep(part, problem, entry)
+            _time(run, part, ways, problem, entry, title)
+        if run.device == "cpu" and run.subject.weighs(problem):
+            entry["peak bytes"] = _peaks(run, part, [name for name in ways if name not in not_run], problem, title)
+        run.keep(part, problem, entry)
 
 
 @contextmanager
@@ -166,44 +162,36 @@ def _tolerated(run: Run, name: str, not_run: dict[str, str]) -> Iterator[None]:
         not_run[name] = f"{type(error).__name__}: {reason[:100]}"
 
 
-def _time(run: Run, part: str, ways: dict[str, Implementation], entries: dict[Problem, Entry], title: str) -> None:
-    """Time the products and every implementation in turn, and add their seconds to the entries.
+def _time(run: Run, part: str, ways: dict[str, Implementation], problem: Problem, entry: Entry, title: str) -> None:
+    """Time the products and every implementation in turn, and add their seconds to the entry.
 
     Only the products, whose time decides how many rounds there are, and implementations that compile are warmed up. On
     a GPU all are, and their memory is that of the second step.
     """
     torch.compiler.reset()
-    runs: Runs = {}
-    inputs = []
-    round_seconds = 0.0
     on_a_gpu = run.device != "cpu"
-    for problem, entry in entries.items():
-        x = Inputs.drawn(problem, run.device)
-        inputs.append(x)
-        # Implementations without a bias are measured with the same tensors: they never look at it
-        products = run.subject.floors(part, x)
-        fastest = min(seconds(product, [x]) for product in (*products.values(), *products.values()))
-        round_seconds += fastest * runs_in_a_row(problem) * TYPICAL * (len(ways) + len(products))
-        runs |= {(problem, name): product for name, product in products.items()}
-        entry["floor seconds"] = dict.fromkeys(products)
-        for name, way in ways.items():
-            if name in entry["not run"]:
-                continue
-            with _tolerated(run, name, entry["not run"]):
-                step = forward_and_backward(way.prepare(x))
-                if way.compiles or on_a_gpu:
-                    seconds(step, [x])
-                    x.clear()
-                if on_a_gpu:
-                    entry["peak bytes"][name] = peak_bytes(step, run.device)
-                    entry["peak bytes"][name] -= run.subject.uncounted_bytes(part, problem)
-                runs[problem, name] = step
-            x.clear()
+    x = Inputs.drawn(problem, run.device)
+    # Implementations without a bias are measured with the same tensors: they never look at it
+    products = run.subject.floors(part, x)
+    fastest = min(seconds(product, x) for product in (*products.values(), *products.values()))
+    runs = dict(products)
+    for name, way in ways.items():
+        if name in entry["not run"]:
+            continue
+        with _tolerated(run, name, entry["not run"]):
+            step = forward_and_backward(way.prepare(x))
+            if way.compiles or on_a_gpu:
+                seconds(step, x)
+                x.clear()
+            if on_a_gpu:
+                entry["peak bytes"][name] = peak_bytes(step, run.device)
+                entry["peak bytes"][name] -= run.subject.uncounted_bytes(part, problem)
+            runs[name] = step
+        x.clear()
+    round_seconds = fastest * runs_in_a_row(problem) * TYPICAL * (len(ways) + len(products))
     rounds = run.repeats or rounds_within_budget(round_seconds)
-    progress = Progress(title, rounds * len(runs))
-    for (problem, name), taken in interleaved(runs, inputs, rounds, progress.add).items():
-        kind = "floor seconds" if name in entries[problem]["floor seconds"] else "seconds"
-        entries[problem][kind][name] = taken
+    for name, taken in interleaved(runs, x, rounds, Progress(title, rounds * len(runs)).add).items():
+        entry["floor seconds" if name in products else "seconds"][name] = taken
 
 
 def rounds_within_budget(round_seconds: float) -> int:
@@ -214,7 +202,6 @@ def rounds_within_budget(round_seconds: float) -> int:
 
 def _peaks(run: Run, part: str, names: list[str], problem: Problem, title: str) -> dict[str, int | str]:
     """Return the peak of each in a process of its own, or what became of the process."""
-    names = run.subject.weighed(names, problem)
     uncounted = run.subject.uncounted_bytes(part, problem)
     progress = Progress(f"{title}, memory", len(names))
     found: dict[str, int | str] = {}
@@ -231,8 +218,8 @@ def try_on_the_cpu(subject: Subject) -> None:
         path = Path(folder, "tried.json")
         run = Run(subject, files.load(path, "cpu", "", []), path, "cpu", 1, "", False, set())
         for part, asked in subject.gpu_parts.items():
-            small = asked.groups[0][0]._replace(rows=64, width=8, vocab_size=50)
-            measure(run, part, Part([[small]]))
+            small = asked.problems[0]._replace(rows=64, width=8, vocab_size=50)
+            measure(run, part, Part([small]))
             print("\n".join(subject.part_table(run.results, part)))
 
 
@@ -243,11 +230,9 @@ def main(subject: Subject, description: str) -> None:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = {**subject.parts, **subject.gpu_parts}
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {'; '.join(known)}; default is all")
-    parser.add_argument("--cases", default="", metavar="TEXT", help="only parts with this text in their name")
+    every = "; ".join({**subject.parts, **subject.gpu_parts})
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"texts in the names of parts: {every}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to measure")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--rounds", "--repeats", type=int, help="of every problem; default depends on a round's cost")
     parser.add_argument("--only", default="", metavar="TEXT", help="only problems with this text in their name")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
@@ -255,9 +240,10 @@ def main(subject: Subject, description: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help="try what is measured on a GPU on the CPU, small")
     parser.add_argument("--render", action="store_true", help="print every table, write the page; measure nothing")
     options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(known))
+    here = subject.parts if torch.device(options.device).type == "cpu" else subject.gpu_parts
+    unknown = [text for text in options.parts if not any(text in part for part in here)]
     if unknown:
-        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
+        parser.error(f"no part on {options.device} has {', '.join(unknown)} in its name; there are {'; '.join(here)}")
     if options.render:
         path = options.out or files.newest_path(options.device, subject.name)
         measured = files.read(path)
@@ -270,13 +256,11 @@ def main(subject: Subject, description: str) -> None:
     if options.dry_run:
         try_on_the_cpu(subject)
         return
-    torch.set_num_threads(options.threads)
     path = options.out or files.default_path(options.device, subject.name)
     command = shlex.join(["python", "-m", f"benchmarks.{subject.name}", *sys.argv[1:]])
     measured = files.load(path, options.device, command, subject.peers.get(torch.device(options.device).type, []))
     run = Run(subject, measured, path, options.device, options.rounds, options.only, options.again, set())
-    here = subject.parts if options.device == "cpu" else subject.gpu_parts
-    for part in [part for part in options.parts or here if options.cases in part and part in here]:
+    for part in [part for part in here if not options.parts or any(text in part for text in options.parts)]:
         measure(run, part, here[part])
         print("\n".join(subject.part_table(measured, part)), flush=True)
     subject.write(path)

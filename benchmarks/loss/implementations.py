@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from seqpar.testing.conformance.adapter import why_missing
 
 PLAIN = "plain"
 COMPILED = "torch.compile"
-AUTO_CHUNKED = "torch.compile, auto_chunker"
 CHECKPOINTED = "checkpointed chunks"
 TORCH_DEFAULT = "torch op, default"
 TORCH_BEST = "torch op, best"
@@ -23,19 +22,9 @@ CUT = "cut_cross_entropy"
 TITAN_STYLE = "torchtitan-style"
 ENGINE = "LossCompute"
 OWN = "LossCompute, own generator"
-OWN_SMALL = f"{OWN}, 128 rows"
-LINEAR = "linear_cross_entropy"
-OURS = [ENGINE, OWN, OWN_SMALL, LINEAR]
-REPLICAS = {f"{name}, {count} replica{'s' * (count > 1)}": (name, count) for name in (ENGINE, OWN) for count in (1, 4)}
-"""The engine over one device, and over the same device four times."""
-ON_A_CPU = [
-    *(PLAIN, COMPILED, AUTO_CHUNKED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST),
-    *(CUT, "torchtune", TITAN_STYLE, "2018 loop", ENGINE, OWN, LINEAR),
-]
-ON_A_GPU = [
-    *(PLAIN, COMPILED, AUTO_CHUNKED, TORCH_DEFAULT, CUT),
-    *("Liger", "Liger, float32 sums", "quack", ENGINE, LINEAR),
-]
+OURS = [ENGINE, OWN]
+ON_A_CPU = [PLAIN, COMPILED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST, CUT, TITAN_STYLE, "2018 loop", ENGINE, OWN]
+ON_A_GPU = [PLAIN, COMPILED, TORCH_DEFAULT, CUT, "Liger", "Liger, float32 sums", "quack", ENGINE]
 
 
 class Implementation(NamedTuple):
@@ -47,8 +36,6 @@ class Implementation(NamedTuple):
         unsmoothed: why it is not run with label smoothing; empty where it is.
         bias: whether it has a bias; without one it is measured without.
         compiles: whether its first call at a shape compiles.
-        note: what a reader of its row must know.
-        smoothed_note: the same of rows with label smoothing.
     """
 
     prepare: Callable[[Inputs], Step]
@@ -56,16 +43,10 @@ class Implementation(NamedTuple):
     unsmoothed: str = ""
     bias: bool = True
     compiles: bool = False
-    note: str = ""
-    smoothed_note: str = ""
 
     def why_not(self, problem: Problem) -> str:
         """Return why it is not run on that problem; empty where it is."""
         return self.missing or (self.unsmoothed if problem.smoothing else "")
-
-    def notes(self, problem: Problem) -> list[str]:
-        """Return what a reader must know of its row."""
-        return [note for note in (self.note, self.smoothed_note if problem.smoothing else "") if note]
 
 
 NO_SMOOTHING = "no label smoothing"
@@ -77,44 +58,22 @@ BEST_OPTIONS = {"acc_policy": "accurate", "batch_chunk_size": 1024}
 
 def known() -> dict[str, Implementation]:
     """Return all of them, whether they can run here or not."""
-    from torch._inductor import config as inductor
-
-    no_op = _why_without(F, "linear_cross_entropy")
+    no_op = "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
     liger = why_missing("liger_kernel")
-    of_replicas = {
-        name: Implementation(ours.engine(count, known=engine == ENGINE)) for name, (engine, count) in REPLICAS.items()
-    }
     return {
         PLAIN: Implementation(plain_ways.plain),
         COMPILED: Implementation(plain_ways.compiled, compiles=True),
-        AUTO_CHUNKED: Implementation(
-            plain_ways.auto_chunked,
-            _why_without(inductor, "auto_chunker"),
-            "cuts no loss with smoothing, for which it is torch.compile",
-            compiles=True,
-        ),
         CHECKPOINTED: Implementation(plain_ways.checkpointed),
-        TORCH_DEFAULT: Implementation(peers.torch_op({}), no_op, smoothed_note="falls back to full logits"),
+        TORCH_DEFAULT: Implementation(peers.torch_op({}), no_op),
         TORCH_BEST: Implementation(
             peers.torch_op(BEST_OPTIONS), no_op, "falls back to full logits under smoothing, whatever the options"
         ),
-        CUT: Implementation(
-            peers.cut_cross_entropy, why_missing(CUT), NO_SMOOTHING, bias=False, compiles=True, note="without bias"
-        ),
-        "torchtune": Implementation(peers.torchtune, why_missing("torchtune"), NO_SMOOTHING, compiles=True),
+        CUT: Implementation(peers.cut_cross_entropy, why_missing(CUT), NO_SMOOTHING, bias=False, compiles=True),
         "Liger": Implementation(peers.liger(False), liger),
         "Liger, float32 sums": Implementation(peers.liger(True), liger),
         "quack": Implementation(peers.quack, why_missing("quack.linear_cross_entropy"), NO_SMOOTHING, bias=False),
         TITAN_STYLE: Implementation(plain_ways.titan_style),
-        "2018 loop": Implementation(plain_ways.loop_2018, note="its loss is a number"),
+        "2018 loop": Implementation(plain_ways.loop_2018),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
-        OWN_SMALL: Implementation(ours.engine(known=False, chunk_tokens=128)),
-        LINEAR: Implementation(ours.linear_cross_entropy),
-        **of_replicas,
     }
-
-
-def _why_without(module: Any, name: str) -> str:
-    """Return why something of torch's cannot run; empty where this version has it."""
-    return "" if hasattr(module, name) else f"torch {torch.__version__} has none"

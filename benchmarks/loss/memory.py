@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import CHUNK_ROWS, CHUNKED, Products, forward_and_backward
+from benchmarks.loss.timing import forward_and_backward
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.testing import peak_memory
 
@@ -53,17 +53,12 @@ def _send(pipe: Connection, threads: int, measure: Callable[..., int], *argument
 
 
 def peak_of(subject: Any, part: str, name: str, problem: Problem) -> int:
-    """Return this process's peak during one step of an implementation, or of the bare products (`CHUNKED`).
+    """Return this process's peak during one step of an implementation.
 
     Lazily loaded code is not the step's memory: a tiny step goes first. An implementation that compiles has compiled
     at the real shape.
     """
     small = problem._replace(rows=64, width=8, vocab_size=16)
-    if name == CHUNKED:
-        # What the matrix libraries take for the three products, their operands and results aside
-        warm_up, products = (Products(Inputs.drawn(each, "cpu"), CHUNK_ROWS) for each in (small, problem))
-        warm_up.run(CHUNK_ROWS)
-        return peak_memory.peak_bytes(lambda: products.run(CHUNK_ROWS))
     way = subject.ways(part, problem)[name]
     warm_up, step = (
         forward_and_backward(way.prepare(Inputs.drawn(each, "cpu", bias=way.bias))) for each in (small, problem)

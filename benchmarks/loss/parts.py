@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,17 +11,11 @@ import torch
 from benchmarks.loss import checks, report
 from benchmarks.loss.engine import Part, Subject
 from benchmarks.loss.implementations import (
-    CHECKPOINTED,
-    CUT,
     ENGINE,
-    LINEAR,
     ON_A_CPU,
     ON_A_GPU,
     OURS,
-    OWN,
-    OWN_SMALL,
     PLAIN,
-    REPLICAS,
     TORCH_BEST,
     Implementation,
     known,
@@ -29,29 +23,18 @@ from benchmarks.loss.implementations import (
 from benchmarks.loss.memory import allowed_bytes
 from benchmarks.loss.problems import SHAPES, Inputs, Problem
 from benchmarks.loss.results import Entry, Results
-from benchmarks.loss.timing import CHUNKED, LARGE, floors, runs_in_a_row
+from benchmarks.loss.timing import LARGE, floors, runs_in_a_row
 
 HUGE = 3e12
 """Operations from which on only the main implementations run; from `LARGE` on, memory is measured unsmoothed only."""
-MAIN = [PLAIN, TORCH_BEST, ENGINE, LINEAR]
+MAIN = [PLAIN, TORCH_BEST, ENGINE]
 NAMES = {
     "shapes": ON_A_CPU,
-    "small": [PLAIN, OWN, OWN_SMALL],
-    "padding": [PLAIN, CHECKPOINTED, TORCH_BEST, CUT, ENGINE, OWN, LINEAR],
     "memory": ON_A_CPU,
-    "linear": [ENGINE],
-    "devices": list(REPLICAS),
     "gpu": ON_A_GPU,
 }
 """What is measured in each part."""
 VARIANTS = itertools.product(SHAPES, (torch.float32, torch.bfloat16), (0.0, 0.1))
-SMOOTHED = [[SHAPES[0]._replace(smoothing=0.1)], [SHAPES[3]._replace(smoothing=0.1)]]
-LINES = [
-    *(Problem(rows, 256, 16_000, 0.1) for rows in (1024, 2048, 4096, 6144, 8192)),
-    *(Problem(2048, width, 16_000, 0.1) for width in (128, 512, 768, 1024)),
-    *(Problem(2048, 256, vocab_size, 0.1) for vocab_size in (8_000, 32_000, 48_000, 64_000)),
-]
-"""Each of the three sizes alone grows."""
 ON_GPUS = [
     Problem(8192, 512, 32_768, bias=False),
     Problem(16_384, 1024, 37_000, bias=False),
@@ -69,19 +52,15 @@ class Loss(Subject):
 
     name = "loss"
     peers = {  # noqa: RUF012 - never written
-        "cpu": ["cut-cross-entropy", "torchtune", "torchao"],  # torchtune needs torchao
+        "cpu": ["cut-cross-entropy"],
         "cuda": ["triton", "cut-cross-entropy", "liger-kernel", "quack-kernels"],
     }
     modules = ["benchmarks.loss.parts"]  # noqa: RUF012 - never written
     parts = {  # noqa: RUF012 - never written
-        "shapes": Part([[shape._replace(dtype=dtype, smoothing=eps)] for shape, dtype, eps in VARIANTS]),
-        "small": Part(SMOOTHED),
-        "padding": Part([[SHAPES[1], SHAPES[1]._replace(padding=0.0)]]),
-        "memory": Part([[Problem(rows, 256, 16_000)] for rows in (1024, 2048, 4096, 8192, 16_384)], times=False),
-        "linear": Part([LINES], memory=False),
-        "devices": Part(SMOOTHED, memory=False),
+        "shapes": Part([shape._replace(dtype=dtype, smoothing=eps) for shape, dtype, eps in VARIANTS]),
+        "memory": Part([Problem(rows, 256, 16_000) for rows in (1024, 2048, 4096, 8192, 16_384)], times=False),
     }
-    gpu_parts = {"gpu": Part([[problem] for problem in GPU_PROBLEMS])}  # noqa: RUF012 - never written
+    gpu_parts = {"gpu": Part(GPU_PROBLEMS)}  # noqa: RUF012 - never written
     ours = OURS
 
     def ways(self, part: str, problem: Problem) -> dict[str, Implementation]:
@@ -104,19 +83,13 @@ class Loss(Subject):
         """Return in words what is wrong at a small problem of that dtype and smoothing."""
         return checks.what_is_wrong(way, problem, device)
 
-    def weighed(self, names: Sequence[str], problem: Problem) -> list[str]:
-        """Return all, and the products; at a large size, where each takes a process of minutes, once for the shape."""
-        if problem.products > LARGE and problem.smoothing:
-            return []
-        return [*names, CHUNKED]
+    def weighs(self, problem: Problem) -> bool:
+        """Return whether memory is measured; at a large size, where a process takes minutes, once for the shape."""
+        return not (problem.products > LARGE and problem.smoothing)
 
-    def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
-        """Return the memory that is allowed, runs in a row of which the last is timed, and the notes on each row."""
-        return {
-            "allowed bytes": allowed_bytes(problem, device),
-            "steps in a row": runs_in_a_row(problem),
-            "notes": {name: way.notes(problem) for name, way in ways.items()},
-        }
+    def about(self, problem: Problem, device: str) -> Entry:
+        """Return the memory that is allowed, and runs in a row of which the last is timed."""
+        return {"allowed bytes": allowed_bytes(problem, device), "steps in a row": runs_in_a_row(problem)}
 
     def goals(self, results: Results) -> list[str]:
         """Return goals, limits, and the worst that was measured."""

@@ -15,8 +15,6 @@ from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs
 from seqpar.testing.conformance.adapter import quietly
 
-TUNE_CHUNKS = 8
-
 
 def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
     """Use torch's own `F.linear_cross_entropy` in chunks (2.13 and later), with these options.
@@ -51,19 +49,6 @@ def cut_cross_entropy(x: Inputs) -> Step:
     if x.device == "cpu":
         impl = "torch_compile"
     return lambda: linear_cross_entropy(x.hidden, x.weight, x.target, reduction="sum", impl=impl) / x.tokens
-
-
-def torchtune(x: Inputs) -> Step:
-    """Use torchtune's `CEWithChunkedOutputLoss`: 8 chunks over time, its inner function compiled as it advises."""
-    loss = import_quietly("torchtune.modules.loss").CEWithChunkedOutputLoss(TUNE_CHUNKS)
-    loss.compute_cross_entropy = torch.compile(loss.compute_cross_entropy)
-
-    def step() -> Tensor:
-        hidden_BTD, target_BT = x.sentences()
-        chunks = [F.linear(hidden, x.weight, x.bias) for hidden in hidden_BTD.chunk(TUNE_CHUNKS, 1)]
-        return loss(chunks, target_BT)  # type: ignore[no-any-return]
-
-    return step
 
 
 def liger(wide_sums: bool) -> Callable[[Inputs], Step]:

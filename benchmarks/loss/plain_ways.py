@@ -42,16 +42,6 @@ def compiled(x: Inputs) -> Step:
     return lambda: summed(x.hidden, x.weight, x.bias, x.target, x.problem.smoothing) / x.tokens
 
 
-def auto_chunked(x: Inputs) -> Step:
-    """Use `torch.compile` with Inductor's `auto_chunker`, which cuts the rows into 8 chunks by itself.
-
-    Its number of chunks is not in the key of Inductor's caches, where it would find the graph of `compiled`.
-    """
-    options = {"auto_chunker.enable": True, "fx_graph_cache": False}
-    summed = torch.compile(_summed, dynamic=False, options=options)
-    return lambda: summed(x.hidden, x.weight, x.bias, x.target, x.problem.smoothing) / x.tokens
-
-
 def checkpointed(x: Inputs) -> Step:
     """Use 512 rows at a time, whose logits are computed again in the backward, and sum in float32."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from benchmarks.loss.implementations import (
     ON_A_CPU,
     ON_A_GPU,
     OWN,
-    OWN_SMALL,
     PLAIN,
     TORCH_BEST,
 )
@@ -23,14 +22,11 @@ from benchmarks.loss.results import (
     Entry,
     Results,
     entries_of,
-    fastest_to_floor,
     floor_seconds,
-    median,
     problem_of,
     read,
     stem,
 )
-from benchmarks.loss.timing import CHUNKED
 from seqpar.testing.markdown_table import markdown_table
 
 GLOSSARY = """\
@@ -39,13 +35,9 @@ products" are the matrix products that any exact implementation needs (logits, h
 "Plain" is `F.cross_entropy` of `F.linear`. The memory "allowed" is the hidden gradient, the weight gradient, and 1.3
 times the engine's chunk of logits.
 """
-BY_SHAPE = """\
-Each cell gives time / plain, and peak memory in MiB, without label smoothing. A `*` marks what "Correctness" lists.
-"""
 LEGEND = """\
-Each cell gives time / three products (in brackets: fastest run / the products' fastest run); time / plain; peak
-memory. A `*` marks an implementation that is more than twice as far from float64 as plain, or that ignores a factor
-on the loss; "Correctness" says which.
+Each cell gives time / plain, and peak memory in MiB, without label smoothing unless a table names it. A `*` marks what
+"Correctness" lists.
 """
 CHECKED = """\
 N=2,048, D=16, V=1,024, 30% padding, against the plain loss in float64: everything more than twice as far from it as
@@ -56,23 +48,15 @@ Every implementation takes hidden states, weight, bias and targets to a mean los
 They take turns in one process; a figure is the median over the rounds, after compilation. Of problems measured more
 than once, the run with the least scatter counts. Memory is the peak above the inputs in a fresh process.
 
-- **torch op**: `F.linear_cross_entropy`, with its default options or the fastest of those tried.
+- **torch op**: `F.linear_cross_entropy`, with its default options or the fastest of those tried; it takes all
+  logits under label smoothing.
 - **cut_cross_entropy**: Apple's, `impl="torch_compile"` on a CPU, without bias.
 - **torchtitan-style**, **2018 loop**: rewritten from their descriptions, with a backward for each chunk.
 """
 SHOWN = (PLAIN, COMPILED, TORCH_BEST, CUT, ENGINE, OWN)
 """The implementations on the page; `--render` prints all of them."""
-NAMES = dict.fromkeys([*ON_A_CPU, *ON_A_GPU, OWN_SMALL])
+NAMES = dict.fromkeys([*ON_A_CPU, *ON_A_GPU])
 """From the top of a table."""
-HEADINGS = {
-    "shapes": "Shapes",
-    "small": "A custom generator with few rows per chunk",
-    "padding": "Padding",
-    "memory": "Memory as N grows",
-    "linear": "Time as N, D and V grow",
-    "devices": "Replicas on one device",
-    "gpu": "bfloat16 on a GPU",
-}
 
 
 def write(path: Path) -> None:
@@ -92,10 +76,10 @@ def write(path: Path) -> None:
         page += [f"- {goal.claim}: {goal.measured}, goal {goal.limit}; {goal.where}" for goal in missed]
         page += ["", GLOSSARY]
     page += shown
-    if "shapes" in results["parts"]:
-        page += ["## Time and memory by shape", "", BY_SHAPE, *_in_short(results)]
+    if entries := [each for each in entries_of(results, "shapes") if not problem_of(each).smoothing]:
+        page += ["## Time and memory by shape", "", LEGEND, *shape_tables(results, entries, SHOWN)]
     if "gpu" in results["parts"]:
-        page += [f"## {HEADINGS['gpu']}", "", *part_table(results, "gpu"), ""]
+        page += ["## bfloat16 on a GPU", "", *part_table(results, "gpu")]
     page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED, "make bench")]
     beside.with_suffix(".md").write_text("\n".join(page) + "\n")
     print(f"written: {beside}.md")
@@ -107,7 +91,7 @@ def how_measured(results: Results, path: Path, words: str, command: str) -> list
     where = f"{results['hardware']}, {results['threads']} threads, {results['device']}"
     page = ["## How it was measured", "", words, f"{results['date']}, {where}; {versions}.", ""]
     page += [f"[{path.name}]({path.name}) has every figure. Measure again, or print every table:", ""]
-    return [*page, "```", command, f"python -m benchmarks.{path.name.partition('-')[0]} --render", "```"]
+    return [*page, "```bash", command, f"python -m benchmarks.{path.name.partition('-')[0]} --render", "```"]
 
 
 def check_table(results: Results, words: str) -> list[str]:
@@ -135,139 +119,42 @@ def target_table(results: Results) -> list[str]:
 
 
 def part_table(results: Results, part: str) -> list[str]:
-    """Return the figures of one part."""
+    """Return the figures of one part, and why cells are empty, each reason once."""
     entries = entries_of(results, part)
-    tables: dict[str, Callable[[], list[str]]] = {
-        "shapes": lambda: _shapes(results, entries),
-        "small": lambda: _shapes(results, entries),
-        "padding": lambda: _padding(entries),
-        "memory": lambda: _memory(entries),
-        "linear": lambda: _linear(results),
-        "devices": lambda: _devices(entries),
-        "gpu": lambda: _shapes(results, entries),
-    }
-    if not entries:
-        return ["nothing measured", ""]
-    return tables[part]()
+    reasons = {f"- {name}: not run: {why}" for entry in entries for name, why in entry["not run"].items()}
+    return [LEGEND, *shape_tables(results, entries, NAMES), *sorted(reasons), ""]
 
 
-def _shapes(results: Results, entries: list[Entry]) -> list[str]:
-    """Return time and memory of every implementation, a table for each dtype and smoothing."""
-    tables: dict[str, list[Entry]] = {}
-    for entry in sorted(entries, key=lambda e: (problem_of(e).dtype_name != "float32", problem_of(e).smoothing)):
+def shape_tables(results: Results, entries: Sequence[Entry], names: Sequence[str]) -> list[str]:
+    """Return the time over that of plain, and the memory, a table for each dtype and smoothing."""
+    tables: dict[tuple[str, float], list[Entry]] = {}
+    for entry in sorted(entries, key=lambda each: problem_of(each).dtype_name != "float32"):
         problem = problem_of(entry)
-        tables.setdefault(f"{problem.dtype_name}, smoothing {problem.smoothing:g}", []).append(entry)
-    page = [LEGEND]
-    for corner, of_table in tables.items():
-        page += _shape_table(results, corner, of_table)
-    return page + _remarks(entries)
-
-
-def _shape_table(results: Results, corner: str, entries: list[Entry]) -> list[str]:
-    names = [name for name in NAMES if any(name in e["seconds"] or name in e["not run"] for e in entries)]
-    checked = results["checks"].get(corner.replace(", smoothing ", " smoothing="), {})
-    rows = [["three products, s", *(f"{floor_seconds(entry):.2f}" for entry in entries)]]
-    rows += [[name + " *" * bool(checked.get(name)), *(_cell(entry, name) for entry in entries)] for name in names]
-    rows += [
-        ["three products' libraries", *(_mib(entry["peak bytes"].get(CHUNKED)) for entry in entries)],
-        ["allowed memory", *(f"{entry['allowed bytes'] / MIB:,.0f} MiB" for entry in entries)],
-        ["rounds", *(str(len(entry["seconds"][PLAIN])) for entry in entries)],
-        ["steps in a row", *(str(entry.get("steps in a row", 1)) for entry in entries)],
-    ]
-    return table([corner, *(problem_of(entry).shape_title for entry in entries)], rows)
-
-
-def _in_short(results: Results) -> list[str]:
-    """Return time and memory of some implementations over those of plain, a table for each dtype."""
+        tables.setdefault((problem.dtype_name, problem.smoothing), []).append(entry)
     page = []
-    for dtype in ("float32", "bfloat16"):
-        found = [(problem_of(entry), entry) for entry in entries_of(results, "shapes")]
-        entries = [entry for problem, entry in found if problem.dtype_name == dtype and not problem.smoothing]
-        checked = results["checks"].get(f"{dtype} smoothing=0", {})
-        if entries:
-            rows = [[n + " *" * bool(checked.get(n)), *(_short_cell(e, n) for e in entries)] for n in SHOWN]
-            page += table([dtype, *(problem_of(entry).shape_title for entry in entries)], rows)
+    for (dtype, smoothing), of_table in tables.items():
+        checked = results["checks"].get(f"{dtype} smoothing={smoothing:g}", {})
+        rows = []
+        if of_table[0]["seconds"]:
+            for what, seconds in (("plain, s", targets.time_of(PLAIN)), ("three products, s", floor_seconds)):
+                rows.append([what, *(f"{seconds(entry) or float('nan'):.3g}" for entry in of_table)])
+        for name in names:
+            cells = [_cell(entry, name) for entry in of_table]
+            if set(cells) != {"-"}:
+                rows.append([name + " *" * bool(checked.get(name)), *cells])
+        corner = f"{dtype}, smoothing {smoothing:g}" if smoothing else dtype
+        page += table([corner, *(problem_of(entry).shape_title for entry in of_table)], rows)
     return page
 
 
-def _short_cell(entry: Entry, name: str) -> str:
-    time = targets.over(targets.time_of(name), targets.time_of(PLAIN))(entry)
-    if time is None:
-        return "-"
-    return f"{time:.2f}; {_mib(entry['peak bytes'].get(name))}"
-
-
 def _cell(entry: Entry, name: str) -> str:
-    time = median(entry, name)
-    if time is None:
-        return "-"
-    plain = median(entry, PLAIN)
-    text = f"{time / floor_seconds(entry):.2f} ({fastest_to_floor(entry, name):.2f})"
-    if plain:
-        text += f" / {time / plain:.2f}"
-    peak = entry["peak bytes"].get(name)
-    if isinstance(peak, int):
-        return f"{text}; {peak / MIB:,.0f} MiB"
-    return f"{text}; {peak or 'memory not measured'}"  # text says what became of the process
-
-
-def _remarks(entries: list[Entry]) -> list[str]:
-    """Return why cells are empty, and what else a reader must know, each remark once."""
-    problems_of: dict[str, list[str]] = {}
-    for entry in entries:
-        for name, why in entry["not run"].items():
-            problems_of.setdefault(f"- {name}: not run: {why}", []).append(problem_of(entry).title)
-        for name, notes in entry["notes"].items():
-            for note in notes:
-                problems_of.setdefault(f"- {name}: {note}", []).append(problem_of(entry).title)
-    lines = [text if len(where) > 1 else f"{text} ({where[0]})" for text, where in sorted(problems_of.items())]
-    return [*lines, ""]
-
-
-def _padding(entries: list[Entry]) -> list[str]:
-    whole, padded = sorted(entries, key=lambda entry: problem_of(entry).padding)
-    floors = [floor_seconds(whole), floor_seconds(padded)]
-    rows = [["three products", *(f"{time:.2f}" for time in floors), f"{floors[0] / floors[1]:.2f} x"]]
-    for name in whole["seconds"]:
-        times = [median(entry, name) or 0.0 for entry in (whole, padded)]
-        rows.append([name, *(f"{time:.2f}" for time in times), f"{times[0] / times[1]:.2f} x"])
-    header = [problem_of(whole).title, "no padding, s", "30 % padding, s", "faster with padding"]
-    return table(header, rows) + _remarks(entries)
-
-
-def _memory(entries: list[Entry]) -> list[str]:
-    problems = [problem_of(entry) for entry in entries]
-    header = ["peak memory, MiB", *(f"N={problem.rows:,}" for problem in problems)]
-    rows = [[name, *(_mib(entry["peak bytes"].get(name)) for entry in entries)] for name in entries[0]["peak bytes"]]
-    rows += [
-        ["allowed", *(_mib(entry["allowed bytes"]) for entry in entries)],
-        [f"{ENGINE}, without the hidden gradient", *(_mib(targets.beyond_hidden(e)) for e in entries)],
-    ]
-    sizes = f"D={problems[0].width}, V={problems[0].vocab_size:,}, {problems[0].dtype_name}."
-    return [sizes, "", *table(header, rows)]
+    """Return time over that of plain and MiB, as far as they were measured."""
+    time = targets.over(targets.time_of(name), targets.time_of(PLAIN))(entry)
+    memory = _mib(entry["peak bytes"].get(name))
+    return memory if time is None else f"{time:.2f}; {memory}"
 
 
 def _mib(value: Any) -> str:
     if isinstance(value, int):
         return f"{value / MIB:,.0f}"
     return str(value or "-")  # text says what became of the process
-
-
-def _linear(results: Results) -> list[str]:
-    rows = []
-    for name, line in targets.lines(results).items():
-        sizes, times = targets.points(name, line)
-        start, slope, deviations = targets.straight_line(sizes, times)
-        points = ", ".join(f"{size:,}: {time * 1e3:.0f} ms" for size, time in zip(sizes, times, strict=True))
-        text = f"{start * 1e3:.0f} ms + {slope * 1e6:.2f} us each"
-        rows.append([name, points, text, f"{max(map(abs, deviations)):.1%}"])
-    return table([f"`{ENGINE}`, size", "median time", "line", "largest deviation"], rows)
-
-
-def _devices(entries: list[Entry]) -> list[str]:
-    rows = []
-    for entry in entries:
-        for name in entry["seconds"]:
-            time = median(entry, name) or 0.0
-            rows.append([problem_of(entry).title, name, f"{time:.3f}", f"{time / floor_seconds(entry):.2f}"])
-    return table(["problem", "engine", "seconds", "time / three products"], rows)

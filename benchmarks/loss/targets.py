@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy
 import torch
 
-from benchmarks.loss.implementations import ENGINE, OURS, OWN, OWN_SMALL, PLAIN, REPLICAS, TORCH_DEFAULT
+from benchmarks.loss.implementations import ENGINE, OURS, OWN, PLAIN, TORCH_DEFAULT
 from benchmarks.loss.problems import SHAPES
 from benchmarks.loss.results import (
     Entry,
@@ -23,12 +22,10 @@ from benchmarks.loss.results import (
     peak,
     problem_of,
 )
-from benchmarks.loss.timing import CHUNKED
 
 Number = Callable[[Entry], float | None]
 """A figure of an entry, or None where it has none."""
 BUT_THE_LARGEST = SHAPES[:4]
-SIZES = {"N": "rows", "D": "width", "V": "vocab_size"}
 
 
 class Target(NamedTuple):
@@ -49,7 +46,6 @@ def targets(results: Results) -> list[Target]:
     half = [entry for entry in four if problem_of(entry).dtype == torch.bfloat16]
     smoothed = [entry for entry in single if problem_of(entry).smoothing]
     rough = [entry for entry in single if not problem_of(entry).smoothing]
-    small = entries_of(results, "small")
     growing = entries_of(results, "memory")
     engine = f"`{ENGINE}`"
     peers = "fastest peer's time / `LossCompute`'s"
@@ -76,42 +72,10 @@ def targets(results: Results) -> list[Target]:
         ),
         least(f"bfloat16: {peers}", half, over(fastest_peer, seconds), 1.0),
         most(f"{engine}: peak memory / what is allowed", every, to_allowed, 1.0),
-        most(
-            f"{engine}: peak memory, less what the bare products' libraries take, / what is allowed",
-            every,
-            over(own_peak, allowed),
-            1.0,
-        ),
         most("own generator: time / plain's", four, over(time_of(OWN), time_of(PLAIN)), 1.25),
-        most("own generator, 128 rows: time / plain's", small, over(time_of(OWN_SMALL), time_of(PLAIN)), 1.25),
-        most("own generator, 128 rows: peak memory / plain's", small, over(peak_of(OWN_SMALL), peak_of(PLAIN)), 1 / 8),
-        of_padding(entries_of(results, "padding")),
         most(f"{engine}, N from 1,024 to 16,384: peak memory / what is allowed", growing, to_allowed, 1.0),
-        most(
-            f"{engine}: peak memory without the hidden gradient / that of the fewest rows",
-            growing,
-            lambda entry: over(beyond_hidden, lambda _: beyond_hidden(growing[0]))(entry),
-            1.1,
-        ),
     ]
-    for name, line in lines(results).items():
-        deviation = dict(zip(map(problem_of, line), straight_line(*points(name, line))[2], strict=True))
-        claim = f"{engine}: time off a line in {name}"
-        found.append(most(claim, line, lambda e, found=deviation: abs(found[problem_of(e)]), 0.1))  # type: ignore[misc]
-    for name in (ENGINE, OWN):
-        one, four_times = [replicas for replicas, (of, _) in REPLICAS.items() if of == name]
-        ratio = over(time_of(four_times), time_of(one))
-        found.append(most(f"`{name}`: four replicas' time / one's", entries_of(results, "devices"), ratio, 1.05))
     return [target for target in found if target is not None]
-
-
-def of_padding(entries: list[Entry]) -> Target | None:
-    """Return the claim about padding, for which the problem has to be measured with and without."""
-    padded, whole = ([entry for entry in entries if bool(problem_of(entry).padding) is has] for has in (True, False))
-    if not whole:
-        return None
-    claim = f"30 % padding, `{ENGINE}`: time without / time with"
-    return least(claim, padded, over(lambda _: median(whole[0], ENGINE), time_of(ENGINE)), 1.25)
 
 
 def most(claim: str, entries: list[Entry], number: Number, limit: float) -> Target | None:
@@ -167,47 +131,3 @@ def fastest_peer(entry: Entry) -> float | None:
     """Return the least of the others' median seconds."""
     theirs = [median(entry, name) for name in entry["seconds"] if name not in OURS]
     return min((time for time in theirs if time is not None), default=None)
-
-
-def own_peak(entry: Entry) -> float | None:
-    """Return the engine's peak less what the bare products' libraries take."""
-    whole, libraries = peak(entry, ENGINE), peak(entry, CHUNKED)
-    if whole is None or libraries is None:
-        return None
-    return whole - libraries
-
-
-def beyond_hidden(entry: Entry) -> float | None:
-    """Return the engine's peak less the hidden gradient, which every implementation must hand back."""
-    whole = peak(entry, ENGINE)
-    problem = problem_of(entry)
-    if whole is None:
-        return None
-    return whole - problem.rows * problem.width * problem.dtype.itemsize
-
-
-def lines(results: Results) -> dict[str, list[Entry]]:
-    """Return the entries of the part `linear` along each of N, D and V, the other two fixed."""
-    problems = {problem_of(entry): entry for entry in entries_of(results, "linear")}
-    found = {}
-    for name, size in SIZES.items():
-        # All three lines cross at one base problem, so the commonest value of each other size is the base's
-        rest = [other for other in SIZES.values() if other != size]
-        values = {other: [getattr(problem, other) for problem in problems] for other in rest}
-        base = {other: max(set(seen), key=seen.count) for other, seen in values.items() if seen}
-        line = [p for p in problems if all(getattr(p, other) == value for other, value in base.items())]
-        if len(line) > 2:
-            found[name] = [problems[p] for p in sorted(line, key=operator.attrgetter(size))]
-    return found
-
-
-def points(name: str, line: list[Entry]) -> tuple[list[int], list[float]]:
-    """Return the sizes of a line's problems and the engine's seconds."""
-    return [getattr(problem_of(e), SIZES[name]) for e in line], [median(e, ENGINE) or 0.0 for e in line]
-
-
-def straight_line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Return start and slope of the line with the least squared relative deviations, and those deviations."""
-    # polyfit squares the weights, too: sum ((t - line) / t)^2
-    slope, start = numpy.polyfit(sizes, times, 1, w=1 / numpy.asarray(times))
-    return start, slope, [t / (start + slope * s) - 1 for s, t in zip(sizes, times, strict=True)]

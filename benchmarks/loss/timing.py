@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -108,13 +108,10 @@ def forward_and_backward(step: Step) -> Callable[[], None]:
     return run
 
 
-def seconds(run: Callable[[], None], inputs: Iterable[Inputs]) -> float:
+def seconds(run: Callable[[], None], x: Inputs) -> float:
     """Return the seconds of one run, starting without gradients."""
-    on_accelerator = False
-    for x in inputs:
-        x.clear()
-        on_accelerator |= x.device != "cpu"
-    return wall_seconds(run, on_accelerator)
+    x.clear()
+    return wall_seconds(run, x.device != "cpu")
 
 
 def wall_seconds(run: Callable[[], object], on_accelerator: bool) -> float:
@@ -128,9 +125,6 @@ def wall_seconds(run: Callable[[], object], on_accelerator: bool) -> float:
     return time.perf_counter() - start
 
 
-Runs = dict[tuple[Problem, str], Callable[[], None]]
-
-
 def runs_in_a_row(problem: Problem) -> int:
     """Return how many runs follow each other, of which the last is timed."""
     if problem.products > LARGE:
@@ -139,28 +133,26 @@ def runs_in_a_row(problem: Problem) -> int:
 
 
 def interleaved(
-    runs: Runs, inputs: list[Inputs], rounds: int, report: Callable[[str], None], in_a_row: int | None = None
-) -> dict[tuple[Problem, str], list[float]]:
+    runs: dict[str, Callable[[], None]], x: Inputs, rounds: int, report: Callable[[str], None]
+) -> dict[str, list[float]]:
     """Return the seconds of each run in every round.
 
     Of two runs in a row the second is timed: in use, a step follows its own kind, while after another implementation
     its memory comes from the system page by page. Large problems run once. Every round starts one run further on.
 
     Args:
-        runs: by problem and implementation.
-        inputs: whose gradients are cleared before each run.
+        runs: by name.
+        x: whose gradients are cleared before each run.
         rounds: how many.
         report: called after every run with what was run.
-        in_a_row: runs in a row for every problem; None decides by size.
     """
-    keys = list(runs)
-    times: dict[tuple[Problem, str], list[float]] = {key: [] for key in keys}
+    names = list(runs)
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        first = number % len(keys)
-        for key in keys[first:] + keys[:first]:
-            problem, name = key
-            for _ in range((in_a_row or runs_in_a_row(problem)) - 1):
-                seconds(runs[key], inputs)
-            times[key].append(seconds(runs[key], inputs))
-            report(f"{problem}: {name}, round {number + 1} of {rounds}")
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            for _ in range(runs_in_a_row(x.problem)):
+                taken = seconds(runs[name], x)
+            times[name].append(taken)
+            report(f"{x.problem}: {name}, round {number + 1} of {rounds}")
     return times

@@ -1,7 +1,7 @@
 """Measure per-token log-probabilities and entropies, forward and backward, beside TRL's and plain torch's.
 
     python -m benchmarks.scores                                # everything, on the CPU or the GPU where there is one
-    python -m benchmarks.scores --only V=32000 --cases nothing  # some problems, some cases
+    python -m benchmarks.scores nothing --only V=32000         # the cases and the problems with that in their names
     python -m benchmarks.scores --render                       # every table, and the page again, from the newest file
 
 Times are the fastest of interleaved runs (and medians), shown as ratios to the bare matrix products that the case

@@ -37,8 +37,8 @@ class Scores(Subject):
     name = "scores"
     peers = {"cpu": ["trl", "transformers"]}  # noqa: RUF012 - never written
     modules = ["benchmarks.scores.parts", "trl.trainer.utils"]  # noqa: RUF012 - never written
-    parts = dict.fromkeys(BY_NAME, Part([[problem] for problem in PROBLEMS]))
-    gpu_parts = {str(case): Part([[ON_A_GPU]]) for case in CASES if case.entropy}  # noqa: RUF012 - never written
+    parts = dict.fromkeys(BY_NAME, Part(PROBLEMS))
+    gpu_parts = {str(case): Part([ON_A_GPU]) for case in CASES if case.entropy}  # noqa: RUF012 - never written
     ours = (OURS, INVARIANT, FLOAT32)
 
     def ways(self, part: str, problem: Problem) -> dict[str, Implementation]:
@@ -70,7 +70,7 @@ class Scores(Subject):
         """Return the size of the gradients that a step leaves behind."""
         return gradient_bytes(problem, BY_NAME[part])
 
-    def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
+    def about(self, problem: Problem, device: str) -> Entry:
         """Return how busy the machine is before anything is timed."""
         return {"load average before": os.getloadavg()[0]}
 

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch._inductor import metrics
 from torch.testing import assert_close
 
 import seqpar
 from benchmarks.loss import engine, ours, peers, plain_ways, report, results, targets
 from benchmarks.loss.checks import kit_inputs, what_is_wrong
-from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
+from benchmarks.loss.implementations import ENGINE, PLAIN, Implementation
 from benchmarks.loss.parts import Loss
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import floors
@@ -25,8 +24,6 @@ WAYS = {
     "torch op": peers.torch_op({"batch_chunk_size": 16}),
     "LossCompute": ours.engine(),
     "own generator": ours.engine(known=False),
-    "four replicas": ours.engine(4),
-    "linear_cross_entropy": ours.linear_cross_entropy,
 }
 
 
@@ -37,18 +34,6 @@ def test_every_way_has_the_plain_gradients_in_float64(name, smoothing):
     found = {deviation.name: deviation.error for deviation in deviations(x)}
     assert found.keys() == {"loss", "hidden", "weight", "bias"}
     assert max(found.values()) < 1e-12, found
-
-
-def test_inductors_auto_chunker_cuts_the_plain_loss_without_smoothing_alone():
-    """Without smoothing beside the same loss compiled without it, whose graph it must not find in a cache."""
-    torch.compiler.reset()
-    for smoothing, cut in ((0.0, 1), (0.1, 0)):
-        x = Inputs.drawn(Problem(1024, 16, 2048, smoothing=smoothing), "cpu")
-        if cut:
-            plain_ways.compiled(x)()
-        before = metrics.num_auto_chunking
-        assert_close(plain_ways.auto_chunked(x)(), plain_ways.plain(x)())
-        assert metrics.num_auto_chunking == before + cut
 
 
 def test_a_part_of_the_targets_the_kit_draws_is_padding():
@@ -79,13 +64,6 @@ def test_the_products_are_of_the_kept_rows_whole_and_in_chunks():
     assert abs(x.tokens / TINY.rows - 0.7) < 0.05
 
 
-def test_a_straight_line_has_no_deviation_and_a_bent_one_has():
-    sizes = [1, 2, 4, 8]
-    start, slope, deviations = targets.straight_line(sizes, [3.0 + 2.0 * size for size in sizes])
-    assert_close([start, slope, *deviations], [3.0, 2.0, 0.0, 0.0, 0.0, 0.0])
-    assert max(map(abs, targets.straight_line(sizes, [1.0, 2.0, 4.0, 16.0])[2])) > 0.1
-
-
 def test_a_target_is_reached_only_if_every_problem_is_inside():
     def entry(seconds):
         problem = TINY.as_json()
@@ -102,14 +80,13 @@ def test_a_target_is_reached_only_if_every_problem_is_inside():
 def measured(monkeypatch, tmp_path):
     """Return a function that measures a part with tiny problems, in this process, and returns the file."""
     monkeypatch.setattr(engine, "in_fresh_process", lambda _, measure, *arguments: max(1, measure(*arguments)))
-    for name in ("compiled", "auto_chunked"):
-        monkeypatch.setattr(plain_ways, name, plain_ways.plain)
+    monkeypatch.setattr(plain_ways, "compiled", plain_ways.plain)
 
     def measure(part, asked):
         run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "", False, set())
-        group = [p._replace(rows=64, width=4, vocab_size=11 + n) for n, p in enumerate(asked.groups[0])]
-        engine.measure(run, part, asked._replace(groups=[group]))
-        assert not run.todo(part, group)
+        problems = [asked.problems[0]._replace(rows=64, width=4, vocab_size=11)]
+        engine.measure(run, part, asked._replace(problems=problems))
+        assert not run.todo(part, problems)
         return path
 
     path = tmp_path / "loss.json"
@@ -120,11 +97,9 @@ def measured(monkeypatch, tmp_path):
 def test_every_part_is_measured_kept_and_shown(part, measured, monkeypatch):
     monkeypatch.setattr(Loss, "what_is_wrong", lambda *_: [])
     path = measured(part, Loss.parts[part])
-    kept = results.read(path)["parts"][part]
-    assert len(kept) == len(Loss.parts[part].groups[0])
-    for entry in kept.values():
-        assert Loss.parts[part].times is bool(entry["seconds"])
-        assert Loss.parts[part].memory is bool(entry["peak bytes"])
+    (entry,) = results.read(path)["parts"][part].values()
+    assert Loss.parts[part].times is bool(entry["seconds"])
+    assert entry["peak bytes"]
     assert len(report.part_table(results.read(path), part)) > 2
     report.write(path)
     assert "## How it was measured" in (path.parent / "loss.md").read_text()
@@ -140,11 +115,11 @@ def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(me
     path = measured("gpu", Loss.gpu_parts["gpu"])
     found = results.read(path)
     (entry,) = found["parts"]["gpu"].values()
-    assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])
+    assert {PLAIN, ENGINE} <= set(entry["seconds"])
     assert entry["not run"]["Liger"] == "not installed"
     assert entry["not run"]["torch op, default"] == "RuntimeError: no kernel"
     (checked,) = found["checks"].values()
-    assert not any(checked[name] for name in (PLAIN, ENGINE, LINEAR))
+    assert not any(checked[name] for name in (PLAIN, ENGINE))
     report.write(path)
     page = (path.parent / "loss.md").read_text()
     assert "| LossCompute |" in page
@@ -155,7 +130,7 @@ def test_one_of_ours_that_fails_ends_the_run(measured, monkeypatch):
     def broken(x):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(ours, "linear_cross_entropy", broken)
+    monkeypatch.setattr(ours, "engine", lambda known=True: broken)
     with pytest.raises(RuntimeError, match="broken"):
         measured("gpu", Loss.gpu_parts["gpu"])
 
