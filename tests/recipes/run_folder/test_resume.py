@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from recipes.translation.commands import main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import MANIFEST, sha256, verified_folder
 from recipes.translation.report.records import begun_settings
+from recipes.translation.run_folder import resume
 from recipes.translation.run_folder.checkpoint import (
     TrainingState,
     load_facts,
@@ -26,7 +28,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.numbered import POINTERS
 from recipes.translation.run_folder.resume import check_best, flat
-from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig, load_config
+from recipes.translation.settings.config import SCHEMA, CorpusConfig, DecodingConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.saved import model_in, saved_file
@@ -470,3 +472,20 @@ def test_a_setting_by_which_something_would_jump_is_asked_about_before_the_run_g
 def test_other_settings_change_without_a_question(was: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     train(tiny(tmp_path / "run", {**SHORT, **was}))
     assert train(tiny(tmp_path / "run", {**LONGER, **was, **changes})).state.step == 6
+
+
+@pytest.mark.parametrize("best_by", ["loss", "bleu"])
+@pytest.mark.parametrize("name", [each.name for each in fields(DecodingConfig)])
+def test_a_change_of_the_search_is_refused_where_it_would_change_the_scores_that_choose_the_best(
+    name: str, best_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validations search greedily: what belongs to beams alone may change."""
+    before = tiny(tmp_path, {**MADE, "training.validate_bleu": 2, "training.best_by": best_by})
+    other = "length" if name == "length_norm" else getattr(before.decoding, name) + 1
+    now = replace(before, decoding=replace(before.decoding, **{name: other}))
+    monkeypatch.setattr(resume, "saved_config", lambda folder: before)
+    refusal: AbstractContextManager[object] = nullcontext()
+    if best_by == "bleu" and name in ("max_length", "min_length", "no_repeat_ngram"):
+        refusal = pytest.raises(ConfigError, match=rf"^decoding\.{name} is {other} but .* was trained with ")
+    with refusal:
+        resume.check_same_settings(now, tmp_path / "last")
