@@ -77,7 +77,7 @@ def test_a_link_is_known_by_name_or_given_as_microseconds_and_bandwidths() -> No
 )
 def test_a_link_that_is_neither_is_refused_in_one_line_with_what_there_is(text: str) -> None:
     with pytest.raises(
-        argparse.ArgumentTypeError, match=r"neither of nvlink4.* nor microseconds:GB/s, as in 14:50$"
+        argparse.ArgumentTypeError, match=r"neither one of nvlink4.* nor microseconds:GB/s, as in 14:50$"
     ) as raised:
         parse_link(text)
     assert "\n" not in str(raised.value)

@@ -72,7 +72,14 @@ def adding_to(path: Path) -> IO[bytes]:
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless it is there."""
     check_no_link(path)
-    path.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            return
+        except FileExistsError:
+            # Unless another process has renamed it after the attempt to make it, a file stands in its place
+            if os.path.lexists(path) and not path.is_dir():
+                raise
 
 
 def opened(path: Path, flags: int) -> int:

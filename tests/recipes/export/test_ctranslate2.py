@@ -15,12 +15,13 @@ from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.run_folder.translator import Translator, fingerprint, tensors_of
+from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.forced_decoding import log_probabilities
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded
+from tests.recipes.random_translator import fingerprint
 
 pytestmark = pytest.mark.formats
 

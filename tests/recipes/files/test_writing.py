@@ -90,3 +90,27 @@ def test_a_link_in_a_run_is_replaced_by_the_file_that_a_user_names(name: str, ki
     assert not (run / name).is_symlink()
     assert (run / name).read_bytes() == b"page"
     assert not elsewhere.exists() or elsewhere.read_text() == "mine"
+
+
+def test_a_folder_that_another_process_renames_at_this_moment_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = os.mkdir
+    calls = []
+
+    def renamed_since(path: Path, mode: int = 0o777) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(errno.EEXIST, "it was there", str(path))
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", renamed_since)
+    make_folder(tmp_path / "new")
+    assert (tmp_path / "new").is_dir()
+    assert len(calls) == 2
+
+
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "new").write_text("mine")
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "new")

@@ -12,13 +12,11 @@ import pytest
 
 from recipes.translation import train as training
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import outliers
-from tests.recipes.run_folder.made import resealed
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny, tiny_lstm
 
@@ -75,15 +73,3 @@ def test_a_run_judged_by_its_translations_keeps_what_they_are_scored_by(tmp_path
     for name, other in (("training.validate_bleu", 3), ("data.tokenize", "char"), ("decoding.max_length", 9)):
         with pytest.raises(ConfigError, match=rf"^{name} is .* was trained with .* --fresh$"):
             begin(tiny(tmp_path / "run", {**changes, name: other}), False)
-
-
-def test_a_state_of_a_version_without_scores_is_resumed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    changes = {"data.builtin_pairs": 120, "training.steps": 1}
-    train(tiny(run, changes))
-    path = saved_file(run, "last", "training.json")
-    state = json.loads(path.read_text())
-    del state["best_score"]
-    path.write_text(json.dumps(state))
-    resealed(path.parent)
-    assert load_training(run / "last").state.best_score is None

@@ -210,7 +210,7 @@ def test_evaluation_generation_and_calls_without_labels_are_untouched(name):
     before = everything()
     with apply_seqpar_loss(model):
         model(**batch).loss.backward()
-        with pytest.warns(UserWarning, match="got no labels in a training forward, which makes all logits"):
+        with pytest.warns(UserWarning, match="got no labels in a training forward, so it computes all logits"):
             during = everything()
     for a, b in zip(before, during, strict=True):
         assert torch.equal(a, b)

@@ -134,7 +134,7 @@ def test_what_is_added_to_the_loss_and_depends_on_logits_or_labels_is_refused(wh
     model.loss_function = Added(model, ADDED[what])
     with (
         apply_seqpar_loss(model),
-        pytest.raises(RuntimeError, match="adds to the cross-entropy what depends on labels"),
+        pytest.raises(RuntimeError, match="adds something to the cross-entropy that depends on labels or logits"),
     ):
         model(**batch_of(model, [6]))
 

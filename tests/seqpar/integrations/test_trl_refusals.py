@@ -362,7 +362,7 @@ def test_another_divergence_of_trl_is_refused(distilling, monkeypatch):
         loss, entropy, tokens = own(*args, **kwargs)
         return 2 * loss, entropy, tokens
 
-    another = r"TRL 1\.16\.0 computes its divergence in another way than 1\.16, .*: "
+    another = r"TRL 1\.16\.0 computes its divergence differently from 1\.16, .*: "
     for changed, how in (
         (lambda hidden: hidden, "takes hidden where it took student_hidden_states, "),
         (twice, r"returns a loss that differs by \d\.\d+ for beta 0"),
