@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.translation.files.writing import add_to, beside, replace_file, replace_files
+from recipes.translation.files.writing import add_to, beside, make_folder, replace_file, replace_files
 from recipes.translation.run_folder.outputs import write_output
 from tests.recipes.files.watching import Event, watched
 from tests.recipes.report.made import make_run
