@@ -181,6 +181,12 @@ def test_another_trainer_is_refused_by_name():
         apply_seqpar_scores(nn.Linear(2, 2))
 
 
+def assert_another_version(trainer, what, changed):
+    said = rf"TRL 1\.16\.0 computes {what} differently from 1\.16, .*: {changed}.*install trl==1.16.0"
+    with pytest.raises(RuntimeError, match=said):
+        apply_seqpar_scores(trainer)
+
+
 def test_another_version_of_trl_is_refused(trainer, monkeypatch):
     own = trl_utils._ChunkedLogProbFunction
 
@@ -189,17 +195,14 @@ def test_another_version_of_trl_is_refused(trainer, monkeypatch):
         def apply(hidden, weight, bias, targets, temperature, *others):
             return own.apply(hidden, weight, bias, targets, 1.0, *others)
 
-    another = r"TRL 1\.16\.0 computes its log-probabilities differently from 1\.16, .*: "
     for changed, how in (
         (torch.autograd.Function, r"takes kwargs where it took hidden, weight"),
         (Hotter, r"returns log_probs that differ by up to 0\.\d+ from"),
     ):
         monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", changed)
-        with pytest.raises(RuntimeError, match=f"{another}_ChunkedLogProbFunction {how}.*install trl==1.16.0"):
-            apply_seqpar_scores(trainer)
+        assert_another_version(trainer, "its log-probabilities", f"_ChunkedLogProbFunction {how}")
     monkeypatch.delattr(trl_utils, "_use_triton")
-    with pytest.raises(RuntimeError, match=f"{another}trl.trainer.utils has no _use_triton"):
-        apply_seqpar_scores(trainer)
+    assert_another_version(trainer, "its log-probabilities", "trl.trainer.utils has no _use_triton")
 
 
 def test_the_scores_twice_are_refused_and_once_more_after_remove_are_fine(trainer):
@@ -362,17 +365,14 @@ def test_another_divergence_of_trl_is_refused(distilling, monkeypatch):
         loss, entropy, tokens = own(*args, **kwargs)
         return 2 * loss, entropy, tokens
 
-    another = r"TRL 1\.16\.0 computes its divergence differently from 1\.16, .*: "
     for changed, how in (
         (lambda hidden: hidden, "takes hidden where it took student_hidden_states, "),
         (twice, r"returns a loss that differs by \d\.\d+ for beta 0"),
     ):
         monkeypatch.setattr(distillation_trainer, "_chunked_divergence_loss", changed)
-        with pytest.raises(RuntimeError, match=f"{another}_chunked_divergence_loss {how}"):
-            apply_seqpar_scores(distilling)
+        assert_another_version(distilling, "its divergence", f"_chunked_divergence_loss {how}")
     monkeypatch.delattr(distillation_trainer, "_chunked_divergence_loss")
-    with pytest.raises(RuntimeError, match=f"{another}trl.trainer.distillation_trainer has no _chunked"):
-        apply_seqpar_scores(distilling)
+    assert_another_version(distilling, "its divergence", "trl.trainer.distillation_trainer has no _chunked")
 
 
 def test_the_divergence_twice_is_refused_and_once_more_after_remove_is_fine(distilling):
