@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import model_folder, whole_folder
+from recipes.translation.files.atomic_folder import model_folder, undisturbed, whole_folder
 from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
@@ -149,8 +149,10 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     path = config_file(options)
     if path is None:
         run = str(given.get("run", RunConfig().run))
-        if begun := whole_folder(Path(run) / "last"):
-            return with_folder(resumed_config(begun / "config.yaml", run, given))
+        last = Path(run) / "last"
+        if whole_folder(last):
+            # A training that runs may replace the model at this moment
+            return with_folder(undisturbed(last, lambda: resumed_config(last, run, given)))
         if any((Path(run) / name).exists() for name in ("resources.jsonl", "subwords")):
             given = {**unsaved_settings(Path(run), given), **given, "run": run}
     return with_folder(load_config(path, given))
@@ -188,8 +190,9 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
     return {}
 
 
-def resumed_config(path: Path, run: str, given: dict[str, object]) -> RunConfig:
+def resumed_config(last: Path, run: str, given: dict[str, object]) -> RunConfig:
     """Read the settings of a run, which may have been moved to the folder `run`, with those given in their place."""
+    path = (whole_folder(last) or last) / "config.yaml"
     config = load_config(path, {**given, "run": run})
     saved = load_config(path)
     if config.corpora != saved.corpora:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from recipes.translation.errors import CheckpointError
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.pointers import pointed_at
 from recipes.translation.files.writing import beside, by_name, claimed, flush, put
 
@@ -138,7 +138,7 @@ def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
         before = _manifest_of(target)
         try:
             found = read()
-        except (CheckpointError, OSError):
+        except (CheckpointError, ConfigError, OSError):
             if _manifest_of(target) == before:
                 raise
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from recipes.translation import train as training
-from recipes.translation.commands import main
+from recipes.translation.commands import arguments, main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import MANIFEST, sha256, verified_folder
+from recipes.translation.files.pointers import pointer_to
 from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder import resume
 from recipes.translation.run_folder.checkpoint import (
@@ -489,3 +491,23 @@ def test_a_change_of_the_search_is_refused_where_it_would_change_the_scores_that
         refusal = pytest.raises(ConfigError, match=rf"^decoding\.{name} is {other} but .* was trained with ")
     with refusal:
         resume.check_same_settings(now, tmp_path / "last")
+
+
+def test_settings_are_read_again_where_a_training_replaces_the_model_at_this_moment(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = model_in(run, "last")
+    new = old.with_name("step-00000005")
+    load = arguments.load_config
+
+    def replaced(path: Path, *given: Any) -> RunConfig:
+        if old.exists():
+            old.rename(new)
+            (new / MANIFEST).write_text((new / MANIFEST).read_text() + "\n")  # that of another model
+            (run / "last").write_bytes(pointer_to([new]))
+        return load(path, *given)
+
+    monkeypatch.setattr(arguments, "load_config", replaced)
+    options = argparse.Namespace(config=None, **{"run": str(run), "training.steps": "7"})
+    assert arguments.run_config(options).training.steps == 7
+    assert not old.exists()
