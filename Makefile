@@ -32,10 +32,10 @@ help:  ## list the targets
 	@$(PIP) -e '.[recipes,test,dev]'
 	@touch $@
 
-demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (2 to 4 minutes on 2 cores)
+demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (3 to 7 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo --processes auto
 
-test: check  ## run the checks and the tests (15 to 19 minutes on 2 cores)
+test: check  ## run the checks and the tests (15 to 20 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
