@@ -160,7 +160,7 @@ def try_page(page, base, tmp_path, monkeypatch, *, train):
         try_out(call, base, train=train)
 
 
-LONG = [ROOT / "docs" / name for name in ("export.md", "training.md", "translation.md")]
+LONG = [ROOT / "docs" / name for name in ("export.md", "training.md", "results/translation.md")]
 """Pages whose commands take half of the time of all of them: test-tutorial runs those."""
 
 
