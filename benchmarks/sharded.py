@@ -10,8 +10,7 @@ ranks, U the largest unit that FSDP2 gathers (a layer, or embeddings and generat
 
     begin       W/N + 2 T         what is kept, and a whole tensor with its part
     step        4 W/N + 4 U + L   weights, gradient, moments; a unit and the buffer it comes in, and so for its gradient
-    validation  3 W/N + 2 U + E   U is a layer; E are embeddings and generator, gathered throughout. One process has
-                                  W more, oneDNN's packed weights
+    validation  3 W/N + 2 U + E   U is a layer; E are embeddings and generator, gathered throughout
     save        6 W/N + 2 T       weights and moments, and a copy
     resume      3 W/N + 2 T
     export      2 T               in one process, one tensor at a time
@@ -219,7 +218,7 @@ def predicted(config: RunConfig, folder: Path, ranks: int) -> dict[str, int]:
     return {
         "begin": kept + 2 * T,
         "step": 4 * kept + 4 * U + loss,
-        "validation": 3 * kept + 2 * layer + E + (W if ranks == 1 else 0),
+        "validation": 3 * kept + 2 * layer + E,
         "save": 6 * kept + 2 * T,
         "resume": 3 * kept + 2 * T,
         "export": 2 * T,

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
-from threading import Lock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.attention import padding_mask
 from models.cache import DecoderCache
 from models.hypotheses import default_limit
-from models.packed import packed
 from models.transformer import EncoderDecoder, check_tokens
 
 Models = EncoderDecoder | Sequence[EncoderDecoder]
@@ -82,53 +80,20 @@ def facts_of(model: EncoderDecoder) -> dict[str, object]:
 
 @contextmanager
 def evaluating(model: Models) -> Iterator[None]:
-    """Within the block, set eval mode, disable gradients and pack the weights; restore every module's mode afterwards.
+    """Within the block, set eval mode and disable gradients; restore every module's mode afterwards.
 
-    The searches do this themselves; a block around many calls does it once for all of them. The weights must not change
-    within the block.
+    The searches do this themselves. A model in training mode must be in one thread's block at a time.
     """
-    models = members(model)
-    with ExitStack() as stack:
-        for one in models:
-            stack.enter_context(_in_eval_mode(one))
-        with torch.no_grad(), packed(models):
-            yield
-
-
-Modes = list[tuple[nn.Module, bool]]
-"""Modules, and whether each is in training mode."""
-
-_CHANGING_MODES = Lock()
-_open_blocks: dict[nn.Module, list[Modes]] = {}
-"""For each model, what the blocks around it that have not ended will restore, in the order in which they began."""
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within the block, set eval mode; modes are restored once no other thread has such a block around the model."""
-    modes: Modes = []
-    # From here on, because Ctrl-C may arrive while the modes are being changed
+    # Before anything changes, because Ctrl-C may arrive in between
+    modes = [(module, module.training) for one in members(model) for module in one.modules()]
     try:
-        with _CHANGING_MODES:
-            modes += [(module, module.training) for module in model.modules()]
-            _open_blocks.setdefault(model, []).append(modes)
-            model.eval()
-        yield
+        for one in members(model):
+            one.eval()
+        with torch.no_grad():
+            yield
     finally:
-        with _CHANGING_MODES:
-            blocks = _open_blocks.get(model, [])
-            # None where Ctrl-C arrived before the block was in the list, and nothing had been changed
-            place = next((i for i, block in enumerate(blocks) if block is modes), None)
-            if place is not None:
-                del blocks[place]
-                if place < len(blocks):
-                    # A block of another thread, which began later, goes on in eval mode, and restores these in its turn
-                    blocks[place][:] = modes
-                else:
-                    for module, mode in modes:
-                        module.training = mode
-            if not blocks:
-                _open_blocks.pop(model, None)
+        for module, mode in modes:
+            module.training = mode
 
 
 def logits_of(models: Sequence[EncoderDecoder], hiddens: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,6 @@ from models import (
     Hypothesis,
     beam_search,
     default_limit,
-    evaluating,
     greedy,
     length_normaliser,
     padding_mask,
@@ -153,10 +152,7 @@ def test_a_better_hypothesis_that_ends_later_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("which", range(len(ENDING)))
-def test_in_float32_with_packed_weights_it_finds_what_the_plain_search_finds(
-    which: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("models.packed.SMALLEST", 1)
+def test_in_float32_it_finds_what_the_plain_search_finds(which: int) -> None:
     model = copy.deepcopy(ENDING[which]).float()
     for change in (1.0, -1.0):  # weights that changed since the last search are seen
         with torch.no_grad():
@@ -165,20 +161,6 @@ def test_in_float32_with_packed_weights_it_finds_what_the_plain_search_finds(
         found = beam_search(model, pad_to(src, 5), bos=BOS, eos=EOS, beam=3, n_best=2, max_length=8)
         expected = [plain_beam_search(model, one, 3, 2, 0.6, 8) for one in src]
         same(found, expected, rel=1e-5)
-
-
-def test_around_many_searches_weights_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.packed.SMALLEST", 1)
-    model, src = copy.deepcopy(ENDING[0]).float().train(), pad_to([[3, 4, 5, 6], [5]], 5)
-    alone = beam_search(model, src, bos=BOS, eos=EOS)
-    with evaluating(model):
-        laid_out = vars(model.generator)["packed_weight"]
-        for _ in range(2):
-            assert beam_search(model, src, bos=BOS, eos=EOS) == alone
-            assert vars(model.generator)["packed_weight"] is laid_out
-            assert not model.training
-    assert model.training
-    assert "packed_weight" not in vars(model.generator)
 
 
 def test_beams_that_died_leave_the_cache_and_change_nothing() -> None:

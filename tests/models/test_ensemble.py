@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from threading import Event
 
 import pytest
 import torch
@@ -117,51 +115,6 @@ def test_every_model_of_an_ensemble_is_evaluated_and_left_as_it_was() -> None:
     with evaluating(models):
         assert not any(module.training for model in models for module in model.modules())
     assert all(module.training for model in models for module in model.modules())
-
-
-def test_a_model_is_evaluated_until_the_last_thread_that_began_has_ended() -> None:
-    model = small_transformer(vocab=7, dropout=0.5).train()
-    model.encoder.eval()
-    before = [module.training for module in model.modules()]
-    begun, first_has_ended = Event(), Event()
-
-    def later() -> bool:
-        with evaluating(model):
-            begun.set()
-            assert first_has_ended.wait(10)
-            return model.training
-
-    with ThreadPoolExecutor(1) as pool:
-        with evaluating(model):
-            training = pool.submit(later)
-            assert begun.wait(10)
-        first_has_ended.set()
-        assert not training.result()
-    assert [module.training for module in model.modules()] == before
-
-
-@pytest.mark.parametrize("changes_to", [False, True])
-def test_a_thread_waits_while_another_one_changes_the_modes(changes_to: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take the modes of that moment for the model's own: at the start of a block, and at its end."""
-    model = small_transformer(vocab=7, dropout=0.5).train()
-    begun, blocks = Event(), []
-
-    def other() -> None:
-        with evaluating(model):
-            begun.set()
-
-    def half_way(module: nn.Module, name: str, value: object) -> None:
-        if name == "training" and value is changes_to and not blocks:
-            blocks.append(pool.submit(other))
-            assert not begun.wait(0.3)
-        nn.Module.__setattr__(module, name, value)
-
-    with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(type(model.generator), "__setattr__", half_way)
-        with evaluating(model):
-            pass
-        blocks[0].result(20)
-    assert all(module.training for module in model.modules())
 
 
 def test_ctrl_c_while_the_modes_change_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

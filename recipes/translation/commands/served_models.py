@@ -40,7 +40,6 @@ def served_models(name: str, translator: Translator | None, exported: ExportedTr
             refusals=partial(refusals, given.source, config),
             search=partial(search, in_torch, exported and exported._replace(config=config)),
             align=partial(links, in_torch) if in_torch else None,
-            weights=in_torch.models if in_torch else (),
         )
         found.append(model)
     return found

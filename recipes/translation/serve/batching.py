@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.models import Line, Model, ready
+from recipes.translation.serve.models import Line, Model
 
 
 class QueueFullError(Exception):
@@ -128,11 +128,10 @@ class Batcher:
 
     def _run(self) -> None:
         try:
-            with ready(self.models):
-                while batch := self._next():
-                    self._translate(batch)
+            while batch := self._next():
+                self._translate(batch)
         finally:
-            # Also where packing the weights failed: nobody waits for a thread that has ended
+            # Also where stderr cannot be written to: nobody waits for a thread that has ended
             with self._changed:
                 self._stopped = True
             self._drop()

@@ -5,12 +5,10 @@ What makes them of a run, or of what it was exported to, is `commands.served_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from models import EncoderDecoder, evaluating
 from recipes.translation.translating.alignments import Link
 from recipes.translation.translating.translate import Translation
 
@@ -45,8 +43,6 @@ class Model:
     """Sentences and the number of translations wanted of each -> the translations, best first."""
     align: Callable[[Sequence[str], Sequence[str]], list[list[Link]]] | None
     """Sentences and translations -> the links between their words; None where an exported model is there alone."""
-    weights: Sequence[EncoderDecoder] = ()
-    """The models in torch that are used."""
 
     @property
     def aligns(self) -> bool:
@@ -60,13 +56,3 @@ class Model:
         if links and self.align:
             linked = self.align(lines, [row[0].text for row in found])
         return [Line(*each) for each in zip(found, linked, strict=True)]
-
-
-@contextmanager
-def ready(models: Sequence[Model]) -> Iterator[None]:
-    """Within the block, which is to be one thread's, keep the weights of all models packed for translation."""
-    weights = [one for model in models for one in model.weights]
-    with ExitStack() as stack:
-        for one in dict.fromkeys(weights):  # a model of several targets is in the list several times
-            stack.enter_context(evaluating(one))
-        yield

@@ -22,8 +22,7 @@ class LoadedTranslator:
     """A trained model, its subwords and its settings, ready to translate.
 
     The options of both methods are the settings of `decoding` by name (`beam`, `no_repeat_ngram`, ...: the fields of
-    `DecodingConfig`); what is not given is as trained for. Not for several threads at once: a search
-    changes the model while it runs.
+    `DecodingConfig`); what is not given is as trained for. Not tested in several threads at once.
     """
 
     def __init__(self, translator: Translator) -> None:

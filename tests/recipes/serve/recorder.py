@@ -21,7 +21,6 @@ class Recorder:
     batches: list[list[str]] = field(default_factory=list)
     beam: int = 4
     batch_sentences: int = 4
-    weights: tuple[()] = ()
 
     def refusals(self, lines: Sequence[str]) -> dict[int, str]:
         """Refuse the line "long"."""

@@ -119,20 +119,17 @@ def test_closing_drops_what_waits_and_refuses_more() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_thread_that_ended_while_it_packed_the_weights() -> None:
-    class Unpacked(Recorder):
-        @property
-        def weights(self) -> tuple[()]:  # type: ignore[override]
-            assert self.gate.wait(20)
-            raise MemoryError("no room for packed weights")
+def test_nobody_waits_for_a_thread_that_ended_because_it_could_not_say_what_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_: BaseException) -> None:
+        raise OSError("no space left on device")
 
-        @weights.setter
-        def weights(self, _: tuple[()]) -> None: ...
-
-    model = Unpacked()
+    monkeypatch.setattr("traceback.print_exception", full)
+    model = Recorder()
     models: Any = [model]
     batcher = Batcher(models, most=100)
-    waiting = batcher.submit(Wanted(0), ["a"])
+    waiting = batcher.submit(Wanted(0), ["poison"])
     model.gate.set()
     with pytest.raises(StoppedError):
         waiting.result(20)
