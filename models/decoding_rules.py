@@ -172,12 +172,11 @@ class Forbidden(NamedTuple):
     rules: Sequence[Rule] = ()
 
     def mask(self, logits_RV: Tensor, prefixes_RT: Tensor, sentences: Sequence[int]) -> None:
-        """Set the logits of all forbidden tokens to -inf, in place."""
-        logits_RV[:, self.symbols] = -math.inf
-        self.mask_by_rules(logits_RV, prefixes_RT, sentences)
+        """Set the logits of all forbidden tokens to -inf, in place.
 
-    def mask_by_rules(self, logits_RV: Tensor, prefixes_RT: Tensor, sentences: Sequence[int]) -> None:
-        """Set the logits that the rules forbid to -inf; `sentences` has one entry for several prefixes in a row."""
+        `sentences` has one entry for several prefixes in a row.
+        """
+        logits_RV[:, self.symbols] = -math.inf
         if not self.rules:
             return
         sentences_R = torch.tensor(sentences, device=logits_RV.device, dtype=torch.long)

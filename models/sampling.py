@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.candidates import BLOCK, Beams, best_tokens, logits_blocks, maxima_and_totals
+from models.candidates import Beams, logits_blocks
 from models.decoding import check_alive
 from models.decoding_rules import Forbidden, Rule, Task
 from models.ensemble import Batch, Models, Start, check_finite, evaluating, members
@@ -112,7 +112,7 @@ def extended(
         logits_RV = block.logits
         end = start + len(logits_RV)
         # Before anything is forbidden: log p = z - log sum exp z over the whole vocabulary
-        _, total_R = maxima_and_totals(logits_RV)
+        total_R = logits_RV.logsumexp(-1)
         check_finite(total_R, block.sentences)
         forbidden.mask(logits_RV, block.prefixes, block.sentences)
         if forbidden.rules:
@@ -187,6 +187,9 @@ def first_exceeding(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     return (block_R1 * BLOCK + token_R1)[:, 0]
 
 
+BLOCK = 64
+"""Tokens whose probabilities are added up first."""
+
 BELOW_ONE = 1 - 2**-53
 """The largest float64 below 1."""
 
@@ -214,15 +217,10 @@ def most_probable(scaled_RV: Tensor, top_k: int | None, top_p: float) -> tuple[T
     count = NUCLEUS
     if top_k is not None:
         count = top_k
-    if count * BLOCK >= vocab:
-        best_RC, tokens_RC = scaled_RV.topk(min(top_k or vocab, vocab))
-        return best_RC.double().softmax(-1), tokens_RC
-    maxima_RW, total_R = maxima_and_totals(scaled_RV)
-    zero_R1 = scaled_RV.new_zeros(len(scaled_RV), 1)
-    best_RC, tokens_RC = best_tokens(zero_R1, zero_R1, scaled_RV, maxima_RW, count)
+    best_RC, tokens_RC = scaled_RV.topk(min(count, vocab))
     if top_k is not None:
         return best_RC.double().softmax(-1), tokens_RC
-    p_RC = (best_RC.double() - total_R[:, None]).exp()
+    p_RC = (best_RC.double() - scaled_RV.logsumexp(-1, keepdim=True)).exp()
     if bool((p_RC.sum(-1) < top_p).any()):
         best_RC, tokens_RC = scaled_RV.sort(-1, descending=True)
         return best_RC.double().softmax(-1), tokens_RC

@@ -21,7 +21,6 @@ from models import (
     length_normaliser,
     padding_mask,
 )
-from models.candidates import best_tokens, maxima_and_totals
 from models.ensemble import encode
 from models.hypotheses import LengthNorm
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
@@ -318,23 +317,6 @@ def test_low_precision_models_decode(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         found = beam_search(model, random_batch(1), bos=BOS, eos=EOS)
     assert all(math.isfinite(row[0].score) for row in found)
-
-
-@pytest.mark.parametrize("vocab", [3, 7, 64, 200, 1_000, 1_027])
-@pytest.mark.parametrize("live", [1, 3])
-def test_the_best_tokens_and_totals_are_those_of_a_sort(vocab: int, live: int) -> None:
-    logits = torch.randn(43 * live, vocab, dtype=torch.float64) * 5
-    logits[1, :-2] = -math.inf
-    logits[2] += 1e4
-    maxima, totals = maxima_and_totals(logits)
-    scores, total = torch.randn(43, live, dtype=torch.float64), totals.view(43, live)
-    scores[4, 1:] = -math.inf
-    everything = (scores[:, :, None] + (logits.view(43, live, vocab) - total[:, :, None])).flatten(1)
-    values, index = best_tokens(scores, total, logits, maxima, 4)
-    assert torch.equal(values, everything.topk(min(4, live * vocab)).values)
-    assert torch.equal(values, everything.gather(1, index))
-    assert all(len(set(row)) == len(row) for row in index.tolist())
-    torch.testing.assert_close(totals, logits.logsumexp(-1), rtol=1e-14, atol=1e-14)
 
 
 def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:

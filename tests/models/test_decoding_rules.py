@@ -33,7 +33,6 @@ def small_pieces() -> Iterator[None]:
     """Each block of logits has one sentence or two, so that a rule must know which."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("models.candidates.LOGITS_BYTES", 500)
-        patch.setattr("models.candidates.BLOCK", 2)
         yield
 
 
