@@ -34,7 +34,7 @@ def all_of(section: str) -> set[str]:
 
 
 TEXT = {"data.format", "data.path", "data.train", "data.source", "data.target", "data.builtin_pairs"}
-TEXT |= {"data.language_tags", "corpora", *all_of("cleaning"), "subwords.lowercase", "subwords.placeholders"}
+TEXT |= {"data.language_tags", "corpora", *all_of("cleaning"), "subwords.lowercase"}
 SPELLING = {f"subwords.{name}" for name in ("vocab_size", "kind", "joint", "symbols", "train_pairs")}
 OF_CORPUS = {"train", "format", "path", "source", "target", "tag"}
 
@@ -59,7 +59,7 @@ FACTS: dict[str, set[str]] = {
     "subwords": TEXT | SPELLING,
     "tokens": TEXT,
     "translations": {
-        *("data.language_tags", "data.target", "corpora", "subwords.lowercase", "subwords.placeholders"),
+        *("data.language_tags", "data.target", "corpora", "subwords.lowercase"),
         *("training.max_length", *all_of("decoding")),
     },
 }

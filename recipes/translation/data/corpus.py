@@ -18,13 +18,12 @@ from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
 from recipes.translation.data.tags import check_known
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
-from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.placeholders import masked_pair
 from recipes.translation.text.subwords import Subwords
 
 
@@ -108,7 +107,6 @@ def check_data(corpora: Corpora) -> list[str]:
     """
     config = corpora.config
     corpora.check_training()
-    _check_symbols(config)
     _check_temperature(corpora)
     pairs = corpora.check_held_out()
     tokenizers = [_tokenizer(each, valid) for each, valid in zip(corpora.valid, pairs, strict=True)]
@@ -124,16 +122,6 @@ def _check_temperature(corpora: Corpora) -> None:
     if sum(corpus.weight > 0 for corpus in corpora.training) < 2:
         why = "there is one corpus, with nothing to mix it with: add corpora"
         check_unset(corpora.config, ("data.temperature",), why)
-
-
-def _check_symbols(config: RunConfig) -> None:
-    """Raise ConfigError for a symbol of which placeholders would take a part, so that it never occurred."""
-    for symbol in config.subwords.symbols:
-        if masked_pair(Pair(symbol, symbol), config.subwords.placeholders) != Pair(symbol, symbol):
-            raise ConfigError(
-                f"subwords.symbols has {symbol}, a part of which subwords.placeholders "
-                f"{' '.join(config.subwords.placeholders)} would replace: write it without digits, or leave one out"
-            )
 
 
 def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
@@ -177,11 +165,10 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
 def _validation_set(held_out: HeldOut, source: Subwords, target: Subwords) -> ValidationSet:
     settings = held_out.config.training
     pairs = held_out.pairs()
-    encoded = [masked_pair(pair, held_out.config.subwords.placeholders) for pair in pairs]
     # Validation has every pair, or its scores would be of easier sentences
     batches = TokenBatches(
-        source.encode([held_out.read_as(pair.source) for pair in encoded]),
-        target.encode([pair.target for pair in encoded]),
+        source.encode([held_out.read_as(pair.source) for pair in pairs]),
+        target.encode([pair.target for pair in pairs]),
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         symbols=source.symbols,
@@ -217,7 +204,6 @@ def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
         "tags": [corpus.tags for corpus in corpora.training],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,
-        "placeholders": sorted(config.subwords.placeholders),
         "subwords": [source.digest, target.digest],
     }
     return key_of(made_from)

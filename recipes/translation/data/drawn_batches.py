@@ -21,7 +21,7 @@ from recipes.translation.data.noise import noisy
 from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.data import NoiseConfig
-from recipes.translation.text.subwords import Subwords, symbols_of
+from recipes.translation.text.subwords import Subwords
 
 PROBED = 1_000
 """Pairs whose draws are part of the data's fingerprint."""
@@ -178,9 +178,8 @@ def drawn_batches(
     """Return what every epoch draws of the training pairs `plain`: themselves, unless the settings ask for more."""
     settings = config.subwords
     sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
-    symbols = symbols_of(settings)
-    of_source = Drawing(source, sampling["source"], config.noise, [*tags_of(config), *symbols])
-    of_target = Drawing(target, sampling["target"], symbols=symbols)
+    of_source = Drawing(source, sampling["source"], config.noise, [*tags_of(config), *settings.symbols])
+    of_target = Drawing(target, sampling["target"], symbols=settings.symbols)
     if not (of_source.changes or of_target.changes):
         return plain
     return DrawnBatches(plain, of_source, of_target)

@@ -16,7 +16,7 @@ from recipes.translation.files.atomic_folder import replaced_folder, verified_fo
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.subwords import Subwords, symbols_of, train_subwords
+from recipes.translation.text.subwords import Subwords, train_subwords
 
 SETTINGS = "settings.json"
 SHAPING = ("vocab_size", "joint", "kind", "lowercase")
@@ -54,8 +54,8 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
     settings: dict[str, object] = {"data": corpora.text.identity(), "subwords": subwords}
-    if symbols := symbols_of(config.subwords):
-        settings["symbols"] = symbols
+    if config.subwords.symbols:
+        settings["symbols"] = list(config.subwords.symbols)
     if config.subwords.train_pairs:
         settings["train_pairs"] = config.subwords.train_pairs
     if config.cleaning != CleaningConfig():
@@ -90,7 +90,7 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     config = corpora.config
     tags = tags_of(config)
-    check_symbols([*tags, *symbols_of(config.subwords)])
+    check_symbols([*tags, *config.subwords.symbols])
     pairs = drawn((pair for _, pairs in corpora.text.each_corpus() for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.segmentations import BLANK
-from recipes.translation.text.subwords import Subwords, symbols_of
+from recipes.translation.text.subwords import Subwords
 
 
 def corpus_tags(name: str, config: RunConfig) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def check_symbols(symbols: Sequence[str]) -> None:
 
 def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
     """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
-    symbols = symbols_of(config.subwords)
+    symbols = config.subwords.symbols
     needed = ((source, [*(BLANK + tag for tag in tags_of(config)), *symbols]), (target, symbols))
     for side, words in needed:
         if missing := set(words) - set(side.pieces()):

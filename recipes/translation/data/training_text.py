@@ -10,7 +10,6 @@ from recipes.translation.data.split_files import named
 from recipes.translation.files.contents import Contents
 from recipes.translation.settings.config import DataConfig, RunConfig
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.placeholders import masked_pair
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class TrainingCorpus:
 
 
 class TrainingText:
-    """The pairs of the training corpora, one after another: cleaned, with placeholders, without tags.
+    """The pairs of the training corpora, one after another: cleaned, without tags.
 
     Between `read` and `forget` they are in memory, so that each file is opened once, and what identifies them is of the
     very bytes that were read. With `data.cache`, for text beyond memory, `read` does nothing: whoever wants the pairs
@@ -74,8 +73,7 @@ class TrainingText:
         with named(corpus.name):
             name = corpus.name or "train"
             lowercase = self.config.subwords.lowercase
-            for pair in each_training_pair(corpus.data, lowercase, self.config.cleaning, name, contents.opened):
-                yield masked_pair(pair, self.config.subwords.placeholders)
+            yield from each_training_pair(corpus.data, lowercase, self.config.cleaning, name, contents.opened)
             if contents.whole:
                 self._fingerprints[corpus.name] = fingerprint(corpus.data, "train", contents)
 

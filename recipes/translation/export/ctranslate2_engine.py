@@ -92,7 +92,7 @@ def alternatives(
     hypotheses = [[Hypothesis([], 0.0, 0.0)] for _ in ids]
     for row, some in zip(rows, found, strict=True):
         hypotheses[row] = some
-    return in_words(hypotheses, sentences, translator.target, translator.config)
+    return in_words(hypotheses, translator.target)
 
 
 def search(

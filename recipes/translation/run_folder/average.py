@@ -232,7 +232,6 @@ def kin_of(folder: Path) -> dict[str, object]:
     config = saved_config(folder)
     assert config is not None  # `average_of_runs` has looked
     text = {
-        "subwords.placeholders": sorted(config.subwords.placeholders),
         "subwords.symbols": sorted(config.subwords.symbols),
         "data.language_tags": config.data.language_tags,
     }

@@ -165,11 +165,6 @@ class SubwordConfig:
     symbols: tuple[str, ...] = setting(
         (), "Words such as <url>, each of which is one subword wherever it occurs, and comes back as it is."
     )
-    placeholders: tuple[Literal["url", "email", "number"], ...] = setting(
-        (),
-        "url | email | number, any of them: replace them by symbols such as <url1> before translation, and put "
-        "them back afterwards. Numbers come back as they are, which suits languages that write them alike.",
-    )
     train_pairs: int = setting(
         0, "Training pairs from which the subwords are made, drawn at random; 0 takes all of them.", at_least=0
     )

@@ -16,7 +16,6 @@ import sentencepiece
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import WrongFieldError, each, fields, is_whole, value
 from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.text.placeholders import placeholder_symbols
 from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import notes_of
 
@@ -58,8 +57,8 @@ def train_subwords(
     """Train a model on `sentences` and write it to `<path_prefix>.model`.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
-    (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
-    and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
+    (256 of the subwords), so that no text is ever unknown. Each symbol of the settings is one subword, and each of
+    the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
@@ -75,7 +74,7 @@ def train_subwords(
             bos_id=BOS,
             eos_id=EOS,
             vocab_size=config.vocab_size,
-            user_defined_symbols=[*(BLANK + tag for tag in tags), *symbols_of(config)],
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
             byte_fallback=True,
             character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
@@ -94,11 +93,6 @@ def _note_long(sentences: Sequence[str]) -> None:
         print(
             f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
         )
-
-
-def symbols_of(config: SubwordConfig) -> list[str]:
-    """Return the symbols that both sides have: those of the settings, and the placeholders."""
-    return [*config.symbols, *placeholder_symbols(config.placeholders)]
 
 
 def model_path(path_prefix: Path) -> Path:

@@ -68,7 +68,7 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
     The last row and column are the end symbols. None for empty and for long sentences.
     """
     (source_ids,) = translator.source.encode([source_text(translator.config, source)])
-    (target_ids,) = translator.target.encode([target_text(translator.config, translation, source)])
+    (target_ids,) = translator.target.encode([target_text(translator.config, translation)])
     if not source_ids or not target_ids or max(len(source_ids), len(target_ids)) > LONGEST:
         return None
     weights_BTS = attention_of_subwords(translator, [source_ids], [target_ids])

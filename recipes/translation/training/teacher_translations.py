@@ -73,7 +73,6 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
         "tags": list(tags_of(teacher.config)),
         "weights": list(teacher.digests),
         "subwords": [teacher.source.digest, teacher.target.digest],
-        "placeholders": sorted(teacher.config.subwords.placeholders),
         "lowercase": teacher.config.subwords.lowercase,
         "decoding": asdict(teacher.config.decoding),
         "longest": teacher.config.training.max_length,

@@ -38,7 +38,7 @@ def align(
     check_unicode(targets)
     config = translator.config
     read = [source_text(config, source) for source in sources]
-    written = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
+    written = [target_text(config, target) for target in targets]
     source_words, source_rows = _subwords_of(translator.source, read, sources)
     longest = longest_source(config, decoding)
     source_words = [words[:longest] for words in source_words]

@@ -14,15 +14,12 @@ BLANK = "▁"
 """What sentencepiece writes for a blank; a piece that begins with it begins a word."""
 
 
-def prefix_ids(translator: Translator, prefixes: Sequence[str], sentences: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each beginning, that of the translation of its sentence."""
-    config = translator.config
-    return translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
+def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each beginning."""
+    return translator.target.encode([target_text(translator.config, prefix) for prefix in prefixes])
 
 
-def phrases_of(
-    translator: Translator, constraints: Sequence[Sequence[str]], sentences: Sequence[str]
-) -> list[list[Phrase]]:
+def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:
     """Return each sentence's phrases as subwords; raise DataError for a phrase that has none.
 
     Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
@@ -30,14 +27,14 @@ def phrases_of(
     """
     pieces = translator.target.pieces()
     return [
-        [phrase_of(translator, text, sentence, pieces, f"sentence {number:,}") for text in texts]
-        for number, (texts, sentence) in enumerate(zip(constraints, sentences, strict=True), start=1)
+        [phrase_of(translator, text, pieces, f"sentence {number:,}") for text in texts]
+        for number, texts in enumerate(constraints, start=1)
     ]
 
 
-def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence[str], where: str) -> Phrase:
-    """Return one phrase of the sentence's translation as subwords."""
-    ids = translator.target.encode([target_text(translator.config, text, sentence)])[0]
+def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: str) -> Phrase:
+    """Return one phrase as subwords."""
+    ids = translator.target.encode([target_text(translator.config, text)])[0]
     # As sentencepiece reads it: a letter and its accent may be two characters before, and are one after
     normal = unicodedata.normalize("NFKC", text)
     if ids and pieces[ids[0]] == BLANK and not in_words(normal[0]):

@@ -55,7 +55,7 @@ def score_pairs(
     """
     config = translator.config
     source_rows = source_ids(translator.source, config, sources, decoding)
-    target_rows = target_ids(translator, sources, targets)
+    target_rows = target_ids(translator, targets)
     check_lengths(translator, target_rows)
 
     def score_rows(rows: list[int]) -> list[float]:
@@ -72,11 +72,10 @@ def score_pairs(
     return scores
 
 
-def target_ids(translator: Translator, sources: Sequence[str], targets: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each target, a translation of its source, and the end symbol."""
+def target_ids(translator: Translator, targets: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each target, and the end symbol."""
     check_unicode(targets)
-    config = translator.config
-    texts = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
+    texts = [target_text(translator.config, target) for target in targets]
     return [[*ids, EOS] for ids in translator.target.encode(texts)]
 
 

@@ -26,11 +26,11 @@ from models import (
     sample,
 )
 from models.decoding_rules import Rule
-from recipes.translation.data.model_text import finished
+from recipes.translation.data.model_text import one_line
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
 from recipes.translation.translating.demands import phrases_of, prefix_ids, word_boundaries
 from recipes.translation.translating.in_batches import as_batch, in_batches
@@ -102,20 +102,13 @@ def alternatives(
     note_unmet(found, options.constraints or [])
     empty = [Hypothesis([], 0.0, 0.0)]
     rows = [found.get(row, empty) for row in range(len(sentences))]
-    return in_words(rows, sentences, translator.target, translator.config)
+    return in_words(rows, translator.target)
 
 
-def in_words(
-    rows: Sequence[Sequence[Hypothesis]],
-    sentences: Sequence[str],
-    subwords: Subwords,
-    config: RunConfig,
-) -> list[list[Translation]]:
+def in_words(rows: Sequence[Sequence[Hypothesis]], subwords: Subwords) -> list[list[Translation]]:
     """Return the translations of each sentence as text."""
-    said = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
-    texts = subwords.decode([one.tokens for row in rows for one in row])
-    each = iter(finished(texts, said, config))
-    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in rows]
+    texts = iter(subwords.decode([one.tokens for row in rows for one in row]))
+    return [[Translation(one_line(next(texts)), one.score, one.log_probability) for one in row] for row in rows]
 
 
 def tasks_of(
@@ -126,9 +119,9 @@ def tasks_of(
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:
-        prefixes = prefix_ids(translator, options.prefixes, sentences)
+        prefixes = prefix_ids(translator, options.prefixes)
     if options.constraints is not None:
-        phrases = phrases_of(translator, options.constraints, sentences)
+        phrases = phrases_of(translator, options.constraints)
     for number, (source, prefix, demanded) in enumerate(zip(sources, prefixes, phrases, strict=True), start=1):
         if not source and (prefix or demanded):
             option = "--prefixes" if prefix else "--constraints"

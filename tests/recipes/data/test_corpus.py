@@ -73,13 +73,3 @@ def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, t
         ConfigError, match=r"data\.target is fr, into which translate would translate, but no corpus does: set it to es"
     ):
         check_data(Corpora(config))
-
-
-@pytest.mark.parametrize("placeholders", [["number"], ["url"]])
-def test_a_symbol_of_which_a_placeholder_takes_a_part_is_refused(placeholders: list[str], tmp_path: Path) -> None:
-    config = tiny(tmp_path / "run", {"subwords.symbols": ["<ent>", "<ent1>"], "subwords.placeholders": placeholders})
-    if placeholders == ["url"]:
-        check_data(Corpora(config))
-        return
-    with pytest.raises(ConfigError, match=r"subwords\.symbols has <ent1>, a part of which .* number would replace"):
-        check_data(Corpora(config))

@@ -1,4 +1,4 @@
-"""What a model reads and writes is the same text for every use of it: placeholders, lower case and language tags."""
+"""What a model reads and writes is the same text for every use of it: lower case and language tags."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from recipes.translation.translating.demands import phrases_of, prefix_ids
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs, target_ids
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import alternatives
 from tests.recipes.tiny import tiny
 
 SETTINGS: dict[str, Any] = {
-    "subwords.placeholders": ["url", "number"],
     "subwords.lowercase": True,
     "data.language_tags": True,
     "corpora": {"a": {}, "b": {"target": "zh-Hant", "source": "de"}},
-    "subwords.vocab_size": 303,
+    "subwords.vocab_size": 283,
 }
 SENTENCE = "See HTTPS://X.org/7, Page 12"
 DECODING = DecodingConfig(beam=3, max_length=25)
@@ -55,49 +54,30 @@ def pieces(subwords: Subwords, ids: list[int]) -> list[str]:
     return [subwords.pieces()[each] for each in ids]
 
 
-def test_a_sentence_has_placeholders_lower_case_and_a_tag_unless_it_has_one(translator: Translator) -> None:
+def test_a_sentence_has_lower_case_and_a_tag_unless_it_has_one(translator: Translator) -> None:
     config = translator.config
-    assert source_text(config, SENTENCE) == "<2de> see <url1>, page <number1>"
-    assert source_text(config, "<2zh-Hant> See 12") == "<2zh-Hant> see <number1>"
+    assert source_text(config, SENTENCE) == "<2de> see https://x.org/7, page 12"
+    assert source_text(config, "<2zh-Hant> See 12") == "<2zh-Hant> see 12"
     assert source_text(config, " ") == " "
-    assert target_text(config, "Siehe HTTPS://X.org/7, 12 und 13", SENTENCE) == "siehe <url1>, <number1> und 13"
+    assert target_text(config, "Siehe HTTPS://X.org/7") == "siehe https://x.org/7"
     (ids,) = source_ids(translator.source, config, [SENTENCE], DECODING)
     assert pieces(translator.source, ids)[0] == BLANK + "<2de>"
-    assert {"<url1>", "<number1>"} <= set(pieces(translator.source, ids))
 
 
-def test_translations_and_scores_are_of_text_with_what_its_placeholders_stand_for(translator: Translator) -> None:
-    number = translator.target.pieces().index("<number1>")
-    bias = translator.model.generator.bias
-    assert bias is not None
-    with torch.no_grad():
-        bias[number] += 10
-    try:
-        (found,) = alternatives(translator, [SENTENCE], DECODING, SearchOptions(n_best=3))
-        assert translate(translator, [SENTENCE], DECODING) == [found[0].text]
-        (score,) = score_pairs(translator, [SENTENCE], ["Siehe 12"], DECODING)
-        (source,) = source_ids(translator.source, translator.config, [SENTENCE], DECODING)
-        (target,) = translator.target.encode(["siehe <number1>"])
-        assert [score.log_prob] == log_probabilities(translator.model, [source], [[*target, EOS]])
-    finally:
-        with torch.no_grad():
-            bias[number] -= 10
-    assert any("12" in one.text for one in found)
-    assert not any("<number1>" in one.text for one in found)
-
-
-def test_beginnings_and_phrases_of_a_sentence_have_its_placeholders(translator: Translator) -> None:
-    (beginning,) = prefix_ids(translator, ["Siehe HTTPS://X.org/7"], [SENTENCE])
-    assert "<url1>" in pieces(translator.target, beginning)
-    assert beginning == target_ids(translator, [SENTENCE], ["Siehe HTTPS://X.org/7"])[0][:-1]
-    (elsewhere,) = prefix_ids(translator, ["Siehe HTTPS://X.org/7"], ["See it"])
-    assert "<url1>" not in pieces(translator.target, elsewhere)
-    ((phrase,), _) = phrases_of(translator, [["12"], []], [SENTENCE, "See 3"])
-    assert pieces(translator.target, list(phrase.tokens))[-1] == "<number1>"
+def test_beginnings_phrases_and_scores_are_of_text_in_lower_case(translator: Translator) -> None:
+    (beginning,) = prefix_ids(translator, ["Siehe HTTPS://X.org/7"])
+    assert translator.target.decode([beginning]) == ["siehe https://x.org/7"]
+    assert beginning == target_ids(translator, ["Siehe HTTPS://X.org/7"])[0][:-1]
+    ((phrase,), _) = phrases_of(translator, [["Diese 12"], []])
+    assert translator.target.decode([list(phrase.tokens)]) == ["diese 12"]
     assert phrase.whole  # 12 must not be the beginning of 123
+    (score,) = score_pairs(translator, [SENTENCE], ["Siehe 12"], DECODING)
+    (source,) = source_ids(translator.source, translator.config, [SENTENCE], DECODING)
+    (target,) = translator.target.encode(["siehe 12"])
+    assert [score.log_prob] == log_probabilities(translator.model, [source], [[*target, EOS]])
     demands = SearchOptions(n_best=2, prefixes=["Siehe HTTPS://X.org/7"], constraints=[["12"]])
     (found,) = alternatives(translator, [SENTENCE], replace(DECODING, max_length=60), demands)
-    assert all(one.text.startswith("siehe HTTPS://X.org/7") for one in found)
+    assert all(one.text.startswith("siehe https://x.org/7") for one in found)
     assert "12" in found[0].text.split("/7")[1]
 
 
@@ -123,7 +103,6 @@ def test_alignments_count_the_words_of_the_sentence_and_never_link_the_tag(
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"subwords.placeholders": ["url"]}, "subwords.placeholders"),
         ({"data.language_tags": False}, "language tags"),
         ({"data.target": "fr"}, "language tags"),
     ],

@@ -309,7 +309,7 @@ def test_models_of_other_sizes_or_none_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("data__language_tags", True), ("subwords__placeholders", ("number",)), ("subwords__symbols", ("<x>",))],
+    [("data__language_tags", True), ("subwords__symbols", ("<x>",))],
 )
 def test_models_that_read_text_differently_are_refused(
     name: str, value: object, related: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -105,7 +105,6 @@ CHANGES: dict[str, Sequence[Change]] = {
     "noise.double": [Change(0.2, keeps=("subwords",))],
     "noise.drop_words": [Change(0.2, keeps=("subwords",))],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
-    "subwords.placeholders": [Change(("url", "email"), ("weights", "subwords"), beside=DIRTY)],
     "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
     "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],

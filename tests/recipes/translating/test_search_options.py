@@ -137,7 +137,7 @@ def test_each_translation_begins_as_its_line_demands(
 def test_a_phrase_of_characters_that_subwords_leave_out_is_refused(translator: Translator) -> None:
     assert translator.target.encode(["\u200b"]) == [[]]
     with pytest.raises(DataError, match=r"'.u200b' of sentence 2 has no subwords"):
-        phrases_of(translator, [["six"], ["\u200b"]], ["", ""])
+        phrases_of(translator, [["six"], ["\u200b"]])
 
 
 def test_each_translation_contains_its_words_as_whole_ones(
@@ -197,7 +197,7 @@ def test_a_phrase_that_does_not_fit_is_named(translator: Translator, capsys: pyt
 def test_a_word_ends_where_no_letter_follows(translator: Translator) -> None:
     assert all(map(begins_anew, ["▁six", "▁", ".", ",", "-", "▁."]))
     assert not any(map(begins_anew, ["s", "es", "7", "<0xC3>", "<0x2E>", "<s>", "\u0301"]))
-    (phrases,) = phrases_of(translator, [["six", "at 7", "six!", "六"]], [""])
+    (phrases,) = phrases_of(translator, [["six", "at 7", "six!", "六"]])
     assert [phrase.whole for phrase in phrases] == [True, True, False, False]
     # Where words are not separated, no blank is demanded before one
     assert translator.target.pieces().index("▁") != phrases[3].tokens[0]
