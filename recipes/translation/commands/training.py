@@ -12,7 +12,6 @@ from recipes.translation.commands.arguments import (
     add_run,
     count,
     parser_of,
-    path,
     run_config,
     with_folder,
 )
@@ -149,41 +148,25 @@ def average(argv: Sequence[str]) -> int:
     """Average the weights of a run's last models, which often translates better than any of them.
 
     Training keeps these models where --training.keep_checkpoints is set. The average is written to the run's folder
-    `averaged`; evaluate and translate use it with --checkpoint averaged. With --models, models of several runs are
-    averaged, of which one was trained on from another (training.start_from), or all from the same.
+    `averaged`; evaluate and translate use it with --checkpoint averaged.
 
     example:
     python -m recipes.translation average --run runs/mine
     python -m recipes.translation average --run runs/mine --last 5
-    python -m recipes.translation average --run runs/both --models runs/general/averaged runs/medical/averaged
     """
     parser = parser_of(average)
     add_run(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")
     which.add_argument("--best", metavar="K", type=count, help="average the K of the best validations")
-    which.add_argument(
-        "--models",
-        metavar="FOLDER",
-        type=path,
-        nargs="+",
-        help="average these models instead: runs (their best) or checkpoint folders, of the same sizes and subwords",
-    )
     options = parser.parse(argv)
-    if options.models and options.run == parser.get_default("run"):
-        parser.error("--models takes models of several runs: name the folder of their average with --run")
-
     check_run(Path(options.run))
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.average import average as average_models
-    from recipes.translation.run_folder.average import average_of_runs
 
     with joined(LayoutConfig().timeout) as ranks:
-        if options.models:
-            made = ranks.run_on_main(lambda: average_of_runs(Path(options.run), options.models))
-        else:
-            made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
+        made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
         steps = ", ".join(f"{step:,}" for step in made.steps)
         print(f"[average] {made.folder} is the average of {len(made.steps)} models, of the steps {steps}")
     return 0

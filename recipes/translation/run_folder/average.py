@@ -1,13 +1,11 @@
-"""The average of a run's last models, or of related runs: the arithmetic mean of their weights.
+"""The average of a run's last models: the arithmetic mean of their weights.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 6.1: the reported models are averages of the last checkpoints.
-Wortsman et al. 2022, "Model soups": so are models that were trained on, in different ways, from the same weights.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.atomic_folder import model_folder, sha256, verified_folder, whole_folder
+from recipes.translation.files.atomic_folder import sha256, verified_folder, whole_folder
 from recipes.translation.files.tensors import OneByOne, described
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
@@ -27,9 +25,7 @@ from recipes.translation.run_folder.checkpoint import (
     write_model,
 )
 from recipes.translation.run_folder.numbered import kept_models
-from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
-from recipes.translation.run_folder.start import sizes_and_subwords
 from recipes.translation.run_folder.translator import Translator, build_model, check_sizes, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
@@ -67,27 +63,8 @@ def average_of_kept(run: Path, kept: Sequence[Path], last: int | None, best: int
     if best is not None:
         better = best_first(kept)[:best]
         chosen = [folder for folder in kept if folder in better]
-    check_same(chosen, identity_of, "only models of one run can be averaged; move the others away")
+    check_same_run(chosen)
     return write_average(run / "averaged", chosen)
-
-
-def average_of_runs(run: Path, models: Sequence[str]) -> Averaged:
-    """Write `<run>/averaged`, the mean of models of several runs, each named by its run (its best) or its own folder.
-
-    It has the settings of the last one. Raises CheckpointError where there is no model, or they do not belong together.
-    """
-    folders = [model_folder(name) for name in models]
-    for name, folder in zip(models, folders, strict=True):
-        if saved_config(folder) is None:
-            raise CheckpointError(
-                f"--models names {name}, but there is no trained model in {folder}: name the folder of a run, or of "
-                "one of its checkpoints"
-            )
-    target = run / "averaged"
-    check_output(target, "--run", own=target, reads=[str(folder) for folder in folders])
-    check_same(folders, kin_of, "only models of the same sizes and subwords can be averaged")
-    check_related(folders)
-    return write_average(target, folders)
 
 
 def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: Path) -> None:
@@ -168,48 +145,17 @@ def _shape_of(weights: Mapping[str, Tensor], name: str) -> str:
     return f"{tuple(weights[name].shape)} {weights[name].dtype}"
 
 
-def check_same(folders: Sequence[Path], facts_of: Callable[[Path], Mapping[str, object]], advice: str) -> None:
-    """Raise CheckpointError, naming the first difference, unless the facts of all models are the same."""
-    first = facts_of(folders[0])
+def check_same_run(folders: Sequence[Path]) -> None:
+    """Raise CheckpointError, naming the first difference, unless all are models of one run."""
+    first = identity_of(folders[0])
     for folder in folders[1:]:
-        other = facts_of(folder)
+        other = identity_of(folder)
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
                 raise CheckpointError(
-                    f"{key} is {other.get(key)!r} in {folder} and {first.get(key)!r} in {folders[0]}: {advice}"
+                    f"{key} is {other.get(key)!r} in {folder} and {first.get(key)!r} in {folders[0]}: only models of "
+                    "one run can be averaged; move the others away"
                 )
-
-
-LEAST_COSINE = 0.5
-"""Between the weights of related models. Trainings from different random weights have hardly more than 0, since random
-vectors of so many dimensions are orthogonal; a model and its continuation have 0.9 and more."""
-
-
-def check_related(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError where a model's weights are far from the first one's: their mean would be no model.
-
-    What is compared are all matrices together, by the cosine of the angle between them; norms and biases begin alike in
-    every training.
-    """
-    first = load_weights(folders[0])
-    for folder in folders[1:]:
-        weights = load_weights(folder)
-        check_same_tensors(described(first), described(weights), folders[0], folder)
-        here_there = here_here = there_there = 0.0
-        for name in first:
-            here, there = (tensors[name].flatten().double() for tensors in (first, weights))
-            if described(first)[name].dim() > 1:
-                here_there += float(here @ there)
-                here_here += float(here @ here)
-                there_there += float(there @ there)
-        # Without matrices, or with zeros alone, there is no angle
-        cosine = here_there / math.sqrt(here_here * there_there or math.inf)
-        if cosine < LEAST_COSINE:
-            raise CheckpointError(
-                f"the weights of {folders[0]} and {folder} have a cosine of {cosine:.2f}, less than {LEAST_COSINE}: a "
-                "mean is a model only where one was trained on from the other (training.start_from), or both from a "
-                "third"
-            )
 
 
 def config_of(folder: Path) -> RunConfig:
@@ -225,17 +171,6 @@ def identity_of(folder: Path) -> dict[str, object]:
     config = config_of(folder)
     settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
     return {**settings, **subwords_in(folder, config)}
-
-
-def kin_of(folder: Path) -> dict[str, object]:
-    """Return what related models share: sizes, the settings of subwords, their files' SHA-256, and how text is read."""
-    config = saved_config(folder)
-    assert config is not None  # `average_of_runs` has looked
-    text = {
-        "subwords.symbols": sorted(config.subwords.symbols),
-        "data.language_tags": config.data.language_tags,
-    }
-    return {**sizes_and_subwords(config), **subwords_in(folder, config), **text}
 
 
 def subwords_in(folder: Path, config: RunConfig) -> dict[str, str]:

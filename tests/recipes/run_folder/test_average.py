@@ -21,7 +21,7 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder import average as averages
 from recipes.translation.run_folder.average import average, best_first
-from recipes.translation.run_folder.checkpoint import load_facts, load_translator, save_model
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.translator import WEIGHTS, Translator, build_model, model_sizes
 from recipes.translation.text.subwords import Subwords, train_subwords
@@ -256,76 +256,3 @@ def test_evaluate_scores_the_average(
         averaged, sources, averaged.config.decoding
     )
     assert f"multi-bleu -lc      {scores['multi_bleu_lowercase']:5.2f}" in capsys.readouterr().out
-
-
-@pytest.fixture
-def related(subwords: Path, tmp_path: Path) -> list[Path]:
-    """Two models in folders of other runs, of which one was trained on from the other with other settings."""
-    shutil.copytree(subwords, tmp_path / "runs")
-    folders = []
-    for number, seed in enumerate((1, 2)):
-        made = translator(tmp_path / "runs", 1, training__seed=seed)
-        with torch.no_grad():
-            for parameter in made.model.parameters():
-                parameter.mul_(1 + 0.5 * number * torch.rand_like(parameter))
-        folders.append(tmp_path / f"run{number}" / "best")
-        save_model(folders[-1], made, {"step": 3 + number})
-    return folders
-
-
-def test_models_of_related_runs_are_averaged(related: list[Path], tmp_path: Path) -> None:
-    into = str(tmp_path / "both")
-    assert main(["average", "--run", into, "--models", str(related[0].parent), str(related[1])]) == 0
-    same(stored(tmp_path / "both" / "averaged"), mean(related))
-    assert load_facts(tmp_path / "both" / "averaged") == {"step": 4, "averaged_steps": [3, 4]}
-    assert load_translator(tmp_path / "both" / "averaged").config.training.seed == 2
-
-
-def test_models_that_are_not_related_are_refused_by_their_cosine(
-    related: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(tmp_path / "other", translator(tmp_path / "runs", 5), {"step": 3})
-    assert main(["average", "--run", str(tmp_path / "both"), "--models", str(related[0]), str(tmp_path / "other")]) == 2
-    said = capsys.readouterr().err
-    assert re.search(
-        rf"the weights of {related[0]} and {tmp_path / 'other'} have a cosine of -?0\.[01]\d, less than", said
-    )
-    assert not (tmp_path / "both").exists()
-
-
-def test_models_of_other_sizes_or_none_are_refused(
-    related: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(tmp_path / "wide", translator(tmp_path / "runs", 1, model__d_ff=24), {"step": 3})
-    command = ["average", "--run", str(tmp_path / "both"), "--models", str(related[0])]
-    assert main([*command, str(tmp_path / "wide")]) == 2
-    assert (
-        f"model.d_ff is 24 in {tmp_path / 'wide'} and 16 in {related[0]}: only models of the s"
-        in capsys.readouterr().err
-    )
-    assert main([*command, str(tmp_path / "nothing")]) == 2
-    assert f"--models names {tmp_path / 'nothing'}, but there is no trained model in" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("data__language_tags", True), ("subwords__symbols", ("<x>",))],
-)
-def test_models_that_read_text_differently_are_refused(
-    name: str, value: object, related: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(tmp_path / "other", translator(tmp_path / "runs", 1, **{name: value}), {"step": 3})
-    assert main(["average", "--run", str(tmp_path / "both"), "--models", str(related[0]), str(tmp_path / "other")]) == 2
-    said = capsys.readouterr().err
-    assert f"{name.replace('__', '.')} is " in said
-    assert "only models of the same sizes and subwords can be averaged" in said
-
-
-def test_the_average_of_several_runs_needs_a_folder_of_its_own(
-    related: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["average", "--models", *map(str, related)])
-    assert (
-        "--models takes models of several runs: name the folder of their average with --run" in capsys.readouterr().err
-    )

@@ -125,13 +125,6 @@ def test_folders_of_others_in_a_run_belong_to_nobody(run: Path) -> None:
         assert owner_of(run / name) is None
 
 
-def test_an_average_never_replaces_a_model_that_it_reads(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(run)
-    told = refusal(capsys, "average", "--run", str(run), "--models", str(run / "best"), str(run / "averaged"))
-    assert told == f"error: --run: {run / 'averaged'} is read, and would be replaced: choose another name"
-    assert contents(run) == before
-
-
 @pytest.mark.parametrize("option", ["--references", "--by"])
 def test_results_of_an_evaluation_never_replace_what_it_reads(
     option: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -173,7 +166,6 @@ def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
     before = contents(run)
     words = {
         "import": [str(run / "best")],
-        "average": ["--models", str(run / "best"), str(run / "onnx")],
         "distil": ["--teacher", str(run)],
     }
     told = refusal(capsys, command, "--run", str(run / name), *words.get(command, []))
@@ -191,7 +183,7 @@ def test_a_run_that_is_no_folder_is_refused_by_name(
 ) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "missing")
-    words = {"import": [str(run / "best")], "average": ["--models", str(run / "best")]}.get(command, [])
+    words = {"import": [str(run / "best")]}.get(command, [])
     for name, what in (("file", "not a folder"), ("link", "a link to a folder that is missing")):
         told = refusal(capsys, command, "--run", str(tmp_path / name / below), *words)
         assert told == (f"error: --run: {tmp_path / name} is {what}: name another folder for the run, or move it away")
