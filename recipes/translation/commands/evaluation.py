@@ -28,11 +28,9 @@ from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
 if TYPE_CHECKING:
-    from recipes.translation.data.corpora import HeldOut
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.translator import Translator
     from recipes.translation.scores.evaluate import Evaluation
-    from recipes.translation.text.pair import Pair
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -44,7 +42,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
     example:
     python -m recipes.translation evaluate --run runs/demo
-    python -m recipes.translation evaluate --run runs/demo --sources news.en --references news.de --by length
+    python -m recipes.translation evaluate --run runs/demo --sources news.en --references news.de
     python -m recipes.translation evaluate --hypotheses translations.txt --references references.txt
     """
     parser = parser_of(evaluate)
@@ -61,13 +59,6 @@ def evaluate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
     parser.add_argument(
-        "--by",
-        metavar="length|FILE|COLUMN",
-        type=path,
-        help="also print a table of scores by the length of the source, or by labels: a file with one a line, or a "
-        "column of the run's data",
-    )
-    parser.add_argument(
         "--comet",
         metavar="MODEL",
         type=path,
@@ -79,7 +70,6 @@ def evaluate(argv: Sequence[str]) -> int:
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.scores.evaluate import check_metrics, scores_table
-    from recipes.translation.scores.groups import scores_of_parts
 
     check_metrics(options.tokenize, options.comet)
     with joined(LayoutConfig().timeout) as ranks:
@@ -88,11 +78,6 @@ def evaluate(argv: Sequence[str]) -> int:
         if ranks.is_main and not options.hypotheses:
             written = [path for evaluation in found for path in evaluation.write(results_folder(Path(options.run)))]
             print("[evaluate] written:", *written)
-        if options.by:
-            for evaluation in found:
-                print(f"\n{evaluation.name}, by {options.by}:" if len(found) > 1 else "")
-                parts = _parts(options, evaluation.pairs, evaluation.held_out, ranks)
-                print(scores_of_parts(evaluation.measured, *parts))
     return 0
 
 
@@ -123,16 +108,12 @@ def _translated(options: argparse.Namespace, translator: Translator, ranks: Rank
         lowercase = translator.config.subwords.lowercase
         pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
         folder = results_folder(Path(options.run))
-        read = (options.sources, options.references, options.by)
+        read = (options.sources, options.references)
         ranks.run_on_main(lambda: check_name(folder, sources, pairs, translator, read))
-        if options.by:  # before the work of translating
-            _parts(options, pairs, None, ranks)
         one = evaluate_pairs(translator, sources.name, pairs, options.tokenize, ranks, "evaluate")
         found = [replace(one, files=(sources, references))]
     else:
         sets = Corpora(translator.config).held_out(options.split or "test")
-        for each in sets if options.by else ():
-            _parts(options, ranks.run_on_main(each.pairs), each, ranks)
         found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
     if options.ensemble:  # what --run alone has translated stays
         found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
@@ -152,16 +133,6 @@ def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) ->
         measured = measured_comet(model, list(islice(scores, len(evaluation.pairs))))
         found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
     return found
-
-
-def _parts(
-    options: argparse.Namespace, pairs: Sequence[Pair], held_out: HeldOut | None, ranks: Ranks
-) -> tuple[str, dict[str, list[int]]]:
-    """Return a heading and the sentences of each part that --by names; raise DataError where it names none."""
-    from recipes.translation.scores.evaluate import parts_of
-
-    data = held_out.data if held_out else None
-    return ranks.run_on_main(lambda: parts_of(options.by, pairs, data, options.split or "test"))
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -255,9 +226,8 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:
         parser.error("--sources and --references go together")
-    without_sources = options.hypotheses and not options.sources
-    if without_sources and (options.by == "length" or options.comet):
-        parser.error("--by length and --comet need the sentences that were translated: name them with --sources")
+    if options.comet and options.hypotheses and not options.sources:
+        parser.error("--comet needs the sentences that were translated: name them with --sources")
     if options.references and not (options.hypotheses or options.sources):
         parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
     if options.split and options.references:

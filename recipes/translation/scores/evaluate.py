@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora, HeldOut, HeldOutSplit
-from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import replace_files
@@ -19,10 +18,9 @@ from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.comet import check_comet
-from recipes.translation.scores.groups import parts_by_label, parts_by_length, scores_of_sets
+from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
-from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
@@ -38,8 +36,6 @@ class Evaluation:
     translations: Sequence[str]
     measured: Sequence[Measured]
     """Every metric, with the statistics of each sentence."""
-    held_out: HeldOut | None = None
-    """Which of the run's data it is; None for other files."""
     digests: Sequence[str] = ()
     """The SHA-256 of the weights of each model that translated."""
     files: tuple[Path, Path] | None = None
@@ -170,7 +166,7 @@ def evaluate_pairs(
     translations = translate(translator, [pair.source for pair in spoken], config.decoding, ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
-    return Evaluation(name, pairs, translations, measured, held_out, translator.digests)
+    return Evaluation(name, pairs, translations, measured, translator.digests)
 
 
 def evaluate_files(
@@ -187,15 +183,6 @@ def evaluate_files(
     return Evaluation(hypotheses.name, pairs, translations, measured)
 
 
-def parts_of(
-    by: str, pairs: Sequence[Pair], data: DataConfig | None, split: HeldOutSplit
-) -> tuple[str, dict[str, list[int]]]:
-    """Return a heading, and the sentences of each part, by the "length" of the source or by labels; see `labels_of`."""
-    if by == "length":
-        return parts_by_length([pair.source for pair in pairs])
-    return "label", parts_by_label(labels_of(by, data, split), f"--by {by}", len(pairs))
-
-
 def scores_table(evaluations: Sequence[Evaluation]) -> str:
     """Return the scores of a test set, or a table of several and their mean, with the signatures of BLEU."""
     if len(evaluations) == 1:
@@ -203,26 +190,6 @@ def scores_table(evaluations: Sequence[Evaluation]) -> str:
     table = scores_of_sets({one.name: one.measured for one in evaluations})
     signatures = [f"  BLEU of {one.name}: {one.scores['bleu_signature']}" for one in evaluations]
     return "\n".join([str(table), *signatures])
-
-
-def labels_of(by: str, data: DataConfig | None, split: HeldOutSplit) -> list[str]:
-    """Read the label of each sentence from the file `by`, or from the column of this name in a split of the data.
-
-    Raises DataError where there is neither; `data` is None where the test set is not the run's.
-    """
-    if Path(by).is_file():
-        return read_lines(Path(by))
-    if data is None:
-        raise DataError(f"--by {by}: there is no such file; name a file with a label for each sentence, or length")
-    if data.format in ("text", "builtin"):
-        raise DataError(
-            f"--by {by} is not length, nor a file, and data of format {data.format} has no columns: name a file with a "
-            "label for each sentence, or length"
-        )
-    try:
-        return [pair.source for pair in load_pairs(replace(data, source=by, target=by), split)]
-    except DataError as error:
-        raise DataError(f"--by {by} is not length, nor a file, nor a column of the data: {error}") from error
 
 
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:

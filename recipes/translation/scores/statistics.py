@@ -1,6 +1,6 @@
 """Metrics as sums: a corpus score is a function of the sum of its sentences' statistics.
 
-So the score of any resample, shuffle or subset of the sentences costs a product of matrices, and no text is read again.
+So the score of any resample or shuffle of the sentences costs a product of matrices, and no text is read again.
 Statistics and scores are sacreBLEU's.
 
 Shapes: N sentences, K statistics of a sentence, R sums.
@@ -9,7 +9,7 @@ Shapes: N sentences, K statistics of a sentence, R sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,11 +46,6 @@ class Measured:
     """(N, K)."""
     of_sums: Callable[[Array], Array]
     """Sums of statistics (R, K) -> scores (R,)."""
-
-    def subset(self, rows: Sequence[int]) -> Measured:
-        """Return the same of these sentences only."""
-        statistics = self.statistics[list(rows)]
-        return replace(self, statistics=statistics, score=float(self.of_sums(statistics.sum(0, keepdims=True))[0]))
 
 
 def metrics(tokenize: str = "13a", lowercase: bool = False) -> dict[str, Any]:

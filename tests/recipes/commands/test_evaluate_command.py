@@ -20,15 +20,13 @@ import pytest
 import torch
 
 from recipes.translation.commands import main
-from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import sha256
 from recipes.translation.run_folder.checkpoint import load_translator, save_model, weights_digest
-from recipes.translation.scores.evaluate import Evaluation, labels_of
+from recipes.translation.scores.evaluate import Evaluation
 from recipes.translation.scores.scores import score, scores_in_words
 from recipes.translation.translating.translate import translate
-from tests.recipes.command_line import SENTENCE, refusal, run_main
+from tests.recipes.command_line import SENTENCE, refusal
 from tests.recipes.random_translator import random_translator
-from tests.recipes.tiny import tiny
 
 
 @pytest.fixture(scope="module")
@@ -184,19 +182,6 @@ def test_a_test_set_of_pipes_is_known_by_its_sentences(
     assert "sources.scores.json, the scores of /proc/1/fd/pipe:[1]: rename the file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("labels", ["nowhere", "a\nb\n"])
-def test_labels_that_do_not_fit_are_refused_before_the_work_of_translating(
-    labels: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("recipes.translation.scores.evaluate.translate", lambda *_: pytest.fail("it translates"))
-    by = labels
-    if "\n" in labels:
-        (tmp_path / "labels").write_text(labels)
-        by = str(tmp_path / "labels")
-    assert main(["evaluate", "--run", str(run), "--split", "valid", "--by", by]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --by {by} ")
-
-
 def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,37 +242,6 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     assert scores_in_words(expected) in printed
 
 
-def test_scores_by_length_and_by_label_are_those_of_the_sentences_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = {
-        "h": ["ein Hund und eine Katze", "das Haus ist rot und alt", "ein alter Hund schläft hier"],
-        "r": ["ein Hund und zwei Katzen", "das Haus ist rot und alt", "ein junger Hund schläft hier"],
-        "s": ["a dog", "the house is red and it is old and it is big", "an old dog"],
-        "labels": ["animals", "houses", "animals"],
-    }
-    for name, some in texts.items():
-        (tmp_path / name).write_text("".join(f"{text}\n" for text in some))
-    files = [f"--hypotheses={tmp_path / 'h'}", f"--references={tmp_path / 'r'}", f"--sources={tmp_path / 's'}"]
-    one, other = (score([texts[side][row] for row in (0, 2)], [texts["r"][row] for row in (0, 2)]) for side in "hr")
-    assert other["bleu"] == pytest.approx(100)
-    for by, labels in (("length", ["0-10", "11-20"]), (str(tmp_path / "labels"), ["animals", "houses"])):
-        assert main(["evaluate", *files, "--by", by]) == 0
-        *_, heading, first, second, note = capsys.readouterr().out.splitlines()
-        assert heading.split()[-4:] == ["sentences", "BLEU", "chrF", "TER"]
-        low, high = one["intervals"]["bleu"]
-        assert first.split()[:5] == [labels[0], "2", f"{one['bleu']:.2f}", f"[{low:.2f},", f"{high:.2f}]"]
-        assert f" {one['chrf']:.2f} " in first
-        assert f" {one['ter']:.2f} " in first
-        assert second.split()[:3] == [labels[1], "1", "100.00"]
-        assert note.endswith("seed 12345; a part of fewer than 100 sentences says little")
-    (tmp_path / "labels").write_text("animals\nhouses\n")
-    assert run_main("evaluate", *files, "--by", str(tmp_path / "labels")) == 2
-    assert "labels has 2 labels, and the test set 3 sentences" in capsys.readouterr().err
-    assert run_main("evaluate", *files, "--by", "nowhere") == 2
-    assert "--by nowhere: there is no such file" in capsys.readouterr().err
-
-
 def test_sources_and_references_of_unequal_length_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,15 +265,3 @@ def test_a_model_whose_weights_are_nan_is_refused_in_one_line(
     save_model(tmp_path / "best", translator, {"step": 1})
     message = refusal(capsys, "translate", "--run", str(tmp_path), *options, SENTENCE)
     assert "model.safetensors: generator.bias has values that are nan or inf, with which nothing can be" in message
-
-
-def test_a_misspelt_file_of_labels_is_an_error_where_the_data_has_no_columns(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a").write_text("one\ntwo\n")
-    files = tiny(tmp_path / "text", {"data.path": str(tmp_path), "data.train": ["a", "a"], "data.test": ["a", "a"]})
-    for data in (tiny(tmp_path / "builtin").data, files.data):
-        with pytest.raises(
-            DataError, match=rf"--by domains\.txt is not length, nor a file, and .* {data.format} has no columns"
-        ):
-            labels_of("domains.txt", data, "test")

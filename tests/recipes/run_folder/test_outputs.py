@@ -125,15 +125,14 @@ def test_folders_of_others_in_a_run_belong_to_nobody(run: Path) -> None:
         assert owner_of(run / name) is None
 
 
-@pytest.mark.parametrize("option", ["--references", "--by"])
 def test_results_of_an_evaluation_never_replace_what_it_reads(
-    option: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read = run / "news.translations.txt"
     read.write_text("Zwei Züge.\n")
     (tmp_path / "news").write_text("Two trains.\n")
-    words = ["--run", str(run), "--sources", str(tmp_path / "news"), "--references", str(tmp_path / "news")]
-    told = refusal(capsys, "evaluate", *words, option, str(read))
+    words = ["--run", str(run), "--sources", str(tmp_path / "news"), "--references", str(read)]
+    told = refusal(capsys, "evaluate", *words)
     assert told == f"error: --sources: {read} is read, and would be replaced: choose another name"
     assert read.read_text() == "Zwei Züge.\n"
 

@@ -86,17 +86,6 @@ def test_the_interval_covers_the_truth_in_19_of_20_test_sets() -> None:
     assert 178 <= covered <= 199
 
 
-@given(st.lists(st.integers(0, len(REFERENCES) - 1), min_size=1, max_size=8))
-def test_a_subset_scores_as_its_sentences_alone(rows: list[int]) -> None:
-    some = ([HYPOTHESES[row] for row in rows], [REFERENCES[row] for row in rows])
-    for whole, alone in zip(
-        measure(HYPOTHESES, REFERENCES, tokenize="none"), measure(*some, tokenize="none"), strict=True
-    ):
-        found = whole.subset(rows)
-        assert found.score == pytest.approx(alone.score, rel=1e-12)
-        assert np.array_equal(found.statistics, alone.statistics)
-
-
 def test_multi_bleu_of_sums_has_no_smoothing() -> None:
     found = measured("multi_bleu_lowercase", metrics()["multi_bleu_lowercase"], ["a b c x"], ["a b c d"])
     assert found.of_sums(found.statistics)[0] == found.score == 0

@@ -69,14 +69,13 @@ def files(tmp_path: Path) -> list[str]:
 def test_the_score_is_the_mean_of_the_models(
     files: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evaluate", *files, "--comet", str(tmp_path / model), "--by", "length"]) == 0
+    assert main(["evaluate", *files, "--comet", str(tmp_path / model)]) == 0
     printed = capsys.readouterr().out
     mean = 100 * (4 / 3 + 1) / 2
     assert (
         f"COMET              {mean:6.2f}  [100.00, 133.33]  mean of the sentences x 100, by {tmp_path / model}"
         in printed
     )
-    assert printed.splitlines()[-2].split()[-3:] == [f"{mean:.2f}", "[100.00,", "133.33]"]
     assert CALLS == [[{"src": "one", "mt": "eine", "ref": "ein"}, {"src": "two", "mt": "zwei", "ref": "zwei"}]]
 
 

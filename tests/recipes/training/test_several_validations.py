@@ -243,7 +243,7 @@ def evaluated(both: RunConfig) -> str:
     """What the command prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert main(["evaluate", "--run", both.run, "--by", "length"]) == 0
+        assert main(["evaluate", "--run", both.run]) == 0
     return said.getvalue()
 
 
@@ -264,7 +264,6 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
         assert f"{expected['chrf']:6.2f}" in row
         found.append(expected)
         assert f"BLEU of test.{each.name}: {expected['bleu_signature']}" in evaluated
-        assert f"test.{each.name}, by length:" in evaluated
     (mean,) = [line for line in evaluated.splitlines() if line.split()[:1] == ["mean"]]
     assert mean.split()[1] == str(6 + 8)
     assert f"{np.mean([each['chrf'] for each in found]):6.2f}" in mean
