@@ -24,12 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.loss.results import hardware
-from models.undrawn import undrawn
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.files.atomic_folder import sha256
 from recipes.translation.run_folder.checkpoint import TrainingState, load_translator, save_model
 from recipes.translation.run_folder.saving import Saver
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
+from recipes.translation.run_folder.translator import Translator, allocate, model_on_meta, model_sizes, tensors_of
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import Subwords, train_subwords
 from seqpar.testing.markdown_table import markdown_table
@@ -69,8 +68,8 @@ def made(folder: Path) -> Translator:
     config = load_config(None, {"run": str(folder), "subwords.vocab_size": 360, **SIZES})
     train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", config.subwords)
     subwords = Subwords.load(folder / "joint.model")
-    with undrawn():
-        model = build_model(model_sizes(config.model), subwords, subwords)
+    model = model_on_meta(model_sizes(config.model), subwords, subwords)
+    allocate(model, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.uniform_(parameter, -0.1, 0.1)
     return Translator(config, model, subwords, subwords)

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from models.undrawn import DRAWING
-
-WRITING = (*DRAWING, "zero_", "fill_")
+WRITING = ("uniform_", "normal_", "zero_", "fill_")
 """What the names of functions end with that set a weight: those of tensors, and of `torch.nn.init`."""
 
 Model = TypeVar("Model", bound=nn.Module)

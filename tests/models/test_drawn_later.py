@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from models import PRESETS
+from models import (
+    PRESETS,
+    DecoderOnlyConfig,
+    RecurrentConfig,
+    make_decoder_only,
+    make_recurrent,
+    make_transformer,
+)
 from models.drawn_later import drawn_later
 from models.lora import add_lora
 from models.transformer import EncoderDecoder
-from tests.models.test_undrawn import made
+
+
+def made(preset: str, vocab: int = 30, **changes: Any) -> EncoderDecoder:
+    sizes: Any = replace(PRESETS[preset], d_model=16, **changes)
+    if isinstance(sizes, RecurrentConfig):
+        return make_recurrent(sizes, vocab, vocab)
+    if isinstance(sizes, DecoderOnlyConfig):
+        return make_decoder_only(sizes, vocab)
+    return make_transformer(sizes, vocab, vocab)
 
 
 def with_lora() -> EncoderDecoder:

@@ -146,14 +146,16 @@ class TokenBatches:
         return padded_batch(sources, targets, self.symbols)
 
     def _sort_lengths(self) -> None:
-        """Sort the lengths that occur, a few thousand at most, so that no sort of all pairs has to compare them.
+        """Sort the lengths that occur, a few thousand at most, so that an epoch's sort does not compare them.
 
         Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
         target lengths still has similar source lengths as well.
         """
         with_end = self.source_lengths + 1
         base = int(with_end.max(initial=0)) + 1
-        both, inverse = _distinct((self.target_lengths.astype(numpy.int64) + 1) * base + with_end)
+        both, inverse = numpy.unique(
+            (self.target_lengths.astype(numpy.int64) + 1) * base + with_end, return_inverse=True
+        )
         target_lengths, source_lengths = numpy.divmod(both, base)
         direction = numpy.where(target_lengths % 2 == 0, -1, 1)
         order = numpy.lexsort((direction * source_lengths, -target_lengths))
@@ -193,20 +195,6 @@ class TokenBatches:
                     continue
                 position += min(max(more, 1), end - position)
         return cuts
-
-
-def _distinct(numbers: Array) -> tuple[Array, Array]:
-    """Return what `numpy.unique(numbers, return_inverse=True)` does, for numbers from 0 up, without sorting them."""
-    if int(numbers.max(initial=0)) > TABLE:
-        return numpy.unique(numbers, return_inverse=True)
-    found = numpy.flatnonzero(numpy.bincount(numbers))
-    places = numpy.zeros(TABLE + 1, dtype=numpy.int32)
-    places[found] = numpy.arange(len(found))
-    return found, places[numbers]
-
-
-TABLE = 1 << 20
-"""The largest number for which a table is faster than a sort: some thousand subwords on either side."""
 
 
 def _lengths(side: Sequence[Ids]) -> Array:

@@ -18,7 +18,7 @@ from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import is_run
-from recipes.translation.run_folder.translator import Translator, fill_model, model_to_fill, tensors_of
+from recipes.translation.run_folder.translator import Translator, fill_model, model_on_meta, tensors_of
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.text.sentencepiece_file import kind_of_model
 from recipes.translation.text.subwords import Subwords
@@ -67,7 +67,7 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     weights = our_weights(Weights(files.tensors(), folder), sizes, tokenizer.source_ids, tokenizer.target_ids)
     config = run_config(published(settings, where).preset, sizes, tokenizer, generation, run)
     subwords = (_subwords(tokenizer.source, folder), _subwords(tokenizer.target, folder))
-    model = model_to_fill(sizes, *subwords).to(weights["generator.weight"].dtype)
+    model = model_on_meta(sizes, *subwords).to(weights["generator.weight"].dtype)
     fill_model(model, {name: weights[name] for name in tensors_of(model)}, folder)
     ignored = lost_settings(generation, tokenizer)
     translator = Translator(config, model.eval(), *subwords)

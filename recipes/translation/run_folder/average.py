@@ -26,7 +26,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
-from recipes.translation.run_folder.translator import Translator, build_model, check_sizes, model_sizes
+from recipes.translation.run_folder.translator import Translator, check_sizes, model_on_meta, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 
@@ -100,8 +100,8 @@ def write_average(target: Path, folders: Sequence[Path]) -> Averaged:
     sizes = model_sizes(config.model)
     check_sizes(sizes, source, target_subwords, weights, folders[-1])
     steps = [int(load_facts(folder)["step"]) for folder in folders]
-    with torch.device("meta"):  # only what belongs to it is written
-        newest = Translator(config, build_model(sizes, source, target_subwords), source, target_subwords)
+    # Only what belongs to it is written
+    newest = Translator(config, model_on_meta(sizes, source, target_subwords), source, target_subwords)
     write_model(target, newest, weights, {"step": steps[-1], "averaged_steps": steps})
     return Averaged(target, steps)
 

@@ -50,8 +50,8 @@ from recipes.translation.run_folder.translator import (
     Translator,
     check_sizes,
     fill_model,
+    model_on_meta,
     model_sizes,
-    model_to_fill,
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, load_config, save_config
@@ -213,7 +213,7 @@ def load_translator(
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     saved = load_saved(folder, overrides)
-    model = model_to_fill(model_sizes(saved.config.model), saved.source, saved.target)
+    model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target)
     fill_model(model, saved.weights, folder)
     return Translator(saved.config, model.to(device).eval(), saved.source, saved.target, digests=(saved.digest,))
 

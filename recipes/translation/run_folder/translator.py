@@ -19,7 +19,6 @@ from models import (
     make_transformer,
 )
 from models.presets import Sizes
-from models.undrawn import undrawn
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import described
 from recipes.translation.settings.config import ModelConfig, RunConfig
@@ -75,10 +74,22 @@ def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDeco
         raise ConfigError(f"model: {error}") from error
 
 
-def model_to_fill(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
-    """Build a model for `fill_model`: no weight is drawn, and the random numbers of the run stay where they are."""
-    with undrawn():
+def model_on_meta(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
+    """Build a model on the device "meta": no weight is drawn, and the random numbers of the run stay where they are."""
+    with torch.device("meta"):
         return build_model(sizes, source, target)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
+    allocated: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                if id(parameter) not in allocated:
+                    empty = torch.empty_like(parameter, device=device)
+                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(owner, name, allocated[id(parameter)])
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -88,11 +99,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Copy saved tensors into a model of the same shape."""
-    own = tensors_of(model)
-    check_fits(own, saved, folder)
+    """Copy saved tensors into a model of the same shape, which gets memory on the CPU if it is on "meta"."""
+    check_fits(tensors_of(model), saved, folder)
     # Only now that everything fits: an error leaves the model as it was
-    for name, tensor in own.items():
+    allocate(model, torch.device("cpu"))
+    for name, tensor in tensors_of(model).items():
         tensor.copy_(saved[name])
 
 
@@ -130,8 +141,7 @@ def check_sizes(
     """Raise CheckpointError unless saved tensors have these sizes, before anything of these sizes takes up memory."""
     check_layers(sizes, saved, folder)
     try:
-        with torch.device("meta"):  # shapes without numbers
-            model = build_model(sizes, source, target)
+        model = model_on_meta(sizes, source, target)
     except RuntimeError as error:  # a size beyond 64 bits
         (reason, *_) = str(error).splitlines()
         raise CheckpointError(f"{folder}: no model can have the sizes in its config.yaml: {reason}") from None

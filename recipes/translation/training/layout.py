@@ -32,25 +32,17 @@ from models.sharding import cut_of, split_time_steps, split_weights, whole_outpu
 from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.translator import allocate
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.objective import Objective, objective_of
 from recipes.translation.training.opened_models import OpenedModel
-from recipes.translation.training.parts import Parts
-from recipes.translation.training.shards import allocate, layers_of, shard, shard_layers
+from recipes.translation.training.parts import Axes, Parts
+from recipes.translation.training.shards import layers_of, shard, shard_layers
 from seqpar.distributed.collectives import group_sum, world_size
 from seqpar.multi_device.devices import check_devices
-
-
-class Axes(NamedTuple):
-    """The number of processes along each axis."""
-
-    data: int
-    shard: int
-    sequence: int
-    vocab: int
 
 
 def axes_of(layout: LayoutConfig, world: int) -> Axes:

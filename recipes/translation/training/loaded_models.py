@@ -11,14 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.run_folder.translator import Translator, allocate
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.gathering import gathered_together
-from recipes.translation.training.layout import Axes, Groups, device_of
+from recipes.translation.training.layout import Groups, device_of
 from recipes.translation.training.opened_models import opened
-from recipes.translation.training.parts import Parts
-from recipes.translation.training.shards import allocate, layers_of, shard
+from recipes.translation.training.parts import Axes, Parts
+from recipes.translation.training.shards import layers_of, shard
 
 
 @contextmanager

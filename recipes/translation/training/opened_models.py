@@ -12,7 +12,7 @@ from torch import Tensor
 from models import EncoderDecoder
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
-from recipes.translation.run_folder.translator import build_model, model_sizes, tensors_of
+from recipes.translation.run_folder.translator import model_on_meta, model_sizes, tensors_of
 
 
 class OpenedModel(NamedTuple):
@@ -36,7 +36,5 @@ def opened(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = to
 
     shared = ranks.run_on_main(without_weights)
     saved = mine or shared
-    with torch.device("meta"):
-        model = build_model(model_sizes(saved.config.model), saved.source, saved.target)
-    model.to(dtype)
+    model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target).to(dtype)
     return OpenedModel(saved, model, ranks.tensors_of_main(saved.weights, tensors_of(model)))

@@ -9,7 +9,7 @@ saved fits any layout, and no rank needs room for all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.saving import copies
 
 
-class Axes(Protocol):
-    """The number of processes along each axis of a layout, as far as it decides who has which part."""
+class Axes(NamedTuple):
+    """The number of processes along each axis of a layout."""
 
-    @property
-    def shard(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
+    data: int
+    shard: int
+    sequence: int
+    vocab: int
 
 
 class Parts:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from models.transformer import DecoderLayer, EncoderLayer
+from recipes.translation.run_folder.translator import allocate
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -27,15 +28,3 @@ def shard(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     shard_layers(model, mesh, device)
     allocate(model, device)
     fully_shard(model, mesh=mesh)
-
-
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
-    allocated: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.is_meta:
-                if id(parameter) not in allocated:
-                    empty = torch.empty_like(parameter, device=device)
-                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(owner, name, allocated[id(parameter)])

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data import batches as batches_module
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.settings.config import DataConfig, SubwordConfig
@@ -72,9 +71,6 @@ def test_the_batches_are_those_of_pairs_sorted_and_cut_one_by_one(
     if expected:
         expected = [expected[number] for number in rng.permutation(len(expected))]
     assert TokenBatches(*corpus(sizes), batch_tokens=budget, seed=3).epoch(epoch) == expected
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches_module, "TABLE", 7)
-        assert TokenBatches(*corpus(sizes), batch_tokens=budget, seed=3).epoch(epoch) == expected
 
 
 @given(lengths, st.integers(1, 200), st.integers(0, 9))

@@ -20,10 +20,12 @@ from models.presets import TransformerConfig
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import MANIFEST, replaced_folder, verified_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
-from recipes.translation.run_folder.checkpoint import load_training, load_translator
-from recipes.translation.run_folder.translator import fill_model, tensors_of
+from recipes.translation.run_folder.checkpoint import load_training, load_translator, save_model
+from recipes.translation.run_folder.translator import Translator, build_model, fill_model, model_sizes, tensors_of
+from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
+from tests.recipes.random_translator import random_translator
 from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import tiny
 
@@ -264,3 +266,22 @@ def test_loading_restores_every_weight_bit_for_bit(tmp_path: Path) -> None:
     fill_model(other, load_file(tmp_path / "model.safetensors"), tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
+
+
+@pytest.mark.parametrize("preset", ["tiny", "base", "lstm", "decoder_only", "m2m100"])
+@pytest.mark.parametrize("tie", ["none", "all"])
+def test_reading_a_model_draws_nothing_and_what_is_tied_stays_tied(preset: str, tie: str, tmp_path: Path) -> None:
+    subwords = random_translator(tmp_path).source
+    sizes = {"model.preset": preset, "model.d_model": 16, "model.tie": tie}
+    config = load_config(None, {"run": str(tmp_path / "run"), "subwords.vocab_size": 360, **sizes})
+    model = build_model(model_sizes(config.model), subwords, subwords)
+    save_model(tmp_path / "model", Translator(config, model, subwords, subwords), {"step": 1})
+    before = torch.get_rng_state()
+    found = load_translator(tmp_path / "model").model
+    assert torch.equal(torch.get_rng_state(), before)
+    weights, expected = tensors_of(found), tensors_of(model)
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert (found.generator.weight is found.tgt_embed.lookup.weight) == (tie == "all")
+    ids = torch.randint(4, 90, (2, 5))
+    assert torch.equal(found(ids, ids), model.eval()(ids, ids))
