@@ -40,9 +40,7 @@ def report(argv: Sequence[str]) -> int:
         check_output_file(Path(options.output), "--output", own=own)
     require("matplotlib")
 
-    from recipes.translation.report.draw import write_page
-    from recipes.translation.report.records import read_run
-    from recipes.translation.training.samples import with_samples
+    from recipes.translation.report.draw import write_report
 
     output = folders[0] / "report.html"
     if len(folders) > 1:
@@ -50,8 +48,7 @@ def report(argv: Sequence[str]) -> int:
         check_no_link(output)  # which nobody has named
     if options.output:
         output = Path(options.output)
-    runs = [with_samples(read_run(folder), folder) for folder in folders]
-    size = write_page(runs, output)
+    size = write_report(folders, output)
     print(f"[report] {output}: {size / 1e3:.0f} kB")
     return 0
 

@@ -24,12 +24,11 @@ SHOWN_VALIDATIONS = 6
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
-    """Write the page of the runs in `folders`; return its size in bytes. Raises DataError where there is no run."""
-    return write_page([read_run(folder) for folder in folders], output)
+    """Write the page of the runs in `folders`, in place of an earlier one; return its size in bytes.
 
-
-def write_page(runs: Sequence[RunRecords], output: Path) -> int:
-    """Write the page of runs that have been read, in place of an earlier one; return its size in bytes."""
+    Raises DataError where there is no run.
+    """
+    runs = [read_run(folder) for folder in folders]
     content = report(runs).encode("utf-8", "replace")  # half a surrogate pair can stand in JSON, but not in UTF-8
     write_output(output, content)
     return len(content)
@@ -173,7 +172,7 @@ def _score(record: Mapping[str, object], field: str) -> str:
 def _samples(run: RunRecords) -> list[str]:
     """Return the sample sentences, each with its translations by some validations."""
     if not run.samples:
-        return [page.note(run.note or NO_TRANSLATIONS)]
+        return [page.note(NO_TRANSLATIONS)]
     last = len(run.samples) - 1
     places = sorted({last * number // (SHOWN_VALIDATIONS - 1) for number in range(SHOWN_VALIDATIONS)})
     found = []
@@ -185,7 +184,7 @@ def _samples(run: RunRecords) -> list[str]:
                 pairs[f"step {run.samples[place]['step']:,}"] = earlier[number]["translation"]
         pairs["reference"] = sample["reference"]
         found.append(page.listed(pairs.items()))
-    said = run.note or "Validation sentences, translated greedily; the same ones at every validation."
+    said = "Validation sentences, translated greedily; the same ones at every validation."
     return [page.note(said), page.cards(found)]
 
 

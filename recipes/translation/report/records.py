@@ -49,8 +49,6 @@ class RunRecords:
     """What `evaluate` wrote, by the name of the test set."""
     scored: Mapping[str, str] = field(default_factory=dict)
     """Which model (`best`, ...) has the scores, by the name of the test set; empty if a later one has replaced it."""
-    note: str = ""
-    """Where the samples come from, if training itself did not keep them."""
 
     @property
     def last_step(self) -> int:

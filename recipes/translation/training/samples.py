@@ -1,30 +1,22 @@
 """What a run keeps of its validations' translations.
 
 `samples.jsonl` has, for each validation, the translations of a few sentences that stay the same throughout the run,
-with the attention of the first of them. `validation.json` has all sentences of the newest validation. A run that kept
-none, trained with `validate_bleu` 0, gets them from its best model.
+with the attention of the first of them. `validation.json` has all sentences of the newest validation.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import source_text, target_text
-from recipes.translation.errors import CheckpointError, ConfigError, DataError
-from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.writing import replace_file
-from recipes.translation.report.records import RunRecords, Sentences
-from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.alignments import attention_of_subwords
-from recipes.translation.translating.translate import translate
 
 SAMPLES = 6
 """Sentences of each validation that are kept."""
@@ -32,8 +24,6 @@ MAPS = 3
 """The most of them whose attention is kept."""
 LONGEST = 40
 """The most subwords, on either side, of a sentence whose attention is kept."""
-MADE_AFTERWARDS = 200
-"""Validation sentences that are translated for a run that kept none."""
 
 
 def sample_rows(sentences: int) -> list[int]:
@@ -95,26 +85,3 @@ def write_newest(path: Path, step: int, pairs: Sequence[Pair], translations: Seq
 def _pieces(subwords: Subwords, ids: Sequence[int]) -> list[str]:
     pieces = subwords.pieces()
     return [pieces[each] for each in ids]
-
-
-def with_samples(run: RunRecords, folder: Path) -> RunRecords:
-    """Return a run with translations by its best model, if it kept none itself; say so, or why it cannot be done."""
-    if run.samples or run.newest or whole_folder(folder / "best") is None:
-        return run
-    try:
-        translator = load_translator(folder / "best")
-        step = load_facts(folder / "best").get("step", 0)
-        config = translator.config
-        sets = Corpora(config).valid
-        pairs = [pair for each in sets for pair in each.spoken(each.pairs()[: MADE_AFTERWARDS // len(sets)])]
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
-        return replace(run, note=f"Training kept no translations, and none can be made now: {error}")
-    greedy = replace(config.decoding, beam=1)
-    translations = translate(translator, [pair.source for pair in pairs], greedy)
-    sentences = Sentences(step, [pair.source for pair in pairs], [pair.target for pair in pairs], translations)
-    return replace(
-        run,
-        samples=[{"step": step, "samples": samples_of(translator, pairs, translations)}],
-        newest=sentences,
-        note=f"Training kept no translations: its best model, of step {step:,}, made these for this page.",
-    )

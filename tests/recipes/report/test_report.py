@@ -12,7 +12,7 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.report import figures
 from recipes.translation.report.charts import Series, attention_chart, bins_of, histogram, line_chart, short
-from recipes.translation.report.draw import report, shown, write_page, write_report
+from recipes.translation.report.draw import report, shown, write_report
 from recipes.translation.report.figures import Chart, binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
@@ -335,7 +335,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) 
     run = make_run(tmp_path / "run")
     (tmp_path / "out").mkdir()
     with pytest.raises(OSError, match="cannot be written"):
-        write_page([read_run(run)], tmp_path / "out")
+        write_report([run], tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Symbols
 from recipes.translation.train import train
 from recipes.translation.training import journal, machine
-from recipes.translation.training.samples import attention_map, sample_rows, with_samples
-from tests.recipes.saved import model_in
+from recipes.translation.training.samples import attention_map, sample_rows
 from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
 CHANGES: dict[str, Any] = {
@@ -155,25 +153,6 @@ def test_the_map_of_an_imported_model_is_read_with_its_symbols_and_shown_without
     weights = attention_weights(translator.model, *read)[0, 1:, 1:-1]
     assert torch.tensor(found["weights"]).sub(weights).abs().max() < 6e-4
     assert [len(found["source"]), len(found["target"])] == [len(ids[0]) + 1, len(ids[1]) + 1]
-
-
-def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("recipes.translation.training.samples.MADE_AFTERWARDS", 7)
-    earlier = tmp_path / "earlier"
-    earlier.mkdir()
-    shutil.copy(run / "metrics.jsonl", earlier)
-    shutil.copytree(model_in(run, "best"), earlier / "best")
-    found = with_samples(read_run(earlier), earlier)
-    assert load_facts(run / "best")["step"] == 4
-    kept = read_run(run)
-    assert found.newest == kept.newest
-    assert list(found.samples) == [kept.samples[-1]]
-    assert "Training kept no translations: its best model, of step 4, made these" in report([found])
-    (earlier / "best" / "config.yaml").write_text("damaged")
-    assert "none can be made now" in report([with_samples(read_run(earlier), earlier)])
-    assert with_samples(kept, run) is kept
 
 
 @pytest.mark.parametrize(

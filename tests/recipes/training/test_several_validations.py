@@ -22,7 +22,6 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
 from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.step_records import read_metrics
@@ -35,7 +34,6 @@ from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
-from recipes.translation.training.samples import with_samples
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
@@ -302,14 +300,6 @@ def test_the_only_test_set_keeps_its_name(forward: RunConfig, capsys: pytest.Cap
 def test_a_comparison_of_runs_with_several_test_sets_names_the_files_to_compare(both: RunConfig) -> None:
     with pytest.raises(DataError, match=r"test data of several corpora \(test\.forward, test\.back\).*name the files"):
         compare([both.run, both.run])
-
-
-def test_translations_for_a_page_are_of_every_corpus(both: RunConfig) -> None:
-    run = read_run(Path(both.run))
-    found = with_samples(type(run)(**{**vars(run), "samples": [], "newest": None}), Path(both.run))
-    assert found.newest
-    assert len(found.newest.sources) == 11 + 5
-    assert found.newest.sources[-1].startswith("<2en> <back> ")
 
 
 def refused(folder: Path, corpora: Any, **changes: Any) -> str:
