@@ -159,7 +159,7 @@ class Batch:
         *before, bos = tokens_of(start)
         batch = cls(
             models,
-            [encode(model, src) for model in models],
+            [model.encode(src) for model in models],
             [model.decoder.empty_cache() for model in models],
             padding_mask(src, models[0].pad),
             list(range(src.size(0))),
@@ -196,28 +196,6 @@ class Batch:
         """Let beam k of each sentence continue the history of its beam parents_BK[:, k]."""
         for cache in self.caches:
             cache.reorder(parents_BK)
-
-
-GROUP_SIZE = 24
-"""Sentences that are encoded together on the CPU."""
-
-
-def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
-    """Compute `model.encode(src)`, except that on the CPU the memory of padding may be 0: (B, S, D).
-
-    There sentences are encoded in groups of similar length, so that little padding is computed.
-    """
-    if src.device.type != "cpu" or len(src) <= GROUP_SIZE or not src.size(1):
-        return model.encode(src)
-    position_S = torch.arange(1, src.size(1) + 1)
-    # The last real token ends a sentence; one of padding alone has length 1
-    length_B = (position_S * (src != model.pad)).amax(1).clamp(min=1)
-    rows = length_B.argsort().split(GROUP_SIZE)
-    found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
-    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
-    for some, memory in zip(rows, found, strict=True):
-        memory_BSD[some, : memory.size(1)] = memory
-    return memory_BSD
 
 
 def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> list[int]:

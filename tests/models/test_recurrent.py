@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import seqpar
 from models import RecurrentConfig, beam_search, greedy, make_recurrent, padding_mask
 from models.alignment import attention_weights
-from models.ensemble import encode
 from models.recurrent import RecurrentEncoderDecoder
 from seqpar.testing import assert_same_loss
 from tests.models.examples import assert_loss_over_replicas_is_plain
@@ -226,15 +225,3 @@ def test_autocast_runs_on_every_cpu(dtype: torch.dtype) -> None:
     )
     hidden.sum().backward()
     assert all(weight.grad is not None for weight in model.encoder.lstm.parameters())
-
-
-@torch.no_grad()
-def test_autocast_encodes_a_batch_of_several_groups() -> None:
-    model = model_of(seed=5).float().eval()
-    sources = padded([[5, EOS]] * 24 + [[4, 5, 6, EOS], [6, 5, EOS]])  # the first group's lengths are all the same
-    with torch.autocast("cpu", torch.bfloat16):
-        memory = encode(model, sources)
-        groups = (model.encode(sources[:24, :2]), model.encode(sources[24:]))
-        assert len(greedy(model, sources, bos=BOS, eos=EOS)) == 26
-    assert torch.equal(memory[:24, :2], groups[0])
-    assert torch.equal(memory[24:], groups[1])
