@@ -158,7 +158,7 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
     alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
 
-    Raises ValueError for a decoder-only model and for an LSTM.
+    Raises ValueError for a decoder-only model, whose pairs are packed, and for an LSTM.
     """
     if world_size(group) == 1:
         return
@@ -168,7 +168,7 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
             "split the batch"
         )
     if isinstance(model, DecoderOnly):
-        raise ValueError("a decoder-only model reads source and target as one sequence, whose time steps are not split")
+        raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     split = _TimeSteps(group)
     _split_of(model).time_steps = split
     model.register_forward_pre_hook(split.begin, with_kwargs=True)

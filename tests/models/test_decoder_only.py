@@ -1,4 +1,4 @@
-"""The decoder-only model: a batch against each pair alone in torch's layers, and searches against plain ones."""
+"""The decoder-only model: packed pairs against each pair alone in torch's layers, and searches against plain ones."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from models import (
 )
 from models.alignment import attention_weights
 from models.decoder_only import DecoderOnly
+from models.sequence_packing import own_cells_mask, pack
 from models.sharding import split_time_steps
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
@@ -147,6 +148,7 @@ PAIRS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=5)
 
 @given(
     pairs=PAIRS,
+    row=st.integers(1, 40),
     more=st.integers(0, 2),
     left=st.booleans(),
     norm=st.sampled_from(["pre", "post"]),
@@ -155,8 +157,9 @@ PAIRS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=5)
     seed=st.integers(0, 99),
 )
 @settings(deadline=None)
-def test_the_loss_of_a_batch_is_that_of_each_pair_alone(
+def test_the_loss_of_packed_pairs_is_that_of_each_pair_alone(
     pairs: list[tuple[list[int], list[int]]],
+    row: int,
     more: int,
     left: bool,
     norm: str,
@@ -165,6 +168,7 @@ def test_the_loss_of_a_batch_is_that_of_each_pair_alone(
     seed: int,
 ) -> None:
     model = model_of(seed, norm=norm, tie=tie)
+    model.row = row
     expected = torch.zeros((), dtype=torch.float64)
     for source, target in pairs:
         logits = model.generator(alone(model, [*source, EOS], [BOS, *target]))
@@ -180,7 +184,44 @@ def test_the_loss_of_a_batch_is_that_of_each_pair_alone(
     assert_same_results(result(loss.total, model), wanted)
 
 
-def test_what_another_pair_of_the_batch_says_changes_no_bit() -> None:
+@given(lengths=st.lists(st.integers(1, 12), max_size=20), width=st.integers(1, 30))
+def test_packed_sequences_lie_in_rows_without_overlap(lengths: list[int], width: int) -> None:
+    places = pack(lengths, width)
+    taken: list[int] = []
+    for start, length in zip(places.starts, lengths, strict=True):
+        assert start // places.width == (start + length - 1) // places.width
+        taken += range(start, start + length)
+    assert len(set(taken)) == len(taken)
+    if lengths:
+        assert places.width < sum(lengths) / places.rows + max(lengths)
+        assert places.rows <= len(lengths)
+
+
+@pytest.mark.parametrize("longest", [40, 60, 140, 300])
+def test_rows_are_all_but_full(longest: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [longest, *torch.randint(8, 40, (199,), generator=generator).tolist()]
+    places = pack(lengths, 128)
+    assert sum(lengths) / (places.rows * places.width) > 0.93
+    assert places.width < 128 + longest
+    alike = torch.randint(30, 40, (60,), generator=generator).tolist()  # as in a batch of the recipe
+    places = pack(alike, 128)
+    assert sum(alike) / (places.rows * places.width) > 0.97
+
+
+def test_rows_are_never_fuller_of_padding_than_one_for_each_long_sequence() -> None:
+    lengths = list(range(100, 140, 2))
+    places = pack(lengths, 128)
+    assert places.rows * places.width <= len(lengths) * max(lengths)
+
+
+def test_a_cell_attends_to_earlier_cells_of_its_own_sequence_alone() -> None:
+    mask = own_cells_mask(torch.tensor([[0, 0, 1, 1, -1], [2, -1, -1, -1, -1]]))
+    seen = [[row.nonzero().flatten().tolist() for row in rows[0]] for rows in mask]
+    assert seen == [[[0], [0, 1], [2], [2, 3], [4]], [[0], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]]
+
+
+def test_what_another_pair_of_the_row_says_changes_no_bit() -> None:
     model = model_of()
     src, tgt = torch.tensor([[3, 4, EOS], [5, EOS, PAD]]), torch.tensor([[BOS, 6], [BOS, 7]])
     other, other_tgt = src.clone(), tgt.clone()
@@ -190,7 +231,7 @@ def test_what_another_pair_of_the_batch_says_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_decoding_step_by_step_and_at_once_are_the_forward(left: bool) -> None:
+def test_decoding_step_by_step_and_at_once_are_the_packed_forward(left: bool) -> None:
     model = model_of(spread=2.0)
     src = padded([[3, 4, 5, EOS], [6, EOS], [7, 8, EOS]], left=left)
     tgt = torch.tensor([[BOS, 5, 6, 7], [BOS, 8, 8, 4], [BOS, 3, 3, 3]])
@@ -205,7 +246,7 @@ def test_decoding_step_by_step_and_at_once_are_the_forward(left: bool) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_go_through_encode_and_decode_as_through_the_forward() -> None:
+def test_gradients_go_through_encode_and_decode_as_through_the_packed_forward() -> None:
     model = model_of()
     src, tgt = padded([[3, 4, 5, EOS], [6, EOS]]), torch.tensor([[BOS, 5], [BOS, 8]])
     factors = torch.randn(2, 2, 16, dtype=torch.float64)
@@ -302,7 +343,7 @@ def split_over(rank: int, world: int) -> str:
 
 
 def test_its_time_steps_are_never_split() -> None:
-    message = "a decoder-only model reads source and target as one sequence, whose time steps are not split"
+    message = "a decoder-only model packs several pairs into a row, whose time steps are not split"
     assert ranks(2, split_over) == [message] * 2
 
 

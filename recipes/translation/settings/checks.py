@@ -87,8 +87,8 @@ def check_decoder_only(config: RunConfig) -> None:
         )
     if config.layout.sequence > 1:
         raise ConfigError(
-            f"layout.sequence is {config.layout.sequence}, but model.preset {preset} reads source and target as one "
-            "sequence, whose time steps are not split: use layout.data, layout.shard or layout.vocab"
+            f"layout.sequence is {config.layout.sequence}, but model.preset {preset} packs several pairs into a row, "
+            "whose time steps are not split: use layout.data, layout.shard or layout.vocab"
         )
     if "encoder" in config.training.freeze:
         raise ConfigError(f"training.freeze names encoder, but model.preset {preset} has none: leave it out")
