@@ -21,7 +21,7 @@ import numpy.typing
 
 from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import sha256
-from recipes.translation.files.json_fields import TEXT, WrongFieldError, each, fields, is_whole, value
+from recipes.translation.files.json_fields import TEXT, each, fields, is_whole, parsed, value
 from recipes.translation.files.writing import claimed, flush, put
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
@@ -199,11 +199,9 @@ def _check_batches(folder: Path, batches: Sequence[Any], sizes: tuple[int, int])
 
 def _facts(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        found: dict[str, Any] = parsed((folder / FACTS).read_text(encoding="utf-8"))
         CHECK(found, "")
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(_damaged(folder, str(error))) from error
-    except WrongFieldError as error:
+    except (OSError, ValueError) as error:
         raise DataError(_damaged(folder, f"{FACTS}: {error}")) from None
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
@@ -61,10 +61,7 @@ def _vocabulary(folder: Path, side: str) -> object:
     path = folder / "shared_vocabulary.json"
     if not path.exists():
         path = folder / f"{side}_vocabulary.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
+    return noted_in(path)
 
 
 def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig) -> list[str]:
