@@ -118,6 +118,30 @@ def test_closing_drops_what_waits_and_refuses_more() -> None:
     assert model.batches == [["first"]]
 
 
+class Watched(Batcher):
+    """One whose queue is counted and changed only by a thread that has the lock: `notify` is an error without it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("_requests", "_stopped") and hasattr(self, "_changed"):
+            self._changed.notify(0)
+        super().__setattr__(name, value)
+
+    def _waiting(self) -> int:
+        self._changed.notify(0)
+        return super()._waiting()
+
+
+def test_a_thread_has_the_lock_where_it_counts_or_changes_what_waits() -> None:
+    model = Recorder()
+    models: Any = [model]
+    model.gate.set()
+    batcher = Watched(models, most=100)
+    assert texts(batcher.submit(Wanted(0), ["a"]).result(20)) == ["A"]
+    assert batcher.waiting == 0
+    batcher.close(20)
+    assert not batcher.alive
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_thread_that_ended_while_it_packed_the_weights() -> None:
     class Unpacked(Recorder):
