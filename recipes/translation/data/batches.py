@@ -73,7 +73,7 @@ class TokenBatches:
         targets: Sequence[Ids],
         *,
         batch_tokens: int,
-        seed: int = 0,
+        seed: int,
         max_length: float = math.inf,
         mixture: Mixture | None = None,
         symbols: Symbols = ORDINARY,

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.errors import CheckpointError
 from recipes.translation.files.json_fields import TEXT, fields, parsed
 from recipes.translation.files.pointers import pointed_at
 from recipes.translation.files.writing import beside, by_name, claimed, flush, put
@@ -141,7 +141,7 @@ def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
         before = _manifest_of(target)
         try:
             found = read()
-        except (CheckpointError, ConfigError, OSError):
+        except (CheckpointError, OSError, ValueError):
             if _manifest_of(target) == before:
                 raise
             continue

@@ -273,6 +273,13 @@ def scores_of(run: Path) -> str:
     return page[page.index(">test set<") - 100 : page.index(">test set<") + 300]
 
 
+@pytest.mark.parametrize(("points", "steps", "marked"), [(False, 3, 0), (True, 60, 60), (True, 61, 0)])
+def test_values_are_marked_where_that_is_wanted_and_they_are_few(points: bool, steps: int, marked: int) -> None:
+    values = [1.0] * steps
+    plain, chart = (line_chart("Loss", [Series("a", values, values, 0, points=each)]) for each in (False, points))
+    assert chart.count("<use ") - plain.count("<use ") == marked
+
+
 def test_a_legend_has_every_name_whatever_it_begins_with() -> None:
     names = ["_news", "__", "$x$", "<b>", "_news"]
     chart = line_chart("Loss", [Series(name, [1, 2], [1, 2], place) for place, name in enumerate(names)], legend=True)

@@ -48,7 +48,7 @@ def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
     models: Any = [model, model]
     batcher = Batcher(models, most)
     try:
-        batcher.submit(Wanted(0), ["first"])
+        batcher.submit(Wanted(0, 1), ["first"])
         assert model.begun.wait(20)
         yield batcher
     finally:

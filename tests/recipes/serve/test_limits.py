@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import awaited
-from recipes.translation.serve.batching import QueueFullError, Wanted
+from recipes.translation.serve.batching import NotAcceptedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, body_of
 from recipes.translation.serve.models import Line
 from tests.recipes.random_translator import random_translator
@@ -59,10 +59,10 @@ def queued(lines: int) -> int:
     """The status of a request of so many lines, where one line waits."""
     model = Recorder()
     with batching(model, LIMIT) as batcher:
-        batcher.submit(Wanted(0), ["a"])
+        batcher.submit(Wanted(0, 1), ["a"])
         try:
-            batcher.submit(Wanted(0), ["a"] * (lines - 1))
-        except QueueFullError:
+            batcher.submit(Wanted(0, 1), ["a"] * (lines - 1))
+        except NotAcceptedError:
             return 503
         return 200
 

@@ -16,9 +16,14 @@ from tests.recipes.serve.serving import GOOD, client_of, serving
 
 
 @pytest.fixture(scope="module")
-def app() -> Iterator[Guard]:
+def model() -> Recorder:
     model = Recorder(beam=3)
     model.gate.set()
+    return model
+
+
+@pytest.fixture(scope="module")
+def app(model: Recorder) -> Iterator[Guard]:
     with serving(model, loopback=True) as app:
         yield app
 
@@ -29,6 +34,22 @@ def asked(app: Guard, method: str, path: str, **request: Any) -> httpx.Response:
             return await client.request(method, path, **request)
 
     return asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "wishes"),
+    [
+        ("/translate", GOOD, (1, False)),
+        ("/translate", {**GOOD, "alternatives": 1}, (2, False)),
+        ("/lines", {"lines": ["a"]}, (1, False)),
+        ("/lines", {"lines": ["a"], "n_best": 3, "links": True}, (3, True)),
+    ],
+)
+def test_nothing_is_searched_or_linked_that_was_not_asked_for(
+    path: str, fields: dict[str, object], wishes: tuple[int, bool], app: Guard, model: Recorder
+) -> None:
+    assert asked(app, "POST", path, json=fields).status_code == 200
+    assert model.wishes[-1] == wishes
 
 
 @pytest.mark.parametrize(
