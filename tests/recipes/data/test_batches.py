@@ -107,6 +107,14 @@ def test_epochs_differ_in_the_order_and_in_the_company() -> None:
     assert len(together & again) < 0.9 * len(together)
 
 
+def test_the_longest_sentences_are_the_first_of_their_batches_whatever_their_product() -> None:
+    """50,000 x 50,000 is more than 32 bits hold."""
+    lengths = [3, 50_000, 4, 49_999]
+    sides = [[range(length) for length in lengths]] * 2
+    batches = TokenBatches(*sides, batch_tokens=100_002, seed=0)
+    assert sorted(map(sorted, batches.epoch(0))) == [[0, 2], [1, 3]]
+
+
 def test_batches_do_not_come_sorted_by_length() -> None:
     batches = TokenBatches(*ordinary(2_000), batch_tokens=512, seed=0)
     widths = [max(len(batches.targets[index]) for index in batch) for batch in batches.epoch(0)]

@@ -8,7 +8,7 @@ import pytest
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.launch import started_by
-from recipes.translation.processes.ranks import _portable, joined
+from recipes.translation.processes.ranks import ALONE, _portable, joined
 
 
 @pytest.mark.parametrize("given", ["no address", "a port in use"])
@@ -26,6 +26,11 @@ def test_a_rank_that_cannot_join_says_what_to_set(given: str, monkeypatch: pytes
             joined(1.0),
         ):
             raise AssertionError
+
+
+def test_a_process_alone_is_the_first_and_only_one_of_its_machine() -> None:
+    assert ALONE.is_main
+    assert (ALONE.rank, ALONE.world, ALONE.local_rank, ALONE.local_world) == (0, 1, 0, 1)
 
 
 def test_an_error_that_its_message_alone_does_not_make_is_told_with_its_name() -> None:

@@ -264,3 +264,11 @@ def test_loading_restores_every_weight_bit_for_bit(tmp_path: Path) -> None:
     fill_model(other, load_file(tmp_path / "model.safetensors"), tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
+
+
+def test_the_state_of_a_run_that_begins_says_that_nothing_is_done(tmp_path: Path) -> None:
+    checkpoint.write_state(tmp_path / "state", "", {}, checkpoint.TrainingState())
+    said = json.loads((tmp_path / "state" / "training.json").read_text())
+    del said["of"]
+    assert len(said) > 10
+    assert not any(said.values())
