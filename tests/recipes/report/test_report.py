@@ -286,9 +286,9 @@ def test_values_are_marked_where_that_is_wanted_and_they_are_few(points: bool, s
     assert chart.count("<use ") - plain.count("<use ") == marked
 
 
-def test_a_chart_has_a_scale_of_magnitudes_or_a_legend_only_where_that_is_wanted() -> None:
+def test_a_chart_has_points_a_scale_of_magnitudes_or_a_legend_only_where_that_is_wanted() -> None:
     series = [Series("a", [1, 2], [1, 1000], 0)]
-    plain = line_chart("Loss", series, log=False, legend=False)
+    plain = line_chart("Loss", [Series("a", [1, 2], [1, 1000], 0, points=False)], log=False, legend=False)
     assert line_chart("Loss", series) == plain
     assert line_chart("Loss", series, log=True) != plain
     assert line_chart("Loss", series, legend=True) != plain

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,15 @@ import torch
 from models.alignment import attention_weights
 from recipes.translation import train as training
 from recipes.translation.report.draw import report, write_report
-from recipes.translation.report.records import read_run
-from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.report.records import RunRecords, read_run
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator, save_model
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Symbols
 from recipes.translation.train import train
 from recipes.translation.training import journal, machine
 from recipes.translation.training.samples import attention_map, sample_rows, with_samples
+from tests.recipes.random_translator import random_translator
 from tests.recipes.saved import model_in
 from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
@@ -174,6 +176,17 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     (earlier / "best" / "config.yaml").write_text("damaged")
     assert "none can be made now" in report([with_samples(read_run(earlier), earlier)])
     assert with_samples(kept, run) is kept
+
+
+def test_why_no_samples_can_be_made_is_on_the_page(tmp_path: Path) -> None:
+    translator = random_translator(tmp_path)
+    data = replace(translator.config.data, format="text", valid=(str(tmp_path / "gone.en"), str(tmp_path / "gone.de")))
+    save_model(
+        tmp_path / "run" / "best", replace(translator, config=replace(translator.config, data=data)), {"step": 1}
+    )
+    found = with_samples(RunRecords("run", [], [], [], [], None, {}), tmp_path / "run")
+    assert found.note.startswith("Training kept no translations, and none can be made now: ")
+    assert "gone.en" in found.note
 
 
 @pytest.mark.parametrize(
