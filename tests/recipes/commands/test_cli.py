@@ -16,6 +16,7 @@ import pytest
 
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.commands.translation import typed
+from recipes.translation.errors import OtherRankError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.rerank import best_by_mbr
 from recipes.translation.settings.config import SCHEMA, load_config
@@ -389,6 +390,19 @@ def test_ctrl_c_ends_a_command_with_130(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Interrupted()))
     assert main(["translate"]) == 130
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "error: rank 1 ended\n"), ("1", "")])
+def test_rank_0_alone_says_that_another_rank_has_failed(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(_: object) -> int:
+        raise OtherRankError("rank 1 ended")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setitem(COMMANDS, "prepare", lost)
+    assert main(["prepare"]) == 2
+    assert capsys.readouterr() == ("", said)
 
 
 def test_a_reader_that_has_closed_the_pipe_ends_a_command_with_141(
