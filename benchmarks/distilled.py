@@ -97,7 +97,7 @@ def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Seque
         for kind in types:
             path = folder / f"{who}-{kind}"
             ctranslate2_model.write(saved, path, kind)
-            engine = ctranslate2_engine.load(path, threads=1)
+            engine = ctranslate2_engine.load(path)
             searches = [saved.config.decoding]
             if kind == "int8":
                 searches += [replace(saved.config.decoding, beam=beam) for beam in beams]

@@ -68,7 +68,7 @@ def pairs(vocab_size: int, seed: int = 0) -> tuple[list[list[int]], list[list[in
 def batches(vocab_size: int, tokens: int, order: str) -> Iterator[Batch]:
     """Yield batches of about `tokens` target tokens: of `similar` lengths, as the recipe makes them, or `mixed`."""
     # The budget counts padding, of which batches of similar lengths have about a twentieth
-    made = TokenBatches(*pairs(vocab_size), batch_tokens=round(1.05 * tokens))
+    made = TokenBatches(*pairs(vocab_size), batch_tokens=round(1.05 * tokens), seed=0)
     if order == "similar":
         yield from (made.batch(indices) for indices in made.epoch(0))
         return

@@ -29,4 +29,4 @@ def saved_file(run: Path, name: str, file: str) -> Path:
 def keep_model(run: Path, translator: Translator, facts: Mapping[str, object], step: int, most: int) -> None:
     """Save a validated model of a step, without a state, as the newest of the `most` that are kept."""
     save_model(model_at(run, step), translator, facts)
-    point_at(run, step, keep=most)
+    point_at(run, step, better=False, keep=most)

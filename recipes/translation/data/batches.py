@@ -73,7 +73,7 @@ class TokenBatches:
         targets: Sequence[Ids],
         *,
         batch_tokens: int,
-        seed: int = 0,
+        seed: int,
         max_length: float = math.inf,
         mixture: Mixture | None = None,
         symbols: Symbols = ORDINARY,
@@ -160,7 +160,7 @@ class TokenBatches:
         direction = numpy.where(target_lengths % 2 == 0, -1, 1)
         order = numpy.lexsort((direction * source_lengths, -target_lengths))
         # numpy sorts 16 bits by radix
-        places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int64)
+        places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int32)
         places[order] = numpy.arange(len(order))
         self._places = places[inverse]
         self._longer = numpy.maximum(target_lengths, source_lengths)[order]
@@ -200,7 +200,7 @@ class TokenBatches:
 def _lengths(side: Sequence[Ids]) -> Array:
     if isinstance(side, StoredIds):
         return side.lengths
-    return numpy.array([len(ids) for ids in side], dtype=numpy.int64)
+    return numpy.array([len(ids) for ids in side], dtype=numpy.int32)
 
 
 def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:

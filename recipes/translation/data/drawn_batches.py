@@ -35,7 +35,7 @@ class Drawing:
     """What is drawn of one side of the pairs."""
 
     subwords: Subwords
-    sampling: float = 0.0
+    sampling: float
     """As in `Subwords.sample`; 0 samples nothing."""
     noise: NoiseConfig = NO_NOISE
     symbols: Sequence[str] = ()

@@ -23,13 +23,13 @@ class Mixture:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], temperature: float, seed: int) -> None:
         self._bounds = numpy.cumsum(sizes)
-        self._weights = numpy.array(weights, dtype=numpy.float64)
+        self._weights = numpy.array(weights)
         self._temperature = temperature
         self._seed = seed
 
     def counts(self, usable: Array) -> list[int]:
         """Return how many pairs of each corpus an epoch has, of which the `usable` indices alone may be drawn."""
-        sizes = numpy.array([len(members) for members in self._members(usable)], dtype=numpy.float64)
+        sizes = numpy.array([len(members) for members in self._members(usable)])
         sizes[self._weights == 0] = 0
         if not sizes.any():
             return [0] * len(sizes)
@@ -47,7 +47,7 @@ class Mixture:
 
     def drawn(self, epoch: int, usable: Array) -> Array:
         """Return the indices of an epoch's pairs, which are all `usable`."""
-        found = [numpy.empty(0, dtype=numpy.int64)]
+        found = [usable[:0]]
         for number, (members, count) in enumerate(zip(self._members(usable), self.counts(usable), strict=True)):
             position = epoch * count
             end = position + count

@@ -13,6 +13,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.tags import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
@@ -69,21 +70,17 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     """Return the folder with undamaged models made with these settings; None if there is none."""
     try:
         found = verified_folder(folder)
-        made_with = json.loads((found / SETTINGS).read_text(encoding="utf-8"))
-    except (CheckpointError, OSError, ValueError, RecursionError):
+    except CheckpointError:
         return None  # whatever is wrong with them, they can be made again
-    if made_with != settings:
+    if noted_in(found / SETTINGS) != settings:
         return None
     return found
 
 
 def of_other_data(folder: Path, config: RunConfig) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
-    try:
-        data = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["data"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # there are none, or can be made again
-        return False
-    return bool(data != Corpora(config).text.identity())
+    data = noted_in(folder / SETTINGS, "data")
+    return data is not None and bool(data != Corpora(config).text.identity())
 
 
 def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:

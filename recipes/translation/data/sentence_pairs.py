@@ -23,6 +23,7 @@ from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_format, expanded, names_of, paths_of
 from recipes.translation.errors import DataError
 from recipes.translation.files.contents import Contents, Opened, opened
+from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.lines import each_line
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.data import CleaningConfig
@@ -187,9 +188,7 @@ def _jsonl(data: DataConfig, split: Split, open_file: Opened) -> list[Pair]:
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise DataError(f"{where} is not JSON: it is nested too deeply") from None
+        record = parsed(line, _without_repeats)
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):

@@ -21,7 +21,7 @@ import numpy.typing
 
 from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import sha256
-from recipes.translation.files.json_fields import TEXT, WrongFieldError, each, fields, is_whole, value
+from recipes.translation.files.json_fields import TEXT, each, fields, is_whole, parsed, value
 from recipes.translation.files.writing import claimed, flush, put
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
@@ -84,8 +84,10 @@ class TokenStore:
         try:
             with pyarrow.memory_map(str(folder / PAIRS)) as file:
                 batches = list(pyarrow.ipc.open_stream(file))
+            for batch in batches:
+                batch.validate(full=True)  # offsets within the values; it does not read the values
         except (OSError, pyarrow.ArrowInvalid) as error:
-            raise DataError(_damaged(folder, str(error))) from error
+            raise DataError(_damaged(folder, " ".join(str(error).split()))) from None
         _check_batches(folder, batches, sizes)
         sides: list[StoredIds] = []
         for name in ("source", "target"):
@@ -181,10 +183,6 @@ def _check_batches(folder: Path, batches: Sequence[Any], sizes: tuple[int, int])
             raise DataError(_damaged(folder, f"{PAIRS} has the columns {found}, not lists of ids, source and target"))
         if not 0 < len(batch) <= ROWS or (len(batch) < ROWS and number < len(batches)):
             raise DataError(_damaged(folder, f"a part of {PAIRS} has {len(batch):,} rows, not {ROWS:,}"))
-        try:
-            batch.validate(full=True)  # offsets within the values; it does not read the values
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(_damaged(folder, " ".join(str(error).split()))) from None
         if any(column.null_count or column.values.null_count for column in batch.columns):
             raise DataError(_damaged(folder, f"{PAIRS} has rows without ids"))
         for side, size in zip(batch.schema.names, sizes, strict=True):
@@ -199,11 +197,9 @@ def _check_batches(folder: Path, batches: Sequence[Any], sizes: tuple[int, int])
 
 def _facts(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        found: dict[str, Any] = parsed((folder / FACTS).read_text(encoding="utf-8"))
         CHECK(found, "")
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(_damaged(folder, str(error))) from error
-    except WrongFieldError as error:
+    except (OSError, ValueError) as error:
         raise DataError(_damaged(folder, f"{FACTS}: {error}")) from None
     return found
 

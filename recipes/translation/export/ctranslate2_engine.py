@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
@@ -31,21 +31,16 @@ class ExportedTranslator(NamedTuple):
     target: Subwords
 
 
-def load(
-    folder: Path, device: str = "cpu", threads: int = 0, overrides: Mapping[str, object] | None = None
-) -> ExportedTranslator:
-    """Read the model that `export --to ctranslate2` wrote.
+def load(folder: Path, overrides: Mapping[str, object] | None = None) -> ExportedTranslator:
+    """Read the model that `export --to ctranslate2` wrote, for the CPU.
 
-    On a CPU `threads` batches are translated at the same time, each by one thread; 0 takes as many as torch. Several
-    threads for one batch were slower than one, for models of width 128 and 512 (docs/export.md).
+    As many batches are translated at the same time as torch has threads, each by one of them. Several threads for one
+    batch were slower than one, for models of width 128 and 512 (docs/export.md).
     """
     whole = verified_folder(folder)
     config, source, target = load_belongings(whole, overrides)
     try:
-        batches = 1
-        if device == "cpu":
-            batches = threads or torch.get_num_threads()
-        engine = ctranslate2.Translator(str(whole), device=device, inter_threads=batches, intra_threads=1)
+        engine = ctranslate2.Translator(str(whole), inter_threads=torch.get_num_threads(), intra_threads=1)
     except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a variable that is missing
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
     for side, subwords in (("source", source), ("target", target)):
@@ -61,10 +56,7 @@ def _vocabulary(folder: Path, side: str) -> object:
     path = folder / "shared_vocabulary.json"
     if not path.exists():
         path = folder / f"{side}_vocabulary.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
+    return noted_in(path)
 
 
 def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig) -> list[str]:
@@ -73,11 +65,11 @@ def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding
     Greedy translations (beam 1) are those of the model in torch, up to rounding. With a wider beam CTranslate2 searches
     until `beam` hypotheses are finished; the best of them by `decoding`'s own length normalisation is taken.
     """
-    return [row[0].text for row in alternatives(translator, sentences, decoding)]
+    return [row[0].text for row in alternatives(translator, sentences, decoding, 1)]
 
 
 def alternatives(
-    translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig, n_best: int = 1
+    translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig, n_best: int
 ) -> list[list[Translation]]:
     """Return the `n_best` translations of each sentence, best first, at most `decoding.beam` of them.
 
@@ -101,7 +93,7 @@ def search(
     sources: list[list[str]],
     limits: list[int],
     decoding: DecodingConfig,
-    n_best: int = 1,
+    n_best: int,
 ) -> list[list[Hypothesis]]:
     """Return the best translations found for each source, as ids, none longer than its limit."""
     shared = shared_limits(sources, limits)

@@ -17,11 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.json_fields import TEXT, fields, parsed
 from recipes.translation.files.pointers import pointed_at
 from recipes.translation.files.writing import beside, by_name, claimed, flush, put
 
 MANIFEST = "manifest.json"
+LISTED = fields({"files": fields({"*": fields({"sha256": TEXT})})})
+"""What it must be."""
 MODELS = ("best", "last", "averaged")
 """The models of a run that its results can be of."""
 
@@ -138,7 +141,7 @@ def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
         before = _manifest_of(target)
         try:
             found = read()
-        except (CheckpointError, ConfigError, OSError):
+        except (CheckpointError, OSError, ValueError):
             if _manifest_of(target) == before:
                 raise
             continue
@@ -185,11 +188,12 @@ def listed_files(folder: Path) -> dict[str, str]:
             f"{folder} has no {MANIFEST}: it is damaged, or was not made here; restore it from a copy, or move it away"
         )
     try:
-        entries = json.loads((folder / MANIFEST).read_bytes())["files"]
-        listed = {str(name): str(entry["sha256"]) for name, entry in entries.items()}
+        found = parsed((folder / MANIFEST).read_bytes())
+        LISTED(found, "")
+        listed = {name: entry["sha256"] for name, entry in found["files"].items()}
         if any(Path(name).name != name for name in listed):  # ../../file would be removed with the folder
             raise ValueError("files outside the folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{folder / MANIFEST} is damaged; restore the folder from a copy, or move it away"
         ) from error

@@ -1,10 +1,11 @@
-"""Checks of JSON that was read from a file: what each field must be, and the line that says which of them is not."""
+"""JSON of files: how it is parsed, what each field must be, and the line that says which of them is not."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 MISSING = object()
@@ -13,7 +14,26 @@ Check = Callable[[Any, str], None]
 """Raises WrongFieldError for a value that is not what it must be; the text is the name of its field."""
 
 
-class WrongFieldError(Exception):
+def parsed(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Parse JSON, each object by `make_object`; raise ValueError also for what is nested too deeply for Python."""
+    try:
+        return json.loads(text, object_pairs_hook=make_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def noted_in(path: Path, *names: str | int) -> Any:
+    """Return a field of a JSON file, by its name and those around it; None if it cannot be read, for any reason."""
+    try:
+        found = parsed(path.read_text(encoding="utf-8"))
+        for name in names:
+            found = found[name]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return found
+
+
+class WrongFieldError(ValueError):
     """A field has a value of another kind, or none."""
 
     def __init__(self, field: str, found: object, what: str) -> None:

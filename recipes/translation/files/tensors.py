@@ -24,8 +24,6 @@ from recipes.translation.errors import CheckpointError
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The format's names of the dtypes, in the order in which the package writes tensors."""
-INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-"""Those that are never written here, but may be found in a file."""
 
 
 class OneByOne(Mapping[str, Tensor]):
@@ -145,12 +143,12 @@ def read_tensors(path: Path) -> OneByOne:
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     header = json.loads(os.pread(descriptor, size, 8))
     header.pop("__metadata__", None)
-    dtypes = {name: dtype for dtype, name in (DTYPES | INTEGERS).items()}
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     found = {}
     for name, entry in header.items():
         if entry["dtype"] not in dtypes:
             os.close(descriptor)
-            raise CheckpointError(f"{path}: {name} is {entry['dtype']}; weights are float32 or float64")
+            raise CheckpointError(f"{path}: {name} is {entry['dtype']}, and weights are float32 or float64; {MIXED}")
         found[name] = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
 
     def mapped(name: str) -> Tensor:

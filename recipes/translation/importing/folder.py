@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
+from recipes.translation.files.json_fields import parsed
 from recipes.translation.importing.fields import check_fields
 
 WEIGHTS = "model.safetensors"
@@ -31,8 +31,8 @@ class Folder:
         """Return what a JSON file says, with the types of `fields.py`."""
         content = self.content(name)
         try:
-            found = json.loads(content)
-        except (ValueError, RecursionError) as error:
+            found = parsed(content)
+        except ValueError as error:
             raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.path / name} is a JSON {type(found).__name__}, not an object of names")

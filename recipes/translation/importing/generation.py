@@ -56,7 +56,7 @@ def read_generation(files: Folder, config: Mapping[str, Any]) -> tuple[Mapping[s
     return {key: value for key, value in config.items() if key in names}, "config.json"
 
 
-def decoding_of(generation: Mapping[str, Any], start: int = 1) -> dict[str, Any]:
+def decoding_of(generation: Mapping[str, Any], start: int) -> dict[str, Any]:
     """Return the run's settings of translation; `start` is the number of tokens with which a translation begins."""
     penalty = generation.get("length_penalty")
     if penalty is None:  # transformers divides by length^length_penalty, 1 unless it is set

@@ -18,7 +18,7 @@ class StopSignals:
     sends it once more. The launcher itself ends processes that do not stop.
     """
 
-    def __init__(self, several: bool = False) -> None:
+    def __init__(self, several: bool) -> None:
         self.signal: signal.Signals | None = None
         self.several = several
         self._before: dict[signal.Signals, Handler] = {}

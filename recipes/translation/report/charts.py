@@ -71,7 +71,7 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    color: int = 0
+    color: int
     """The number of its color and of its dashes."""
     points: bool = False
     """Whether each value is marked, as where there are few."""

@@ -6,14 +6,13 @@ that is cut off, is None or empty, and the page says so. A field that is not wha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipes.translation.errors import DataError
-from recipes.translation.files.json_fields import Check
+from recipes.translation.files.json_fields import Check, noted_in
 from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
 from recipes.translation.run_folder.made_from import model_with
 from recipes.translation.run_folder.step_records import numbered_records
@@ -133,10 +132,7 @@ def _lines(path: Path, check: Check) -> list[dict[str, Any]]:
 
 def _json(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty if there is none, or it is being written."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    found = noted_in(path)
     if not isinstance(found, dict):
         return {}
     return found

@@ -43,7 +43,7 @@ from recipes.translation.files.atomic_folder import (
     verified_folder,
     whole_folder,
 )
-from recipes.translation.files.json_fields import Check, WrongFieldError
+from recipes.translation.files.json_fields import Check, WrongFieldError, parsed
 from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.run_folder.translator import (
@@ -367,8 +367,8 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = parsed(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not what this version writes; {MIXED}")

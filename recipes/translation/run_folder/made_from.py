@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import MODELS, whole_folder
-from recipes.translation.run_folder.checkpoint import weights_digest
+from recipes.translation.files.json_fields import noted_in
+from recipes.translation.run_folder.checkpoint import WEIGHTS_FILE
 
 NOTE = "made_from.json"
 """The file of an export with the SHA-256 of the weights."""
@@ -31,11 +31,7 @@ def is_current(named: Path, digest: str) -> bool:
 
 def translated_by(scores: Path) -> str:
     """Return the SHA-256 of the weights that `evaluate` noted beside its scores; empty if it did not."""
-    try:
-        weights = json.loads(scores.read_text(encoding="utf-8"))["weights"][0]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
-    return str(weights)
+    return str(noted_in(scores, "weights", 0) or "")
 
 
 def lines_digest(lines: Iterable[str]) -> str:
@@ -48,19 +44,12 @@ def lines_digest(lines: Iterable[str]) -> str:
 
 def translated_from(scores: Path) -> str:
     """Return the SHA-256 of the sentences whose translations have these scores; empty if `evaluate` did not note it."""
-    try:
-        sources = json.loads(scores.read_text(encoding="utf-8"))["sources"]["sha256"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
-    return str(sources)
+    return str(noted_in(scores, "sources", "sha256") or "")
 
 
 def exported_from(folder: Path) -> str:
     """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
-    try:
-        return str(json.loads((folder / NOTE).read_text(encoding="utf-8"))["weights"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
+    return str(noted_in(folder / NOTE, "weights") or "")
 
 
 def note_origin(folder: Path, digest: str) -> None:
@@ -70,9 +59,7 @@ def note_origin(folder: Path, digest: str) -> None:
 
 def digest_in(folder: Path) -> str:
     """Return the SHA-256 of the weights of the model in a folder; empty without a readable one."""
-    if whole_folder(folder) is None:
+    whole = whole_folder(folder)
+    if whole is None:
         return ""
-    try:
-        return weights_digest(folder)
-    except CheckpointError:
-        return ""
+    return str(noted_in(whole / "model.json", "of", WEIGHTS_FILE) or "")

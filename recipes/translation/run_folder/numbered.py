@@ -73,7 +73,7 @@ def kept_models(run: Path) -> list[Path]:
     return [folder for folder in all_pointed_at(run / "kept") if whole_folder(folder)]
 
 
-def point_at(run: Path, step: int, *, better: bool = False, keep: int = 0) -> None:
+def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
     """Let the pointers name the whole folders of a step, then remove those that no pointer names any longer.
 
     `last` names the model in any case; `best`, if it is `better` than the one before; and `kept`, if `keep` models are

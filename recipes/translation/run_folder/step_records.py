@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from recipes.translation.files.json_fields import parsed
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -21,8 +22,8 @@ def numbered_records(path: Path) -> dict[int, dict[str, Any]]:
 def record_of(line: bytes) -> dict[str, Any] | None:
     """Parse a line; return None if it is not a record."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parsed(line)
+    except ValueError:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int
         return None

@@ -56,7 +56,7 @@ COUNTS = 2**22
 """Counts that exist at a time."""
 
 
-def _counts(sentences: int, resamples: int, seed: int) -> Iterator[Array]:
+def _counts(sentences: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Yield how often each resample has each sentence, some resamples at a time: (some of R, N)."""
     generator = np.random.default_rng(seed)
     block = max(1, COUNTS // sentences)
@@ -65,4 +65,4 @@ def _counts(sentences: int, resamples: int, seed: int) -> Iterator[Array]:
         drawn: NDArray[np.int64] = generator.choice(sentences, size=(rows, sentences), replace=True)
         # The numbers of row r are raised by r x N, so that one count serves all rows
         cells = (drawn + np.arange(rows)[:, None] * sentences).ravel()
-        yield np.bincount(cells, minlength=rows * sentences).reshape(rows, sentences).astype(np.float64)
+        yield np.bincount(cells, minlength=rows * sentences).reshape(rows, sentences)

@@ -11,6 +11,7 @@ from typing import Any
 
 from recipes.translation.data.corpora import Corpora, HeldOut, HeldOutSplit
 from recipes.translation.errors import DataError
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import replace_files
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -71,12 +72,8 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
 
     `pairs` have the sentences of the file.
     """
-    try:
-        noted = json.loads(scores.read_text(encoding="utf-8"))["sources"]
-        file, digest = noted["file"], noted["sha256"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
-    if file == str(sources.resolve()) or digest == lines_digest(pair.source for pair in pairs):
+    file, digest = (noted_in(scores, "sources", name) for name in ("file", "sha256"))
+    if file in (None, str(sources.resolve())) or digest == lines_digest(pair.source for pair in pairs):
         return ""
     return str(file)
 

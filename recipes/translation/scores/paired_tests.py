@@ -108,9 +108,9 @@ CELLS = 2**22
 """Choices that exist at a time as numbers."""
 
 
-def _picked(sentences: int, trials: int, seed: int) -> Iterator[Array]:
-    """Yield which sentences each trial exchanges, some trials at a time: (some of R, N) of 0 and 1."""
+def _picked(sentences: int, trials: int, seed: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield which sentences each trial exchanges, some trials at a time: (some of R, N)."""
     chosen: NDArray[np.bool_] = np.random.default_rng(seed).integers(2, size=(trials, sentences), dtype=bool)
     block = max(1, CELLS // sentences)
     for start in range(0, trials, block):
-        yield chosen[start : start + block].astype(np.float64)
+        yield chosen[start : start + block]

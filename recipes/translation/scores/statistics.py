@@ -83,7 +83,7 @@ def mean_of(name: str, signature: str, values: Sequence[float]) -> Measured:
 
 def scores_of_sums(metric: Any, sums_RK: Array) -> Array:
     """Compute the scores, in percent, by a metric of sacreBLEU from sums of its statistics: (R, K) -> (R,)."""
-    return np.array([metric._compute_score_from_stats(sums).score for sums in sums_RK.tolist()], dtype=np.float64)
+    return np.array([metric._compute_score_from_stats(sums).score for sums in sums_RK.tolist()])
 
 
 def mean_of_sums(sums_RK: Array) -> Array:

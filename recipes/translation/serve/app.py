@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import lines_answer, lines_asked, translate_asked
-from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
+from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
 from recipes.translation.serve.guard import Guard
 from recipes.translation.serve.language_names import language_name
@@ -88,7 +88,7 @@ class Service:
         try:
             answer = self.batcher.submit(wanted, lines, partly)
             found = await awaited(request, answer, self.limits.answer_seconds)
-        except (QueueFullError, StoppedError) as error:
+        except NotAcceptedError as error:
             raise RefusedError(503, str(error), RETRY) from None
         except DataError as error:
             raise RefusedError(400, str(error)) from None

@@ -14,12 +14,8 @@ from recipes.translation.errors import DataError
 from recipes.translation.serve.models import Line, Model
 
 
-class QueueFullError(Exception):
-    """There is no room for a request's lines; the message is one line."""
-
-
-class StoppedError(Exception):
-    """The service stops and translates no more."""
+class NotAcceptedError(Exception):
+    """Lines are not translated, as there is no room for them or the service stops; the message is one line."""
 
 
 class Wanted(NamedTuple):
@@ -27,7 +23,7 @@ class Wanted(NamedTuple):
 
     model: int
     """The number of the model, from 0."""
-    n_best: int = 1
+    n_best: int
     links: bool = False
 
 
@@ -37,7 +33,7 @@ class Request:
 
     wanted: Wanted
     lines: Sequence[str]
-    partly: bool = False
+    partly: bool
     """Whether the others are translated where one cannot be."""
     answer: Future[list[Line]] = field(default_factory=Future)
     begun: int = 0
@@ -92,7 +88,7 @@ class Batcher:
 
         It raises DataError where a line cannot be translated; `partly`, the other lines are, and that one says why not.
 
-        Raises QueueFullError if more than `most` lines would wait, and StoppedError after `close`.
+        Raises NotAcceptedError if more than `most` lines would wait, and after `close`.
         """
         request = Request(wanted, lines, partly)
         if not lines:
@@ -100,10 +96,10 @@ class Batcher:
             return request.answer
         with self._changed:
             if self._stopped:
-                raise StoppedError("the service is stopping")
+                raise NotAcceptedError("the service is stopping")
             waiting = self._waiting()
             if waiting + len(lines) > self.most:
-                raise QueueFullError(
+                raise NotAcceptedError(
                     f"{waiting:,} lines are waiting, and {len(lines):,} more would be above {self.most:,}: try again "
                     "in a moment"
                 )
@@ -121,7 +117,7 @@ class Batcher:
 
     def _drop(self) -> None:
         for request in self._requests:
-            fail(request, StoppedError("the service is stopping"))
+            fail(request, NotAcceptedError("the service is stopping"))
 
     def _waiting(self) -> int:
         return sum(request.waiting for request in self._requests)

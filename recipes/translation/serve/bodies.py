@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from email.message import Message
@@ -14,6 +13,8 @@ from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+
+from recipes.translation.files.json_fields import parsed
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,9 @@ def too_large(size: str, limits: Limits) -> RefusedError:
 def object_of(text: str) -> dict[str, object]:
     """Decode a JSON object."""
     try:
-        found = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, RecursionError):
-            reason = "too many levels"
-        raise RefusedError(400, f"the body is not JSON: {reason}") from None
+        found = parsed(text, once)
+    except ValueError as error:
+        raise RefusedError(400, f"the body is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise RefusedError(400, 'the body is not a JSON object: send {"q": ..., "source": ..., "target": ...}')
     return found

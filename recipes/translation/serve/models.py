@@ -49,7 +49,7 @@ class Model:
         """Return whether the model can link words: its run is there, and not an export alone."""
         return self.align is not None
 
-    def translate(self, lines: Sequence[str], n_best: int = 1, links: bool = False) -> list[Line]:
+    def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
         """Translate lines; link the words of each with its best translation if wanted and possible."""
         found = self.search(lines, n_best)
         linked: list[list[Link]] = [[] for _ in lines]

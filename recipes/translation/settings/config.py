@@ -85,7 +85,7 @@ def named_format(name: str) -> str | None:
     return FORMATS.get(Path(name.lower().removesuffix(".gz")).suffix)
 
 
-def format_of(data: DataConfig, corpora: bool = False) -> str:
+def format_of(data: DataConfig, corpora: bool) -> str:
     """Return the format of the data files, or builtin without files; raise ConfigError if their names do not tell.
 
     `corpora` says whether there are any, whose files may be in the folder `data.path`.

@@ -40,10 +40,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options; a misspelt one ends the program with a suggestion."""
-        try:
-            options, extra = self.parse_known_args(argv)
-        except argparse.ArgumentError as error:
-            self.error(str(error))
+        options, extra = self.parse_known_args(argv)
         extra.sort(key=lambda word: not word.startswith("-"))  # a misspelt option comes before its value
         if extra:
             self.error(unknown("option", extra[0], list(self._option_string_actions)))

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from recipes.translation.files.json_fields import parsed
+
 PIECES, TRAINER, NORMALIZER, OURS = 1, 2, 3, 200
 """The fields of a model that are read or written here. The last one has our own notes, as JSON."""
 MODEL_TYPE, UNK_SURFACE, UNK, BOS, EOS, PAD = 3, 44, 45, 46, 47, 48
@@ -100,7 +102,7 @@ def notes_of(model: bytes) -> Mapping[str, Any]:
     found = _joined(model, OURS)
     if not found:
         return {}
-    notes: dict[str, Any] = json.loads(found)
+    notes: dict[str, Any] = parsed(found)
     return notes
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import sentencepiece
 
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.files.json_fields import WrongFieldError, each, fields, is_whole, value
+from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import notes_of
@@ -163,7 +163,7 @@ class Subwords:
             check_notes(notes_of(processor.serialized_model_proto()), processor.get_piece_size())
             subwords = cls(processor)
             subwords.pieces()
-        except (ValueError, RecursionError, WrongFieldError) as error:
+        except ValueError as error:
             reason = str(error)
             if isinstance(error, UnicodeDecodeError):
                 reason = f"the piece {error.object!r} is not UTF-8 text"

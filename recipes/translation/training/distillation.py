@@ -119,7 +119,7 @@ class DistillationLoss(nn.Module):
         teacher: Teacher,
         *,
         weight: float,
-        temperature: float = 1.0,
+        temperature: float,
         chunk_tokens: int | None = None,
         vocab: seqpar.VocabShard | None = None,
     ) -> None:

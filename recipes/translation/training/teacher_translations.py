@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.tags import tags_of
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
@@ -83,7 +84,7 @@ def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]
     """Return how many translations can be kept, after removing what cannot: all lines, or whole blocks of them."""
     source, target, record = paths
     make_folder(source.parent)
-    if _recorded(record) != made_from:
+    if noted_in(record) != made_from:
         record.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
         replace_file(source, "".join(f"{line}\n" for line in lines).encode())
@@ -97,12 +98,3 @@ def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]
             kept -= kept % BLOCK
         file.truncate(sum(len(line) + 1 for line in written[:kept]))
     return kept
-
-
-def _recorded(record: Path) -> object:
-    """Return what the translations are made from; None if it is not known."""
-    try:
-        found: object = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found

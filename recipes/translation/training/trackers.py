@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.json_fields import WrongFieldError
+from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.writing import check_no_link, replace_file
 from recipes.translation.run_folder.fields import TRACKERS
 from recipes.translation.run_folder.resume import flat
@@ -133,9 +133,9 @@ def _name_of(run: Path, resumed: bool) -> str:
     path = run / "trackers.json"
     if resumed and path.exists():
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
+            known = parsed(path.read_text(encoding="utf-8"))
             TRACKERS(known, "")
-        except (ValueError, RecursionError, WrongFieldError) as error:
+        except ValueError as error:
             raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers start over") from None
         return str(known["id"])
     name = uuid.uuid4().hex[:12]

@@ -174,7 +174,6 @@ def note_validation(state: TrainingState, found: Validation, best_by: str = "los
     if better:
         state.stale = 0
         state.best_loss = found["loss"]
-        state.best_score = None
         if best_by != "loss":
             state.best_score = found[best_by]
         state.best_step = found.step

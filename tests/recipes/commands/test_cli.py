@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import COMMANDS, main
+from recipes.translation.commands.translation import typed
+from recipes.translation.errors import OtherRankError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.rerank import best_by_mbr
 from recipes.translation.settings.config import SCHEMA, load_config
@@ -174,6 +178,7 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
     [
         (["train", "--training.steps", "many"], "training.steps (command line) expects a whole number"),
         (["train", "--training.steps"], "expected one argument"),
+        (["train", "--processes"], "expected one argument: give a number, or auto"),
         (["train", "--config", "nowhere.yaml"], "no configuration file nowhere.yaml"),
         (["train", "--model.preset", "tinny", "--run", "{tmp}"], "model.preset"),
         (["train", "--data.format", "text", "--run", "{tmp}"], "data.train takes two files"),
@@ -327,8 +332,11 @@ def test_a_run_that_was_begun_keeps_its_settings(tmp_path: Path, capsys: pytest.
     assert load_config(saved_file(tmp_path / "b", "last", "config.yaml")) == expected
 
 
-def test_prepare_makes_the_subwords_and_nothing_else(tmp_path: Path) -> None:
+def test_prepare_makes_the_subwords_says_where_and_makes_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["prepare", *options(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.endswith(f" target subwords in {tmp_path / 'run' / 'subwords'}\n")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["subwords"]
 
 
@@ -356,6 +364,57 @@ def test_sentences_come_from_words_a_file_a_pipe_or_a_person(
     assert all(expected)
     printed = capsys.readouterr().out.splitlines()
     assert printed == (["Type a sentence and press Enter; an empty line ends."] if way == "typed" else []) + expected
+
+
+@pytest.mark.parametrize("end", ["", EOFError, KeyboardInterrupt])
+def test_typing_ends_with_an_empty_line_ctrl_d_or_ctrl_c(
+    end: str | type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([SENTENCE, end])
+
+    def typing(_: str) -> str:
+        answer = next(answers)
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("builtins.input", typing)
+    assert list(typed("> ")) == [SENTENCE]
+
+
+def test_ctrl_c_ends_a_command_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            signal.raise_signal(signal.SIGINT)
+            return super().read(size)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Interrupted()))
+    assert main(["translate"]) == 130
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "error: rank 1 ended\n"), ("1", "")])
+def test_rank_0_alone_says_that_another_rank_has_failed(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(_: object) -> int:
+        raise OtherRankError("rank 1 ended")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setitem(COMMANDS, "prepare", lost)
+    assert main(["prepare"]) == 2
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_reader_that_has_closed_the_pipe_ends_a_command_with_141(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["prepare", *options(tmp_path / "run")]) == 141
+        print("what is printed afterwards goes nowhere", flush=True)
+        monkeypatch.undo()
 
 
 def test_decoding_options_and_the_checkpoint_can_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

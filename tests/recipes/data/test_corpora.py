@@ -186,6 +186,13 @@ def test_a_mistake_in_a_corpus_names_it(corpora: Any, message: str, tmp_path: Pa
         load_corpus(files(tmp_path, corpora))
 
 
+def test_a_mistake_in_the_cleaning_of_a_corpus_names_it(tmp_path: Path) -> None:
+    write(tmp_path, "a", 3)
+    corpora = {"a": {"train": ["a.en", "a.de"], "source": "qqq"}}
+    with pytest.raises(ConfigError, match=r"^corpora\.a: cleaning\.script does not know the script of 'qqq'"):
+        Corpora(files(tmp_path, corpora, **{"cleaning.script": True})).text.read()
+
+
 def test_data_train_beside_corpora_is_refused(tmp_path: Path) -> None:
     config = files(tmp_path, {"a": {"train": ["a.en", "a.de"]}})
     config = replace(config, data=replace(config.data, train=("x", "y")))

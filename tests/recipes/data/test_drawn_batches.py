@@ -203,6 +203,22 @@ def test_every_rank_has_the_same_batches_and_their_parts_are_the_whole(folder: P
             assert [row[row != PAD].tolist() for row in batch.tgt_out] == [[*ids, EOS] for ids in targets]
 
 
+def test_an_error_of_the_thread_that_draws_the_next_epoch_is_raised_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = loaded(folder, **SAMPLING).train
+    assert isinstance(batches, DrawnBatches)
+    batches.count(0)
+
+    def full(*_: object) -> None:
+        raise MemoryError("no room for the draws")
+
+    monkeypatch.setattr(batches, "draw", full)
+    batches.epoch(0)
+    with pytest.raises(MemoryError, match="no room for the draws"):
+        batches.epoch(1)
+
+
 def test_the_fingerprint_tells_sampling_with_noise_from_sampling_alone(folder: Path) -> None:
     prints = {
         loaded(folder, **(NOISE if noise else {}), **(SAMPLING if sampling else {})).fingerprint
@@ -214,8 +230,8 @@ def test_the_fingerprint_tells_sampling_with_noise_from_sampling_alone(folder: P
 def test_an_empty_draw_is_replaced_by_the_pair_without_noise(folder: Path) -> None:
     subwords = loaded(folder).source
     ids = subwords.encode(["a", "b", "I am a dog"])
-    plain = TokenBatches(ids, ids, batch_tokens=100)
-    batches = DrawnBatches(plain, Drawing(subwords, noise=NoiseConfig(drop=0.999)), Drawing(subwords))
+    plain = TokenBatches(ids, ids, batch_tokens=100, seed=0)
+    batches = DrawnBatches(plain, Drawing(subwords, 0.0, NoiseConfig(drop=0.999)), Drawing(subwords, 0.0))
     for epoch in range(3):
         sources, targets = batches.draw(epoch, range(3))
         assert targets == ids

@@ -140,7 +140,7 @@ def test_datasets_opens_the_file_of_a_store(tmp_path: Path) -> None:
     assert list(rows["target"]) == list(corpus.train.targets)
 
 
-@pytest.mark.parametrize("damage", ["a byte", "the file", "the facts"])
+@pytest.mark.parametrize("damage", ["a byte", "the file", "the facts", "no facts"])
 def test_a_damaged_store_is_refused_with_the_way_out(damage: str, tmp_path: Path) -> None:
     load_corpus(stored(tmp_path))
     (folder,) = stores(tmp_path)
@@ -151,6 +151,8 @@ def test_a_damaged_store_is_refused_with_the_way_out(damage: str, tmp_path: Path
         path.write_bytes(content)
     elif damage == "the file":
         path.unlink()
+    elif damage == "no facts":
+        (folder / token_store.FACTS).unlink()
     else:
         (folder / token_store.FACTS).write_text('{"corpora": ')
     with pytest.raises(DataError, match=r"is damaged \(.*\): remove it, and it is made again"):
@@ -169,7 +171,7 @@ def test_a_damaged_store_is_refused_with_the_way_out(damage: str, tmp_path: Path
         ({"corpora": [7]}, r"it has \d+ pairs, not 7"),
         ({"sha256": 3}, r"facts\.json: sha256 is 3, and must be text"),
         ([], r"facts\.json: it is \[\], and must be an object of fields"),
-        ("[" * 100_000, ".*"),
+        ("[" * 100_000, r"facts\.json: it is nested too deeply"),
     ],
 )
 def test_a_field_of_the_facts_that_is_not_what_it_must_be_is_one_line(

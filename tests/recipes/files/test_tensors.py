@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.tensors import DTYPES, read_tensors, write_tensors
+from recipes.translation.files.tensors import read_tensors, write_tensors
 
+WRITTEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
-TENSORS = st.dictionaries(st.text(max_size=5), st.tuples(SHAPES, st.sampled_from([*DTYPES])), max_size=6)
+TENSORS = st.dictionaries(st.text(max_size=5), st.tuples(SHAPES, st.sampled_from(WRITTEN)), max_size=6)
 
 
 @given(described=TENSORS, metadata=st.sampled_from([None, {"format": "pt"}]))
@@ -56,4 +57,10 @@ def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:
 def test_another_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=r"file cannot be read: .*; restore the folder from a copy"):
+        read_tensors(tmp_path / "file")
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"file: a is I64, and weights are float32 or float64; restore"):
         read_tensors(tmp_path / "file")

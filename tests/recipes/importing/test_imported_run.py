@@ -148,8 +148,8 @@ def test_batches_with_noise_have_the_symbols_of_the_imported_model(tmp_path: Pat
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     source, target = translator.source, translator.target
     sides = (source.encode([pair[0] for pair in PAIRS]), target.encode([pair[1] for pair in PAIRS]))
-    plain = TokenBatches(*sides, batch_tokens=100, symbols=source.symbols)
-    drawn = DrawnBatches(plain, Drawing(source, noise=NoiseConfig(swap=0.5)), Drawing(target))
+    plain = TokenBatches(*sides, batch_tokens=100, seed=0, symbols=source.symbols)
+    drawn = DrawnBatches(plain, Drawing(source, 0.0, NoiseConfig(swap=0.5)), Drawing(target, 0.0))
     batch = drawn.batch([0, 1, 2])
     assert batch.src[:, 0].tolist() == [source.symbols.prefix[0]] * 3
     assert batch.tgt_in[:, :2].tolist() == [list(source.symbols.start)] * 3

@@ -270,7 +270,7 @@ def test_a_run_of_it_translates_as_before(pair: Pair, tmp_path: Path) -> None:
     ("given", "penalty"), [({}, 1.0), ({"length_penalty": None}, 1.0), ({"length_penalty": 0}, 0.0)]
 )
 def test_a_length_penalty_that_is_null_is_that_of_transformers(given, penalty):
-    assert decoding_of(given)["decoding.length_penalty"] == penalty
+    assert decoding_of(given, 1)["decoding.length_penalty"] == penalty
 
 
 @pytest.mark.parametrize("name", ["max_length", "max_new_tokens"])

@@ -81,6 +81,12 @@ def test_the_steps_after_which_training_ends_are_those_it_said(tmp_path: Path) -
         assert f">{said}; " in report([read_run(run)])
 
 
+def test_a_page_says_how_the_run_was_started_on_which_machine_and_with_what(page: Page) -> None:
+    for said in ("after step", "python -m recipes.translation train", "2026-01-01 00:00:00 UTC", "cores", "2.11"):
+        assert said in page.text
+    assert "not recorded (resources.jsonl)" not in page.text
+
+
 def test_a_page_asks_no_host_and_runs_no_script(page: Page) -> None:
     assert "script" not in page.tags
     assert not {"link", "img", "iframe", "object", "image"} & set(page.tags)
@@ -273,6 +279,21 @@ def scores_of(run: Path) -> str:
     return page[page.index(">test set<") - 100 : page.index(">test set<") + 300]
 
 
+@pytest.mark.parametrize(("points", "steps", "marked"), [(False, 3, 0), (True, 60, 60), (True, 61, 0)])
+def test_values_are_marked_where_that_is_wanted_and_they_are_few(points: bool, steps: int, marked: int) -> None:
+    values = [1.0] * steps
+    plain, chart = (line_chart("Loss", [Series("a", values, values, 0, points=each)]) for each in (False, points))
+    assert chart.count("<use ") - plain.count("<use ") == marked
+
+
+def test_a_chart_has_points_a_scale_of_magnitudes_or_a_legend_only_where_that_is_wanted() -> None:
+    series = [Series("a", [1, 2], [1, 1000], 0)]
+    plain = line_chart("Loss", [Series("a", [1, 2], [1, 1000], 0, points=False)], log=False, legend=False)
+    assert line_chart("Loss", series) == plain
+    assert line_chart("Loss", series, log=True) != plain
+    assert line_chart("Loss", series, legend=True) != plain
+
+
 def test_a_legend_has_every_name_whatever_it_begins_with() -> None:
     names = ["_news", "__", "$x$", "<b>", "_news"]
     chart = line_chart("Loss", [Series(name, [1, 2], [1, 2], place) for place, name in enumerate(names)], legend=True)
@@ -288,7 +309,7 @@ def test_curves_of_validations_have_as_many_points_as_is_said_and_the_newest(
     runs: int, validations: int, series: dict[str, list[Series]]
 ) -> None:
     records = [validation(number) for number in range(1, validations + 1)]
-    machine = [{"step": record["step"], "memory": {"cpu": 2**30}} for record in records]
+    machine = [{"step": record["step"], "memory": {"cpu": 3 * 2**30}} for record in records]
     made = [RunRecords(str(name), [], records, machine, [], None, {}) for name in range(runs)]
     curves(made)
     most = min(200, 400 // runs)
@@ -297,6 +318,7 @@ def test_curves_of_validations_have_as_many_points_as_is_said_and_the_newest(
         for each in series[title][-runs:]:
             assert min(validations, most // 2) <= len(each.x) <= most
             assert each.x[-1] == validations
+    assert {value for each in series.get("Peak memory (GiB)", []) for value in each.y} <= {3.0}
 
 
 def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:
@@ -445,6 +467,7 @@ def test_a_folder_without_a_run_and_too_many_runs_are_one_line(
 def test_a_run_without_settings_is_still_a_page() -> None:
     run = RunRecords("empty", [step(1)], [], [], [], None, {})
     assert "No settings are recorded." in Page(report([run])).text
+    assert "Command, machine and versions are not recorded (resources.jsonl)." in Page(report([run])).text
 
 
 @pytest.mark.parametrize(

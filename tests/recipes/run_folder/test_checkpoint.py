@@ -285,3 +285,11 @@ def test_reading_a_model_draws_nothing_and_what_is_tied_stays_tied(preset: str, 
     assert (found.generator.weight is found.tgt_embed.lookup.weight) == (tie == "all")
     ids = torch.randint(4, 90, (2, 5))
     assert torch.equal(found(ids, ids), model.eval()(ids, ids))
+
+
+def test_the_state_of_a_run_that_begins_says_that_nothing_is_done(tmp_path: Path) -> None:
+    checkpoint.write_state(tmp_path / "state", "", {}, checkpoint.TrainingState())
+    said = json.loads((tmp_path / "state" / "training.json").read_text())
+    del said["of"]
+    assert len(said) > 10
+    assert not any(said.values())

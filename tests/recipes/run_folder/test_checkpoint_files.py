@@ -21,8 +21,15 @@ import torch
 from recipes.translation import train as training
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
-from recipes.translation.errors import CheckpointError
-from recipes.translation.files.atomic_folder import MANIFEST, remove_folder, replaced_folder, sha256, verified_folder
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files.atomic_folder import (
+    MANIFEST,
+    remove_folder,
+    replaced_folder,
+    sha256,
+    undisturbed,
+    verified_folder,
+)
 from recipes.translation.run_folder.checkpoint import (
     check_moments,
     load_facts,
@@ -229,6 +236,31 @@ def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
     found = load_translator(tmp_path / "best")
     assert found.digests == load_translator(tmp_path / "best").digests != translator.digests
     assert found.source.digest == other.source.digest != translator.source.digest
+
+
+@pytest.mark.parametrize("error", [CheckpointError, ConfigError, DataError, FileNotFoundError])
+def test_whatever_fails_while_a_folder_is_replaced_is_done_again(error: type[Exception], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    def write(text: str) -> None:
+        with replaced_folder(folder) as new:
+            (new / "text").write_text(text)
+
+    def read() -> str:
+        found = (folder / "text").read_text()
+        if found == "old":
+            write("new")
+            raise error
+        return found
+
+    write("old")
+    assert undisturbed(folder, read) == "new"
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(error):
+        undisturbed(folder, fail)
 
 
 @pytest.mark.parametrize("locks", [True, False])

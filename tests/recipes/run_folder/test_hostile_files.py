@@ -196,6 +196,13 @@ TABLES: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
 }
 
 
+def opened_store(folder: Path, size: int) -> TokenStore:
+    """The store of so many pairs, under a hash that fits."""
+    (folder / FACTS).write_text(json.dumps({"corpora": [size], "sha256": sha256(folder / PAIRS)}))
+    assert token_store.check_store(folder)
+    return TokenStore.open(folder, 1, (4, 9))
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_a_hostile_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     columns, reason = TABLES[name]
@@ -204,11 +211,30 @@ def test_a_hostile_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Pa
     with pyarrow.OSFile(str(tmp_path / PAIRS), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
         if columns:
             writer.write_batch(pyarrow.record_batch(list(columns.values()), schema=schema))
-    facts = {"corpora": [len(made["source"]) if columns else 0], "sha256": sha256(tmp_path / PAIRS)}
-    (tmp_path / FACTS).write_text(json.dumps(facts))
-    assert token_store.check_store(tmp_path)
     with pytest.raises(token_store.DataError) as caught:
-        TokenStore.open(tmp_path, 1, (4, 9))
+        opened_store(tmp_path, len(made["source"]) if columns else 0)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+OFFSETS = struct.pack("<3i", 0, 2, 3)
+"""Of the two lists in IDS."""
+SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "no Arrow file": (lambda content: b"text" * 10, "Expected to read"),
+    "cut off": (lambda content: content[:-20], "Expected to be able to read"),
+    "offsets": (lambda content: content.replace(OFFSETS, struct.pack("<3i", 0, 2, 900)), "offset for slot 2 out of"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    spoil, reason = SPOILED[name]
+    batch = pyarrow.record_batch({"source": IDS, "target": IDS})
+    with pyarrow.OSFile(str(tmp_path / PAIRS), "wb") as file, pyarrow.ipc.new_stream(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    (tmp_path / PAIRS).write_bytes(spoil((tmp_path / PAIRS).read_bytes()))
+    with pytest.raises(token_store.DataError) as caught:
+        opened_store(tmp_path, 2)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 

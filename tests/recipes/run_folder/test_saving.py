@@ -30,7 +30,7 @@ from recipes.translation.run_folder.checkpoint import TrainingState, load_facts,
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import Translator, tensors_of
-from recipes.translation.settings.training import TrainingConfig
+from recipes.translation.settings.training import TrainingConfig, save_interval
 from recipes.translation.train import train
 from tests.recipes.random_translator import fingerprint, random_translator
 from tests.recipes.run_folder.made import MADE, contents
@@ -242,6 +242,7 @@ def test_a_state_is_due_by_steps_or_by_rank_0s_clock(monkeypatch: pytest.MonkeyP
     assert not minutes.is_due(3)
     assert asked == [False, False, True]
     assert [ALONE.main_says(value) for value in (True, False)] == [True, False]
+    assert save_interval("2min") == (0, 120.0)
 
 
 def test_minutes_are_counted_from_the_save_before(

@@ -19,6 +19,8 @@ class Recorder:
     gate: threading.Event = field(default_factory=threading.Event)
     begun: threading.Event = field(default_factory=threading.Event)
     batches: list[list[str]] = field(default_factory=list)
+    wishes: list[tuple[int, bool]] = field(default_factory=list)
+    """Of each batch: how many translations of each line, and whether they are to be linked."""
     beam: int = 4
     batch_sentences: int = 4
 
@@ -31,6 +33,7 @@ class Recorder:
         self.begun.set()
         assert self.gate.wait(20)
         self.batches.append(list(lines))
+        self.wishes.append((n_best, links))
         if "poison" in lines:
             raise RuntimeError("poison")
         return [Line([Translation(line.upper(), 0.0, 0.0)], []) for line in lines]

@@ -19,13 +19,13 @@ GOOD = {"q": "a", "source": "en", "target": "de"}
 
 
 @contextmanager
-def serving(model: Recorder, **limits: Any) -> Iterator[Guard]:
-    """The application around one model."""
+def serving(model: Recorder, loopback: bool = False, **limits: Any) -> Iterator[Guard]:
+    """The application around one model; `loopback`, only this machine may call it."""
     models: Any = [model]
     bounds = Limits(**limits)
     batcher = Batcher(models, bounds.queued_lines)
     try:
-        yield application(models, batcher, bounds, loopback=False)
+        yield application(models, batcher, bounds, loopback=loopback)
     finally:
         model.gate.set()
         batcher.close(20)
@@ -33,7 +33,7 @@ def serving(model: Recorder, **limits: Any) -> Iterator[Guard]:
 
 def client_of(app: Guard) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://service", timeout=30)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30)
 
 
 async def until(condition: Any) -> None:
@@ -48,7 +48,7 @@ def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
     models: Any = [model, model]
     batcher = Batcher(models, most)
     try:
-        batcher.submit(Wanted(0), ["first"])
+        batcher.submit(Wanted(0, 1), ["first"])
         assert model.begun.wait(20)
         yield batcher
     finally:

@@ -16,8 +16,8 @@ from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import awaited
-from recipes.translation.serve.batching import QueueFullError, Wanted
-from recipes.translation.serve.bodies import Limits, RefusedError, body_of
+from recipes.translation.serve.batching import NotAcceptedError, Wanted
+from recipes.translation.serve.bodies import Limits, RefusedError, body_of, too_large
 from recipes.translation.serve.models import Line
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
@@ -59,10 +59,10 @@ def queued(lines: int) -> int:
     """The status of a request of so many lines, where one line waits."""
     model = Recorder()
     with batching(model, LIMIT) as batcher:
-        batcher.submit(Wanted(0), ["a"])
+        batcher.submit(Wanted(0, 1), ["a"])
         try:
-            batcher.submit(Wanted(0), ["a"] * (lines - 1))
-        except QueueFullError:
+            batcher.submit(Wanted(0, 1), ["a"] * (lines - 1))
+        except NotAcceptedError:
             return 503
         return 200
 
@@ -94,6 +94,19 @@ LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
     "queued_lines": (queued, LIMIT, 503),
     "requests": (present, 20, 503),
 }
+
+
+def test_the_page_of_the_service_states_its_limits() -> None:
+    limits = Limits()
+    page = " ".join((Path(__file__).parents[3] / "docs" / "serve.md").read_text().split())
+    for stated in (
+        f"more than {limits.body_seconds:g} seconds",
+        f"above {limits.body_bytes >> 20} MiB, {limits.characters:,} characters or {limits.lines:,} lines",
+        f"{limits.queued_lines:,} lines are waiting, or {limits.requests:,} requests are being answered",
+        f"no translation within {limits.answer_seconds:g} seconds",
+    ):
+        assert stated in page
+    assert f"at most {limits.body_bytes:,} are read" in str(too_large("3,000,000", limits))
 
 
 def test_every_limit_that_counts_is_here() -> None:

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.translator import Translator
@@ -115,29 +114,6 @@ def test_a_query_string_and_a_form_of_parts_are_answered_as_json_is(client: http
     assert client.post("/translate", params=fields, data={"q": q}).json() == expected
 
 
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("q=b", "'q' is given twice: send it once"),
-        ("alternatives=0&alternatives=1", "'alternatives' is given twice"),
-        ("altrnatives=1", "unknown field 'altrnatives'; did you mean alternatives?"),
-        ("api_key=%ff", "the query string is not a form in UTF-8"),
-        ("api_key", "the query string is not a form in UTF-8"),
-    ],
-)
-def test_a_query_string_that_cannot_be_read_is_answered_with_one_line(
-    query: str, message: str, client: httpx.Client
-) -> None:
-    answer = client.post(f"/translate?{query}", json=GOOD)
-    assert answer.status_code == 400, answer.text
-    assert message in answer.json()["error"]
-
-
-def test_a_file_in_a_form_is_refused(client: httpx.Client) -> None:
-    answer = client.post("/translate", data=LANGUAGES, files={"q": ("q.txt", b"Two trains.")})
-    assert (answer.status_code, answer.json()["error"][:39]) == (400, "the body is not a form of fields: Too m")
-
-
 def test_lines_of_the_page_are_translated_beside_one_that_cannot_be(client: httpx.Client) -> None:
     lines = ["a", "a " * 300, "\ud800", "two trains"]
     body = json.dumps({"lines": lines, "n_best": 2, "links": True})
@@ -189,67 +165,6 @@ def test_script_in_the_input_is_text_in_the_answer_and_the_page_forbids_it(clien
 GOOD: dict[str, object] = {"q": "a", **LANGUAGES}
 
 
-@pytest.mark.parametrize(
-    ("status", "fields", "message"),
-    [
-        (400, {"source": "en", "target": "de"}, "q is the text to translate"),
-        (400, {**GOOD, "q": [1]}, "q is the text to translate"),
-        (400, {**GOOD, "source": "fr"}, "'fr' to 'de' is not supported: the models here translate en to de"),
-        (400, {**GOOD, "target": "\ud800"}, "is not supported"),
-        (400, {**GOOD, "source": "auto"}, "languages are not detected here"),
-        (400, {"q": "a", "target": "de"}, "source is missing: name a language, one of en"),
-        (400, {**GOOD, "format": "html"}, "format is 'html': only text is translated"),
-        (400, {**GOOD, "alternatives": 3}, "alternatives is 3: send a whole number from 0 to 2"),
-        (400, {**GOOD, "alternatives": True}, "alternatives is True"),
-        (400, {**GOOD, "altrnatives": 1}, "unknown field 'altrnatives'; did you mean alternatives?"),
-        (400, {**LANGUAGES, "text": "a"}, "unknown field 'text'; did you mean q?"),
-        (400, {**GOOD, "q": "a\n\ud800"}, "line 2 is not UTF-8 text"),
-        (400, {**GOOD, "q": "a \n" + "a " * 300}, "line 2 has 3"),
-        (413, {**GOOD, "q": "\n" * 1000}, "the text has 1,001 lines, and at most 1,000 are"),
-        (413, {**GOOD, "q": "a" * 50_001}, "the text has 50,001 characters, and at most 50,000 are"),
-    ],
-)
-def test_what_cannot_be_translated_is_answered_with_one_line(
-    status: int, fields: dict[str, object], message: str, client: httpx.Client
-) -> None:
-    body = json.dumps(fields)  # in ASCII, with escapes
-    answer = client.post("/translate", content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == status, answer.text
-    assert message in answer.json()["error"]
-    assert "\n" not in answer.json()["error"]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "body", "message"),
-    [
-        (400, "application/json", b"{", "the body is not JSON"),
-        (400, "application/json", b"[" * 100_000, "the body is not JSON"),
-        (400, "application/json", b"[]", "the body is not a JSON object"),
-        (400, "application/json", b'{"q": "\xff"}', "the body is not UTF-8 text, at byte 7"),
-        (400, "application/x-www-form-urlencoded", b"q=%ff", "the body is not a form in UTF-8"),
-        (400, "application/x-www-form-urlencoded", b"q=a&q=b", "'q' is given twice: send it once"),
-        (400, "application/json", b'{"q": "a", "source": "en", "q": "b", "target": "de"}', "'q' is given twice"),
-        (400, "application/json", b'{"q": [{"a": 1, "a": 2}]}', "'a' is given twice"),
-        (400, "multipart/form-data", b"--x--", "the body is not a form of fields: its last boundary is missing"),
-        (400, "multipart/form-data; boundary=x", b"--x\r\n\r\n--x--", "the body is not a form of fields"),
-        (
-            400,
-            "multipart/form-data; boundary=x",
-            b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\na',
-            "missing",
-        ),
-        (415, "text/plain", b"{}", "Content-Type is text/plain"),
-        (413, "application/json", b" " * (2**20 + 1), "the body has 1,048,577 bytes, and at most 1,048,576 are read"),
-    ],
-)
-def test_a_body_that_cannot_be_read_is_answered_with_one_line(
-    status: int, kind: str, body: bytes, message: str, client: httpx.Client
-) -> None:
-    answer = client.post("/translate", content=body, headers={"Content-Type": kind})
-    assert answer.status_code == status, answer.text
-    assert message in answer.json()["error"]
-
-
 def connected(service: Running) -> socket.socket:
     at = urlsplit(service.url)
     return socket.create_connection((at.hostname, at.port), timeout=30)
@@ -298,35 +213,6 @@ def test_a_slow_client_does_not_hold_up_others(service: Running, client: httpx.C
         assert slow.recv(12) == b"HTTP/1.1 200"
 
 
-def test_another_sites_name_for_this_machine_is_refused(client: httpx.Client) -> None:
-    assert client.get("/health", headers={"Host": "evil.example:80"}).status_code == 421
-    assert client.get("/health", headers={"Host": "localhost.evil.example"}).status_code == 421
-    for host in ("localhost:5000", "127.0.0.1", "[::1]:80"):
-        assert client.get("/health", headers={"Host": host}).json() == {"status": "ok"}
-
-
-FROM: dict[str, tuple[dict[str, str], int]] = {
-    "a program": ({}, 200),
-    "the page": ({"Sec-Fetch-Site": "same-origin", "Origin": "http://of.a.proxy"}, 200),
-    "the page in a browser without Sec-Fetch-Site": ({"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
-    "another site": ({"Sec-Fetch-Site": "cross-site", "Origin": "http://evil.example"}, 403),
-    "another port": ({"Sec-Fetch-Site": "same-site"}, 403),
-    "another site in a browser without Sec-Fetch-Site": ({"Origin": "http://evil.example"}, 403),
-    "a page without a site": ({"Origin": "null"}, 403),
-}
-
-
-@pytest.mark.parametrize("name", FROM)
-def test_a_page_of_another_site_cannot_fill_the_queue(name: str, client: httpx.Client) -> None:
-    headers, status = FROM[name]
-    for answer in (
-        client.post("/translate", data={"q": "a", **LANGUAGES}, headers=headers),
-        client.post("/translate", content=b"{" * 100, headers={"Content-Type": "text/plain", **headers}),
-    )[: 1 + (status == 403)]:
-        assert answer.status_code == status, answer.text
-        assert ("error" in answer.json()) == (status == 403)
-
-
 def test_languages_models_and_what_does_not_exist(client: httpx.Client) -> None:
     assert client.get("/languages").json() == [{"code": "en", "name": "English", "targets": ["de"]}]
     assert [(one["engine"], one["beam"], one["aligns"]) for one in client.get("/models").json()] == [
@@ -357,12 +243,6 @@ def test_metrics_count_requests_errors_lines_and_seconds(client: httpx.Client) -
     assert after["seqpar_queued_lines"] == 0
     ends = [number for name, number in after.items() if "_bucket" in name]
     assert ends == sorted(ends)
-
-
-def test_a_port_in_use_is_one_line(service: Running, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    port = str(urlsplit(service.url).port)
-    assert main(["serve", str(run), "--port", port]) == 2
-    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
 
 
 def stopped(service: Running, number: signal.Signals) -> int:

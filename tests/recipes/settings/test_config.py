@@ -205,6 +205,7 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("training: 3", ["training is a section", "run.yaml:1", "training: {devices: ...}"]),
         ("- a\n- b", ["run.yaml:1", "a list of 2"]),
         ("training: [1", ["run.yaml:1", "not YAML"]),
+        ("run: \1", ["run.yaml is not YAML", "special characters are not allowed"]),
         ("a: b\n\tc: d", ["run.yaml:2", "not YAML"]),
         ("run: !!python/name:os.system x", ["run.yaml:1", "expects text"]),
         ("subwords: {joint: false}\nmodel: {tie: all}", ["model.tie", "run.yaml:2", "subwords.joint", "run.yaml:1"]),

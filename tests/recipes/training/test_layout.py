@@ -95,7 +95,7 @@ def test_an_epoch_has_every_pair_once_over_all_processes_its_tail_included(
 def test_a_position_in_the_data_goes_on_where_it_was(accumulate: int) -> None:
     """From every position of three epochs, for as long."""
     sentences = [[4] * (1 + index % 7) for index in range(50)]
-    batches = TokenBatches(sentences, sentences, batch_tokens=30)
+    batches = TokenBatches(sentences, sentences, batch_tokens=30, seed=0)
     steps = Steps(batches, accumulate, 0, 1, torch.device("cpu"))
     made = list(islice(steps._indices(0, 0), 6 * len(batches) // accumulate))
     assert made[-1][0][0] >= 5
@@ -115,7 +115,7 @@ def test_a_position_in_the_data_goes_on_where_it_was(accumulate: int) -> None:
 def test_worker_processes_make_the_same_batches() -> None:
     """As for a GPU, but for the pinned memory, which needs one."""
     sentences = [[4 + index % 5] * (1 + index % 7) for index in range(50)]
-    batches = TokenBatches(sentences, sentences, batch_tokens=30)
+    batches = TokenBatches(sentences, sentences, batch_tokens=30, seed=0)
     steps = Steps(batches, 2, 0, 1, torch.device("cpu"))
     expected = steps.after(0, 0)
     steps.workers = 2
@@ -131,7 +131,7 @@ def test_worker_processes_make_the_same_batches() -> None:
 def test_worker_processes_end_by_a_sigterm_of_their_parent_alone() -> None:
     """Slurm sends it, a terminal Ctrl-C, to every process of a job; a step that is to be saved needs its batches."""
     sentences = [[4 + index % 5] * (1 + index % 7) for index in range(50)]
-    steps = Steps(TokenBatches(sentences, sentences, batch_tokens=30), 2, 0, 1, torch.device("cpu"))
+    steps = Steps(TokenBatches(sentences, sentences, batch_tokens=30, seed=0), 2, 0, 1, torch.device("cpu"))
     steps.workers = 2
     of_earlier_tests = multiprocessing.active_children()
     made = steps.after(0, 0)

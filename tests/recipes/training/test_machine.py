@@ -1,14 +1,16 @@
-"""The memory of the process that trains."""
+"""The memory of the process that trains, and what its records say of the machine."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 from pathlib import Path
 
 import pytest
 import torch
 
 from recipes.translation.train import train
+from recipes.translation.training import machine
 from recipes.translation.training.machine import return_free_memory
 from tests.recipes.tiny import tiny
 
@@ -19,6 +21,15 @@ BYTES = 64 * 1024
 def resident_set() -> int:
     (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmRSS")]
     return 1024 * int(line.split()[1])
+
+
+def test_a_package_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGES", ("no-such-package",))
+    assert machine.software() == {
+        "python": platform.python_version(),
+        "no-such-package": "not installed",
+        "torch": torch.__version__,
+    }
 
 
 def test_freed_memory_between_tensors_that_live_on_is_returned() -> None:

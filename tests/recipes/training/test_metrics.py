@@ -13,6 +13,7 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.training.progress import Metrics
+from tests.recipes.files.watching import Event, watched
 from tests.recipes.tiny import options
 
 ODD = [b"not JSON", b'"text"', b"[1]", b"3", b"null", b"{}", b'{"step": "4"}', b'{"step": null}', b'{"step": NaN}']
@@ -101,3 +102,11 @@ def test_a_disk_that_is_full_of_metrics_is_one_line_with_their_name(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert capsys.readouterr().err == f"error: {path}: cannot be written: File too large\n"
     assert main(["train", *options(run, {"training.steps": 2})]) == 0
+
+
+def test_records_are_on_the_disk_once_they_are_flushed(tmp_path: Path) -> None:
+    with watched() as events, Metrics(tmp_path / "metrics.jsonl", after_step=0) as metrics:
+        metrics.write(step=1)
+        assert not [event for event in events if event.what == "flushed"]
+        metrics.flush()
+        assert events[-1] == Event("flushed", tmp_path / "metrics.jsonl")

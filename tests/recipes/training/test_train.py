@@ -130,7 +130,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_is_answered_after_the_step_and_the_old_handlers_return() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with StopSignals() as stop:
+    with StopSignals(several=False) as stop:
         assert stop.signal is None
         signal.raise_signal(signal.SIGINT)
         assert stop.signal is signal.SIGINT
