@@ -103,6 +103,14 @@ def test_a_line_that_no_test_reaches_has_those_of_the_block_around_it_or_of_its_
     assert Reach(seconds, {}).tests_of(default) == ["tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"]
 
 
+def test_the_test_that_happens_to_import_a_file_first_is_not_the_one_of_its_defaults_and_constants() -> None:
+    constant = planted_in("CPU_BUDGET = 16 * 2**20\n", "CPU_BUDGET = 17 * 2**20\n")
+    beside = planted_in("    narrow_factor = 2\n", "    narrow_factor = 3\n").line
+    reached = {constant.line: frozenset(["tests/models/first.py::a"]), beside: frozenset(["tests/models/b.py::b"])}
+    seconds = dict.fromkeys(["tests/models/first.py::a", "tests/models/b.py::b"], 1.0)
+    assert Reach(seconds, {CHUNKS: reached}).tests_of(constant) == ["tests/models/b.py::b"]
+
+
 def test_a_quick_look_takes_the_files_of_the_wing_and_does_not_call_a_lack_of_time_caught(monkeypatch) -> None:
     fault = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
     tests = unrecorded().tests_of(fault)
