@@ -175,7 +175,7 @@ def checked(
     inputs: Inputs,
     settings: Settings,
     vocab: VocabShard | None,
-    loss_scale: float | Tensor = 1.0,
+    loss_scale: float | Tensor,
     *,
     any_dtype: bool = False,
     further: Callable[[VocabShard], object] = lambda shard: None,

@@ -72,7 +72,7 @@ class ProjectedRows:
         return self.projection.rows_at_once(rows)
 
     def sums(
-        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None = None, again: bool = True
+        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool
     ) -> tuple[Read, RowSums]:
         """Return the sums of some rows, and what `gradient_` needs unless `again` is false.
 
@@ -87,7 +87,7 @@ class ProjectedRows:
         return own.read, sums
 
     def own_sums(
-        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None = None, again: bool = True
+        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool
     ) -> OwnSums:
         """Return the sums over this rank's classes; the arguments are those of `sums`."""
         if self.kernel is not None:

@@ -30,9 +30,9 @@ from seqpar.linear.inputs import Inputs, Planned, Settings, checked, checksum, l
 class ScoreRequest(NamedTuple):
     """What the caller asked for, beside the log-probability of the target."""
 
-    temperature: float | Tensor = 1.0
+    temperature: float | Tensor
     """One for all tokens, or one for each."""
-    entropy: bool = False
+    entropy: bool
     top_k: int | None = None
     ids: Tensor | None = None
     product_dtype: torch.dtype | None = None
