@@ -86,9 +86,7 @@ class ProjectedRows:
             sums = sums._replace(rank_N=self.function.over_ranks(before_K))
         return own.read, sums
 
-    def own_sums(
-        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool
-    ) -> OwnSums:
+    def own_sums(self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool) -> OwnSums:
         """Return the sums over this rank's classes; the arguments are those of `sums`."""
         if self.kernel is not None:
             index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
