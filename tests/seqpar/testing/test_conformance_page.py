@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.testing.conformance import Finding, page
+from seqpar.testing.conformance import Case, Finding, page
 from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.checks import measured_inputs
+from seqpar.testing.conformance.inputs import Inputs
+from seqpar.testing.conformance.memory import TIMES, Growth
 from seqpar.testing.conformance.parts import PARTS
+from seqpar.testing.conformance.score_inputs import ScoreInputs
 
 PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 
@@ -38,6 +42,39 @@ def test_every_failure_in_the_data_has_a_figure_and_five_lines_that_compile(name
         assert finding.figure, check
         assert 1 < len(finding.reproduction.splitlines()) <= 5, check
         compile(finding.reproduction, check, "exec")
+
+
+def reproductions(part):
+    """Of every failure that shows one, by check and implementation."""
+    failed = {(check, n): f for n, of in data(part).items() for check, f in of.items() if f.verdict == "fail"}
+    return {where: finding.reproduction for where, finding in failed.items() if finding.reproduction}
+
+
+@pytest.mark.parametrize(("part", "problem"), [("losses", Inputs), ("scores", ScoreInputs)])
+def test_the_tensors_of_a_reproduction_are_those_of_the_checks(part, problem):
+    shown = reproductions(part).items()
+    assert any(problem(PARTS[part].known[name]).code in text for (_, name), text in shown)
+
+
+def test_the_reproduction_of_a_peak_is_its_measurement():
+    shown = {name: text for (check, name), text in reproductions("losses").items() if check == "memory by rows"}
+    for name, text in shown.items():
+        problem = measured_inputs(PARTS["losses"].known[name], Growth.ROWS)
+        assert f"for rows in ({Growth.ROWS}, {Growth.ROWS}, {TIMES * Growth.ROWS}):" in text
+        assert problem.code.replace(str(Growth.ROWS), "rows") in text
+        assert problem.call in text
+    assert shown
+
+
+def test_the_right_loss_of_a_layout_is_that_of_its_reproduction():
+    checked = 0
+    for of in data("layouts").values():
+        for finding in of.values():
+            for right in re.findall(r"\(([\d.]+) is right\)", finding.figure):
+                (case,) = re.findall(r"^case = (Case\(.*\))$", finding.reproduction, flags=re.MULTILINE)
+                assert f"{eval(case, {'Case': Case}).right().loss:.4g}" == right, case
+                checked += 1
+    assert checked
 
 
 @pytest.mark.parametrize(
