@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from seqpar.testing.conformance import Case, Finding, page
+from seqpar.testing.conformance import Case, Finding, Options, ScoreOptions, page
 from seqpar.testing.conformance.__main__ import main
 from seqpar.testing.conformance.checks import measured_inputs
 from seqpar.testing.conformance.inputs import Inputs
@@ -51,9 +52,21 @@ def reproductions(part):
 
 
 @pytest.mark.parametrize(("part", "problem"), [("losses", Inputs), ("scores", ScoreInputs)])
-def test_the_tensors_of_a_reproduction_are_those_of_the_checks(part, problem):
-    shown = reproductions(part).items()
-    assert any(problem(PARTS[part].known[name]).code in text for (_, name), text in shown)
+def test_the_tensors_and_options_of_a_reproduction_are_those_of_the_checks(part, problem):
+    shown = [(problem(PARTS[part].known[name]), text) for (_, name), text in reproductions(part).items()]
+    assert any(made.code in text and made.call in text for made, text in shown)
+
+
+def test_options_that_are_not_given_ask_for_the_plain_loss_and_the_log_probability_alone():
+    plain = Options(
+        ignore_index=-100, label_smoothing=0.0, softcap=None, reduction="sum", chunk_rows=None, dtype=torch.float32
+    )
+    assert (Options(), Options().variables) == (plain, {})
+    log_prob_alone = ScoreOptions(
+        ignore_index=-100, temperature=1.0, softcap=None, entropy=False, top_k=None, ids=None, chunk_size=None,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert (ScoreOptions(), ScoreOptions().variables) == (log_prob_alone, {"temperature": 1.0, "ids": None})
 
 
 def test_the_reproduction_of_a_peak_is_its_measurement():

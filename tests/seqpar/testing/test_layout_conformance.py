@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from seqpar.testing import ranks as ranks_module
 from seqpar.testing.conformance import (
@@ -52,6 +53,7 @@ def test_the_first_case_of_a_layout_is_plain_but_for_its_tokens(layout):
     )  # fmt: skip
     assert case == plain
     assert all(parameter.requires_grad for parameter in case.model().parameters())
+    assert torch.equal(case.model().head.weight, case.model(group=0).head.weight)
 
 
 def test_plain_sums_are_right_and_a_mean_under_ddp_is_named_a_mean_of_means():
