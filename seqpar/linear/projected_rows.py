@@ -90,8 +90,6 @@ class ProjectedRows:
         """Return the sums over this rank's classes; the arguments are those of `sums`."""
         if self.kernel is not None:
             index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
-            if here_KP is not None:
-                index_KP = index_KP.where(here_KP, -1)
             own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
             return OwnSums(Read(None, None), own, here_KP, product_KV)
         logits_KV, tanh_KV = self._logits(product_KV, temperature_K)
