@@ -116,7 +116,7 @@ def _facts(
         facts[f"the shape and dtype of {name}"] = (tuple(tensor.shape), tensor.dtype)
         # Without tokens a size of -1 could be any
         rows_NC = tensor.detach().reshape(target.numel(), math.prod(tensor.shape[target.dim() :]))
-        facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.double()
+        facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.float()
     return facts
 
 

@@ -137,7 +137,7 @@ def test_a_model_that_runs_out_of_memory_says_so_itself():
         raise torch.OutOfMemoryError("no memory is left")
 
     model.forward = types.MethodType(forward, model)
-    with pytest.raises(torch.OutOfMemoryError, match="^no memory is left$"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory is left$"):
         AppliedScores([model], None)
 
 

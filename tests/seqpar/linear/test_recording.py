@@ -48,7 +48,8 @@ def scores(tensors, case):
     ids = torch.randint(case.vocab_size, (*case.lead, 2), generator=random)
     ignored = tensors["target"] == case.padding
     temperature = torch.full(case.lead, case.options["temperature"], dtype=torch.float64)
-    temperature[ignored & tensors["hidden"].isnan().any()] = torch.nan
+    odd = ignored & tensors["hidden"].isnan().any()
+    temperature[odd], ids[odd] = torch.nan, 99
     asked = {"entropy": case.weighted, "ids": ids if case.token_weighted else None, "top_k": 2, "rank": True}
     found = seqpar.token_scores(**tensors, **of(case, "softcap"), **asked, temperature=temperature)
     total = 0.0

@@ -294,7 +294,7 @@ def test_mixing_is_found_beside_a_target_that_is_impossible():
     """The loss of its row is infinite."""
     hidden, weight, bias = torch.randn(7, 4), torch.randn(9, 4), torch.zeros(9)
     bias[3] = -torch.inf
-    with pytest.raises(ValueError, match="^loss mixes rows: a row's loss changes with the other rows"):
+    with pytest.raises(ValueError, match=r"^loss mixes rows: a row's loss changes with the other rows"):
         seqpar.scored_loss(hidden, weight, torch.arange(7), lambda s: s.lse.mean() - s.log_prob, bias=bias)
 
 
