@@ -160,8 +160,18 @@ def try_page(page, base, tmp_path, monkeypatch, *, train):
         try_out(call, base, train=train)
 
 
+LONG = [ROOT / "docs" / name for name in ("export.md", "training.md", "results/translation.md")]
+"""Pages whose commands take half of the time of all of them: test-tutorial runs those."""
+
+
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses:UserWarning")
-@pytest.mark.parametrize("page", pages_with("bash", "console"), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.tutorial if page in LONG else (), id=page.relative_to(ROOT).as_posix())
+        for page in pages_with("bash", "console")
+    ],
+)
 def test_the_commands_of_a_page_are_accepted_and_run(page, base, tmp_path, monkeypatch, capsys):
     try_page(page, base, tmp_path, monkeypatch, train=page not in IN_RESULTS)
     if page.name in AFTER_COMMANDS:

@@ -6,8 +6,7 @@
 
 Times are medians of interleaved runs, shown as ratios to the plain loss, beside the three matrix products that any
 exact implementation needs (logits, hidden gradient, weight gradient, over the rows that are not padding). Memory is an
-implementation's peak above its inputs, in a process of its own. A run continues the day's file: problems that are in it
-are not measured again.
+implementation's peak above its inputs, in a process of its own. A run continues the day's file and skips what it has.
 """
 
 from __future__ import annotations

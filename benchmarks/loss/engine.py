@@ -98,8 +98,6 @@ class Run(NamedTuple):
 
     Args:
         only: a text that a problem's name must contain.
-        again: whether to measure what the file already has.
-        checked: what has been checked again.
     """
 
     subject: Subject
@@ -108,12 +106,10 @@ class Run(NamedTuple):
     device: str
     repeats: int | None
     only: str
-    again: bool
-    checked: set[tuple[str, str]]
 
     def todo(self, part: str, problems: Sequence[Problem]) -> list[Problem]:
         """Return the problems that were asked for and are not measured yet."""
-        done = {} if self.again else self.results["parts"].get(part, {})
+        done = self.results["parts"].get(part, {})
         return [problem for problem in problems if self.only in str(problem) and str(problem) not in done]
 
     def keep(self, part: str, problem: Problem, entry: Entry) -> None:
@@ -125,9 +121,8 @@ class Run(NamedTuple):
         """Check an implementation, unless that has been done."""
         key = self.subject.check_key(part, problem)
         found = self.results["checks"].setdefault(key, {})
-        if name not in found or (self.again and (key, name) not in self.checked):
+        if name not in found:
             found[name] = self.subject.what_is_wrong(part, name, way, problem, self.device)
-            self.checked.add((key, name))
 
 
 def measure(run: Run, part: str, asked: Part) -> None:
@@ -216,7 +211,7 @@ def try_on_the_cpu(subject: Subject) -> None:
     """Print the tables of a GPU, each of one small problem on the CPU, where what needs a GPU does not run."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "tried.json")
-        run = Run(subject, files.load(path, "cpu", "", []), path, "cpu", 1, "", False, set())
+        run = Run(subject, files.load(path, "cpu", "", []), path, "cpu", 1, "")
         for part, asked in subject.gpu_parts.items():
             small = asked.problems[0]._replace(rows=64, width=8, vocab_size=50)
             measure(run, part, Part([small]))
@@ -235,7 +230,6 @@ def main(subject: Subject, description: str) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to measure")
     parser.add_argument("--rounds", "--repeats", type=int, help="of every problem; default depends on a round's cost")
     parser.add_argument("--only", default="", metavar="TEXT", help="only problems with this text in their name")
-    parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--out", type=Path, help="the file; default is by subject and date, in docs/results")
     parser.add_argument("--dry-run", action="store_true", help="try what is measured on a GPU on the CPU, small")
     parser.add_argument("--render", action="store_true", help="print every table, write the page; measure nothing")
@@ -259,7 +253,7 @@ def main(subject: Subject, description: str) -> None:
     path = options.out or files.default_path(options.device, subject.name)
     command = shlex.join(["python", "-m", f"benchmarks.{subject.name}", *sys.argv[1:]])
     measured = files.load(path, options.device, command, subject.peers.get(torch.device(options.device).type, []))
-    run = Run(subject, measured, path, options.device, options.rounds, options.only, options.again, set())
+    run = Run(subject, measured, path, options.device, options.rounds, options.only)
     for part in [part for part in here if not options.parts or any(text in part for text in options.parts)]:
         measure(run, part, here[part])
         print("\n".join(subject.part_table(measured, part)), flush=True)

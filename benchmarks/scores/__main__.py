@@ -6,8 +6,7 @@
 
 Times are the fastest of interleaved runs (and medians), shown as ratios to the bare matrix products that the case
 needs: 4 if the projection is trained, 2 or 3 (entropy) if it is frozen, 1 without gradients. Memory is the peak above
-inputs and gradients, in a process of its own. A run continues the day's file: cases that are in it are not measured
-again.
+inputs and gradients, in a process of its own. A run continues the day's file, and skips what is in it.
 """
 
 from __future__ import annotations

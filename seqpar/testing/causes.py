@@ -32,7 +32,7 @@ class Cause(NamedTuple):
 
 def likely_cause(evidence: Evidence) -> str:
     """Return a sentence on what the numbers look like, and an example of the mistake with its remedy."""
-    said = "none of the usual ones; the gradients are no simple multiple or part of the plain ones"
+    said = "none of the usual ones; the gradients are not a simple multiple or fraction of the plain ones"
     example = ""
     for cause in CAUSES:
         sentence = cause.detect(evidence)
@@ -279,7 +279,7 @@ CAUSES: tuple[Cause, ...] = (
         world_size,
         """
     loss = total / tokens_of_all_ranks                     # DDP and FSDP then average over the ranks
-    loss = total * world_size / tokens_of_all_ranks        # the average of which is the sum""",
+    loss = total * world_size / tokens_of_all_ranks        # their average is the sum""",
     ),
     Cause(
         _wrong_divisor,

@@ -83,7 +83,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(plain_ways, "compiled", plain_ways.plain)
 
     def measure(part, asked):
-        run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "", False, set())
+        run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "")
         problems = [asked.problems[0]._replace(rows=64, width=4, vocab_size=11)]
         engine.measure(run, part, asked._replace(problems=problems))
         assert not run.todo(part, problems)

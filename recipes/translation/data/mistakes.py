@@ -11,7 +11,7 @@ from recipes.translation.errors import DataError
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.pair import Split
 
-WAY = "if it is meant so, add --insist"
+WAY = "if that is intended, add --insist"
 
 
 def check_meant(corpora: Corpora) -> None:

@@ -53,7 +53,7 @@ def all_pointed_at(pointer: Path) -> list[Path]:
 def damaged(pointer: Path) -> CheckpointError:
     """Return the error for a pointer that names anything but folders."""
     return CheckpointError(
-        f"{pointer} is damaged: its lines are to name folders such as {NUMBERED}/step-00000200; restore it from a "
+        f"{pointer} is damaged: its lines should name folders such as {NUMBERED}/step-00000200; restore it from a "
         f"copy, or write there the name of a folder that is in {pointer.parent / NUMBERED}"
     )
 

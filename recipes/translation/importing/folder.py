@@ -125,10 +125,10 @@ class Weights:
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self.path}: {name} is {tuple(tensor.shape)}, and by config.json it is {shape}: one of the two "
-                "files is of another model"
+                "files belongs to another model"
             )
         if not tensor.dtype.is_floating_point:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}, not numbers with a fraction")
+            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}, not floating-point numbers")
         self._used.add(name)
         return tensor
 
@@ -156,5 +156,5 @@ class Weights:
         if left:
             raise CheckpointError(
                 f"{self.path} has {left[0]}, and {len(left)} such weights in all, for which there is no place: it is "
-                "another architecture than its config.json says, or has parts added to it"
+                "not the architecture that its config.json names, or it has extra parts"
             )

@@ -78,7 +78,7 @@ def _subwords(model: bytes, folder: Path) -> Subwords:
     check_subwords(
         model,
         f"{folder / 'tokenizer_config.json'} names other special subwords than the sentencepiece model: one of the two "
-        "files is of another model",
+        "files belongs to another model",
     )
     return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
 

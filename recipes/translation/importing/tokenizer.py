@@ -88,7 +88,7 @@ def _check_symbols(settings: Mapping[str, Any], vocabulary: Vocabulary) -> None:
         if given is not None and given != vocabulary.ids.get(name, given):
             raise CheckpointError(
                 f"config.json: {key} is {given}, and in {vocabulary.where} {name} is {vocabulary.ids[name]}: one of "
-                "the two files is of another model"
+                "the two files belongs to another model"
             )
 
 
@@ -212,7 +212,7 @@ def _known(language: str, side: str, tags: Mapping[str, str]) -> str:
     if language in tags:
         return language
     near = difflib.get_close_matches(language, tags, n=3) or list(tags)[:3]
-    given = f"{language!r} is no language of this model"
+    given = f"{language!r} is not a language of this model"
     if not language:
         given = "the model has several languages"
     raise ConfigError(f"--{side}: {given}: give one of its {len(tags)} languages, such as {', '.join(near)}")

@@ -37,7 +37,7 @@ def sentencepiece_model(found: Mapping[str, Any], special: Special, where: str) 
     if names[:FIRST] != first or added.isdisjoint(first) or not added.issuperset(names[end:]):
         raise CheckpointError(
             f"{where} begins with {', '.join(names[:FIRST])}: the vocabulary of a sentencepiece model has "
-            f"{', '.join(first)} there, then the pieces, and added_tokens behind them"
+            f"{', '.join(first)} there, then the pieces, and added_tokens after them"
         )
     controls = [Piece(special.bos, kind=Kind.CONTROL), Piece(special.eos, kind=Kind.CONTROL)]
     normal = [Piece(name, score) for name, score in zip(names[FIRST:end], scores[FIRST:end], strict=True)]

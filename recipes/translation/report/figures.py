@@ -153,7 +153,7 @@ def _of_validations(runs: Sequence[RunRecords], metric_name: str, title: str = "
         caption += _on_parts(runs[0], whole)
     none = "There has been no validation yet."
     if any(run.validations for run in runs):
-        none = "The validations have no such number (validate_bleu is 0)."
+        none = "The validations did not record it (validate_bleu is 0)."
     return _chart(title, caption, series, none, log=metric.log_scale, legend=several)
 
 
@@ -225,7 +225,7 @@ def _memory(runs: Sequence[RunRecords]) -> Chart:
         if found and len(runs) > 1:
             points = [(step, max(filter(is_number, memory.values()), default=0) / 2**30) for step, memory in found]
             series.append(Series(run.name, *thinned(points, _points(runs)), number, points=True))
-    none = "No memory is recorded: it is at each validation (resources.jsonl)."
+    none = "No memory is recorded: it is measured at each validation (resources.jsonl)."
     which = "By device"
     if len(runs) > 1:
         which = "Of the device that used most"

@@ -24,12 +24,12 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
     if was.precision != will_be.precision:
         yield (
             f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "
-            "weights and losses are rounded in another way"
+            "weights and losses are rounded differently"
         )
     if was.patience and will_be.patience and was.validate_every != will_be.validate_every:
         yield (
             f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: training.patience "
-            f"{will_be.patience} counts validations, and would end the run after another number of steps"
+            f"{will_be.patience} counts validations, and would end the run after a different number of steps"
         )
     asked = [(each.patience, each.steps, each.epochs) for each in (was, will_be)]
     if asked[0] != asked[1] and 0 < will_be.patience <= state.stale:
@@ -49,6 +49,6 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
     for name in sorted(SCORING):
         if old[name] != new[name]:
             yield (
-                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations would be those of "
-                "another measure"
+                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations could not "
+                "be compared with the earlier ones"
             )

@@ -66,7 +66,7 @@ def _loaded(checkpoint: Path) -> Any:
     except UnpicklingError as error:
         raise ConfigError(
             f"--comet: {checkpoint} is not loaded: it is not a checkpoint, or contains more than weights and plain "
-            "settings, which could run any code: copy it anew, or save it again in a program you trust, with its "
+            "settings, which could run any code: copy it again, or save it again in a program you trust, with its "
             "state_dict and hyper_parameters and nothing else"
         ) from error
     except Exception as error:

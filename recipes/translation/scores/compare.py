@@ -169,7 +169,9 @@ def _references(systems: Sequence[System], path: Path | None) -> Sequence[str]:
             given = [line.lower() for line in given]
         known.insert(0, (str(path), given))
     if not known:
-        raise DataError("files of translations do not tell their test set: name its references with --references")
+        raise DataError(
+            "files of translations do not say which test set they belong to: name its references with --references"
+        )
     (where, expected), *others = known
     for name, lines in others:
         if len(lines) != len(expected):

@@ -74,7 +74,7 @@ def fields_of(message: bytes) -> Iterator[Field]:
         elif wire in (1, 5):
             size = {1: 8, 5: 4}[wire]
         else:
-            raise ValueError(f"byte {start} is no field of wire type 0, 1, 2 or 5")
+            raise ValueError(f"byte {start} is not a field of wire type 0, 1, 2 or 5")
         if at + size > len(message):
             raise ValueError(f"the field at byte {start} ends after the message")
         yield Field(key >> 3, message[at : at + size], message[start : at + size])
@@ -171,4 +171,4 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
         number |= (byte & 127) << shift
         if byte < 128:
             return number, at
-    raise ValueError(f"byte {at} is no number of 64 bits")
+    raise ValueError(f"byte {at} is not a 64-bit number")

@@ -78,7 +78,7 @@ class Outliers:
         if self.said > MOST_SAID:
             return [f"[train] step {step:>6,}   another outlier; metrics.jsonl has this and all further ones"]
         return [
-            f"[train] step {step:>6,}   outlier: {NAMES[each.name]} {each.value:.3g}, where the median of the steps "
-            f"before is {each.median:.3g}"
+            f"[train] step {step:>6,}   outlier: {NAMES[each.name]} {each.value:.3g}, while the median of the "
+            f"previous steps is {each.median:.3g}"
             for each in self.found
         ]

@@ -122,14 +122,17 @@ def advice(config: RunConfig, state: TrainingState) -> str:
     training = config.training
     warmup = training.warmup
     if state.step <= warmup:
-        why = f"the learning rate still rose when training ended, at step {state.step:,} (training.warmup {warmup:,})"
+        why = (
+            f"the learning rate was still rising when training ended, at step {state.step:,} "
+            f"(training.warmup {warmup:,})"
+        )
         steps = 10 * warmup
     elif state.epoch < 5:
         why = f"training ended in epoch {state.epoch + 1:,}"
         steps = max(4 * state.step, 1_000)
     else:
         return (
-            "see whether the n-th line of one file translates the n-th line of the other; if it does, try another "
+            "check whether the n-th line of one file translates the n-th line of the other; if it does, try another "
             "training.learning_rate, and with little data a smaller subwords.vocab_size"
         )
     words: list[object] = ["--training.steps", steps]

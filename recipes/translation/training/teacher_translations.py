@@ -46,7 +46,7 @@ def write_translations(
         print(f"[distil] {target}: {done:,} translations reused", flush=True)
         return source, target
     if done:
-        print(f"[distil] {target}: going on after {done:,} translations", flush=True)
+        print(f"[distil] {target}: continuing after {done:,} translations", flush=True)
     began = time.monotonic()
     with StatusLine(sys.stdout) as status:
         for first in range(done, len(lines), BLOCK):

@@ -79,7 +79,7 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
         try:
             found.append(_begun(config, name, in_trackers, (resumed_at or 0) + 1))
         except Exception as error:  # each package has errors of its own
-            raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"training.trackers: {name} cannot start: {type(error).__name__}: {error}") from error
     return found
 
 

@@ -42,7 +42,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the names and the part."""
     parser = argparse.ArgumentParser(prog="python -m seqpar.testing.conformance", description=__doc__)
     known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in PARTS.values())
-    parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own; none is all")
+    parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own (default: all)")
     parser.add_argument(
         "--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses); both is losses and scores"
     )

@@ -161,7 +161,7 @@ if CPU:
     SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'"
     INTERPRETED = ", in Triton's interpreter (numbers, no memory)"
     CUT_BY = "torch_compile"
-    CUT_NOTE = 'impl="torch_compile", its way without a supported GPU'
+    CUT_NOTE = 'impl="torch_compile", its fallback without a supported GPU'
 LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
 IN_FLOAT32 = "float64 is taken, and computed in float32"
 LIGER_OFFERS: frozenset[Feature] = frozenset({*LOW, "bias", "smoothing", "softcap", "sum", "mean"})
@@ -228,10 +228,10 @@ KNOWN: dict[str, Adapter] = {
             _tune,
             "torchtune.modules.loss",
             offers=frozenset({*LOW, "bias", "mean", *MEASURED}),
-            note=f"8 chunks, not compiled; a mean is what it has; {IN_FLOAT32}",
+            note=f"8 chunks, not compiled; it has only a mean; {IN_FLOAT32}",
             package="torchtune",
         ),
         written_loss("seqpar", "import torch, seqpar", _formula, note="`linear_cross_entropy`", package="seqpar"),
-        Adapter("seqpar-engine", engine_loss, note="`LossCompute` with a generator of one's own", package="seqpar"),
+        Adapter("seqpar-engine", engine_loss, note="`LossCompute` with your own generator", package="seqpar"),
     )
 }

@@ -290,7 +290,7 @@ def _scale(case: Case, times: float) -> str:
         "multiplied by the number of ranks once too often": [r for r in (ranks, case.inner) if r > 1],
         "divided by the number of micro-batches as well as by the tokens": [1 / batches, 1 / (batches * ranks)],
         "not divided by the tokens": [n, n / ranks, n / batches, n / (ranks * batches)],
-        "divided by all rows, padding among them": [n / (rows * ranks), n / rows],
+        "divided by all rows, including padding": [n / (rows * ranks), n / rows],
         "the loss scale is missing": [1 / case.loss_scale],
         "the loss scale is applied twice": [case.loss_scale],
     }

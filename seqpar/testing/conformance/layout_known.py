@@ -50,7 +50,7 @@ KNOWN_LAYOUTS = {
             "megatron",
             partial(of_vocabulary, Megatron),
             VOCABULARY | {"smoothing"},
-            f"`vocab_parallel_cross_entropy`, {IN_FLOAT32}; vocabularies that the ranks divide",
+            f"`vocab_parallel_cross_entropy`, {IN_FLOAT32}; vocabularies divisible by the number of ranks",
             "megatron-core",
             lambda: why_missing("megatron.core.tensor_parallel"),
         ),
@@ -91,7 +91,7 @@ KNOWN_LAYOUTS = {
             verl_step,
             VOCABULARY | REPLICATED,
             "`agg_loss` of `logprobs_from_logits`; with a split vocabulary `vocab_parallel_log_probs_from_logits`, "
-            f"{IN_FLOAT32}, of vocabularies that the ranks divide",
+            f"{IN_FLOAT32}, of vocabularies divisible by the number of ranks",
             "verl",
             lambda: why_missing("verl.trainer.ppo.core_algos") or why_missing("verl.utils.megatron.tensor_parallel"),
         ),

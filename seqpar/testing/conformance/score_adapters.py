@@ -189,7 +189,7 @@ NARROW: frozenset[ScoreFeature] = WIDE - {"float64"}
 ON_CPU = ""
 IN_INTERPRETER = ""
 if CPU:
-    ON_CPU = ", here in torch operations, which is its way without a supported GPU"
+    ON_CPU = ", here in torch operations, which is its fallback without a supported GPU"
     IN_INTERPRETER = ", in Triton's interpreter"
 
 written_scores = partial(written, ScoreAdapter)

@@ -71,7 +71,7 @@ def test_what_is_meant_is_not_asked_about(files: dict[str, Any], folder: Path) -
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_meaning_is_one_line_with_a_way_to_insist(name: str, folder: Path) -> None:
     files, reason = MISTAKES[name]
-    with pytest.raises(DataError, match=r"if it is meant so, add --insist$") as caught:
+    with pytest.raises(DataError, match=r"if that is intended, add --insist$") as caught:
         check_meant(Corpora(tiny(folder / "run", given(folder, files))))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -156,7 +156,7 @@ def test_a_language_that_the_model_does_not_have_gets_one_line(
     for folder, languages, reason in (
         (m2m100, (), "--source: the model has several languages: give one of its 100 languages, such as af, am, ar"),
         (m2m100, ("--source", "en"), "--target: the model has several languages: give one of its 100"),
-        (m2m100, ("--source", "en", "--target", "deu"), "--target: 'deu' is no language of this model: give one"),
+        (m2m100, ("--source", "en", "--target", "deu"), "--target: 'deu' is not a language of this model: give one"),
         (
             mbart,
             ("--source", "de_DE", "--target", "en_XX"),

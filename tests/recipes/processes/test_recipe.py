@@ -230,7 +230,7 @@ def waiting_in_vain(rank: int, world: int, message: str) -> tuple[str, str]:
 
 def test_a_rank_that_does_not_come_is_lost_whatever_words_the_error_has() -> None:
     (kind, text), _ = ranks(2, waiting_in_vain, "no words")
-    assert (kind, text) == (OtherRankError.__name__, "rank 0 lost another one, which ended or did not come: no words")
+    assert (kind, text) == (OtherRankError.__name__, "rank 0 lost another one, which ended or never joined: no words")
 
 
 def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:

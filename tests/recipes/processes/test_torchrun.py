@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp
     assert status != 0
     assert time.monotonic() - began < 40
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert line.startswith("error: rank 0 lost another one, which ended or did not come:")
+    assert line.startswith("error: rank 0 lost another one, which ended or never joined:")
     step = json.loads(saved_file(run, "last", "training.json").read_text())["step"]
     assert step % 5 == 0
     assert main(["train", *options(run, {**ENDLESS, "training.steps": step + 1, "training.devices": "[cpu]"})]) == 0
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_the_layout_says(tmp_path: Pa
     status, _, errors = ended(process)
     assert status != 0
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert line.startswith("error: rank 0 lost another one, which ended or did not come: ")
+    assert line.startswith("error: rank 0 lost another one, which ended or never joined: ")
     assert "imed out" in line
 
 

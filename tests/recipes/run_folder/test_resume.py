@@ -122,7 +122,7 @@ def test_a_pointer_that_names_anything_else_is_one_line(name: str, text: str, ru
     for fresh in (False, True):
         assert f"{run / name} is damaged: " in refused(run, LONGER, fresh=fresh)
     if name == "best":
-        with pytest.raises(CheckpointError, match=rf"{run / name} is damaged: its lines are to name folders such as"):
+        with pytest.raises(CheckpointError, match=rf"{run / name} is damaged: its lines should name folders such as"):
             load_translator(run / name)
 
 

@@ -71,7 +71,10 @@ def test_tokenised_text_is_compared_by_multi_bleu_too(files: list[str]) -> None:
     ("words", "line"),
     [
         (["base"], "name at least two systems, the baseline first; got 1"),
-        (["base", "b"], "files of translations do not tell their test set: name its references with --references"),
+        (
+            ["base", "b"],
+            "files of translations do not say which test set they belong to: name its references with --references",
+        ),
         (["--references", "r", "base", "nowhere"], "there is no file or run nowhere"),
         (["--references", "r", "base", "short"], "short has 29 translations, and the test set 30 sentences"),
         (["--references", "r", "base", "."], ". is not a run: it has none of best, last, averaged"),

@@ -91,7 +91,7 @@ from recipes.translation.run_folder import saving
 from tests.recipes.training.test_journal import CHANGES
 from tests.recipes.tiny import tiny
 
-torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded in another way
+torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded differently
 point_at, when = saving.point_at, sys.argv[2]
 
 def deadly(run, step, **how):

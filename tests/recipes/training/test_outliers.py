@@ -42,8 +42,8 @@ def test_only_the_first_of_several_in_a_row_is_said() -> None:
         outliers.judge(loss=1.0, gradient_norm=norm)
         said += outliers.lines(step)
     assert said == [
-        "[train] step     32   outlier: gradient norm 50, where the median of the steps before is 2",
-        "[train] step     35   outlier: gradient norm 70, where the median of the steps before is 2",
+        "[train] step     32   outlier: gradient norm 50, while the median of the previous steps is 2",
+        "[train] step     35   outlier: gradient norm 70, while the median of the previous steps is 2",
     ]
 
 
@@ -56,6 +56,6 @@ def test_after_three_reports_one_line_says_where_the_rest_is() -> None:
         said += outliers.lines(step)
         marked += bool(outliers.record())
     assert [line.split()[2] for line in said] == ["33", "36", "39", "42"]
-    assert "outlier: gradient norm 50, where the median" in said[2]
+    assert "outlier: gradient norm 50, while the median" in said[2]
     assert said[3] == "[train] step     42   another outlier; metrics.jsonl has this and all further ones"
     assert marked == 6

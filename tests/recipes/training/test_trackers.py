@@ -238,7 +238,7 @@ def test_a_tracker_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("wandb.init", fail)
     (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match=r"training\.trackers: wandb does not begin: OSError: no key"):
+    with pytest.raises(ConfigError, match=r"training\.trackers: wandb cannot start: OSError: no key"):
         open_trackers(tiny(tmp_path / "run", {"training.trackers": ["wandb"]}), None)
 
 
