@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import seqpar
+from seqpar.testing.ranks import Pool
 from tests.mutants import __main__ as main
 from tests.mutants.__main__ import Outcome, Reach, confirmed, copies, drawn, report, tried, unrecorded
 from tests.mutants.faults import Fault, faults_of
-from tests.mutants.reach import ROOT
+from tests.mutants.reach import ROOT, Recorder
 
 CHUNKS = "seqpar/core/chunks.py"
 NOTICES = "tests/seqpar/core/test_parts.py::test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy"
@@ -101,6 +105,37 @@ def test_a_line_that_no_test_reaches_has_those_of_the_block_around_it_or_of_its_
     chosen = ["tests/seqpar/core/c.py::c", "tests/models/a.py::a"]
     assert Reach(seconds, {CHUNKS: reached}).tests_of(default) == chosen
     assert Reach(seconds, {}).tests_of(default) == ["tests/seqpar/core/b.py::b", "tests/seqpar/core/c.py::c"]
+
+
+def test_the_test_that_happens_to_import_a_file_first_is_not_the_one_of_its_defaults_and_constants() -> None:
+    constant = planted_in("CPU_BUDGET = 16 * 2**20\n", "CPU_BUDGET = 17 * 2**20\n")
+    beside = planted_in("    narrow_factor = 2\n", "    narrow_factor = 3\n").line
+    reached = {constant.line: frozenset(["tests/models/first.py::a"]), beside: frozenset(["tests/models/b.py::b"])}
+    seconds = dict.fromkeys(["tests/models/first.py::a", "tests/models/b.py::b"], 1.0)
+    assert Reach(seconds, {CHUNKS: reached}).tests_of(constant) == ["tests/models/b.py::b"]
+
+
+def classes(rank: int, world: int) -> int:
+    return seqpar.VocabShard.of(3, None).vocab_size
+
+
+def test_what_a_test_reaches_in_its_ranks_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "call", Pool.call)  # which the recorder replaces
+    recorder = Recorder(tmp_path)
+    protocol = recorder.pytest_runtest_protocol(SimpleNamespace(nodeid="tests/a.py::a"))
+    next(protocol)
+    pool = Pool(1)
+    assert pool.call(classes) == [3]
+    pool.close()
+    protocol.close()
+    recorder.pytest_sessionfinish()
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    path = "seqpar/distributed/vocab_parallel.py"
+    source = (ROOT / path).read_text().splitlines()
+    of = next(place for place, line in enumerate(source, 1) if line.startswith("        return cls(group, sum(rows[:"))
+    assert [name for name, _ in found["tests"]] == ["tests/a.py::a"]
+    assert found["lines"][path][str(of)] == [0]
 
 
 def test_a_quick_look_takes_the_files_of_the_wing_and_does_not_call_a_lack_of_time_caught(monkeypatch) -> None:

@@ -165,7 +165,7 @@ def differentiable_sum(
     chunk_loss: ChunkLoss,
     chunks: Sequence[Chunk],
     leaves: Leaves,
-    loss_scale: float | Tensor = 1.0,
+    loss_scale: float | Tensor,
 ) -> TokenLoss:
     """Return the sum of `chunk_loss` over the chunks as one node of autograd's graph.
 

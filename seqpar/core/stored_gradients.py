@@ -120,7 +120,7 @@ class Gradients:
         params: Sequence[Tensor | None],
         wanted: Sequence[bool],
         chunks: int,
-        scale: float | Tensor = 1.0,
+        scale: float | Tensor,
     ) -> None:
         rows_wanted = wanted[: len(per_token)]
         sums_wanted = wanted[len(per_token) :]

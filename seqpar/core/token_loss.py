@@ -21,10 +21,8 @@ INSTEAD = (
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums of `dtype` are computed in: float64 for float64, else float32."""
-    # Without a call of torch's for the usual dtypes: every chunk asks several times
-    if dtype.is_floating_point:
-        return torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.promote_types(dtype, torch.float32)
+    # Not by promote_types: every chunk asks several times
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -43,6 +43,7 @@ from seqpar.engine.module_calls import Parts, calls_of, parts_of
 from seqpar.engine.pair import Project, criterion_loss, project
 from seqpar.engine.shards import Shard, check_targets, rows_of
 from seqpar.linear.leaves import product_dtype
+from seqpar.linear.scored_loss import largest_difference
 from seqpar.multi_device.replicas import bind
 
 PROBE_ROWS = 4
@@ -278,14 +279,14 @@ class _Probe:
         allowed = max(
             NOT_ADDITIVE, *(8 * torch.finfo(t.dtype).eps for t in (logits_KV, whole) if t.is_floating_point())
         )
-        if max(_difference(halves, whole), _difference(twice, 2 * whole)) <= allowed:
+        if max(largest_difference(halves, whole), largest_difference(twice, 2 * whole)) <= allowed:
             return True
         # Random, for example by sampled classes: no two sums of it can be compared
         if not _repeats(lambda: total(rows), whole, 0):
             return True
         # The most likely mistake has a message of its own
         wrong = "it does not add up; it must return a sum of one term per row"
-        if _difference(twice, whole) <= allowed:
+        if largest_difference(twice, whole) <= allowed:
             wrong = "it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
         raise ValueError(
             f"the criterion gives {float(whole):.6g} for {PROBE_ROWS} rows and {float(halves):.6g} as the sum over "
@@ -353,7 +354,7 @@ class _Probe:
                 halves_KV = torch.cat([scores(self._shape(len(half[0])), half) for half in _halves(self.rows)])
                 twice_KV, turned_KV = scores(others, _beside_themselves(self.rows)).chunk(2)
                 same = (halves_KV, twice_KV, turned_KV.flip(0))
-                different = max(_difference(logits_KV, whole_KV) for logits_KV in same)
+                different = max(largest_difference(logits_KV, whole_KV) for logits_KV in same)
                 if different <= ROUNDING:
                     return ""
                 if _repeats(lambda: scores(shape, self.rows), whole_KV, ROUNDING):
@@ -438,17 +439,7 @@ def _repeats(function: Callable[[], Tensor], first: Tensor, noise: float) -> boo
 
     In bfloat16 two random numbers may be equal by chance.
     """
-    return all(_difference(function(), first) <= noise for _ in range(REPEATS))
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference relative to the largest number, over numbers that are finite in both."""
-    a = a.float()
-    b = b.float()
-    # A masked class has -inf in every row, and -inf - -inf is nan
-    finite = a.isfinite() & b.isfinite()
-    largest = max(float(t.where(finite, 0).abs().max()) for t in (a, b))
-    return float((a - b).where(finite, 0).abs().max()) / largest if largest else 0.0
+    return all(largest_difference(function(), first) <= noise for _ in range(REPEATS))
 
 
 class Buffer(NamedTuple):

@@ -126,8 +126,6 @@ class AgainstHead:
     def of_chunk(self, chunk: Chunk, counted_K: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, ...]:
         """Return the teacher's product for a chunk's rows."""
         hidden_KD = self.hidden_ND[chunk]
-        if counted_K is not None:
-            hidden_KD = hidden_KD.masked_fill(~counted_K.unsqueeze(1), 0)
         with torch.autocast(hidden_KD.device.type, enabled=False):
             return (self.head.product(hidden_KD.to(self.head.weight_VD.dtype)),)
 

@@ -66,7 +66,7 @@ def compiled_cross_entropy(inputs: Inputs, settings: Settings, loss_scale: float
     hidden = inputs.hidden
     scale = loss_scale
     if not isinstance(scale, Tensor):
-        scale = hidden.new_full((), scale, dtype=torch.float64)
+        scale = hidden.new_full((), scale, dtype=wide(hidden.dtype))
     leaves = (hidden, inputs.weight, inputs.bias, inputs.token_weight)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves]
     autocast = torch.is_autocast_enabled(hidden.device.type)

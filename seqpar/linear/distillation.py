@@ -162,7 +162,7 @@ def _dense(
     """Return what computes the teacher's log-probabilities of all classes, chunk by chunk."""
     if isinstance(teacher, TeacherHidden):
         dtype = product_dtype(teacher.hidden)
-        head = Projection(teacher.weight, teacher.bias, dtype, temperature=float(settings.temperature))
+        head = Projection(teacher.weight, teacher.bias, dtype, None, float(settings.temperature))
         return AgainstHead(head, teacher.hidden.detach().flatten(0, -2))
     row_N = torch.arange(inputs.target.numel(), device=inputs.target.device)
     return AgainstLogProbs(teacher.function, len(inputs.weight), row_N)

@@ -175,7 +175,7 @@ def checked(
     inputs: Inputs,
     settings: Settings,
     vocab: VocabShard | None,
-    loss_scale: float | Tensor = 1.0,
+    loss_scale: float | Tensor,
     *,
     any_dtype: bool = False,
     further: Callable[[VocabShard], object] = lambda shard: None,
@@ -201,7 +201,8 @@ def checked(
         further(found.shard)
     except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
-            _send_error_to_group(wrong, vocab)
+            # The other ranks, which would otherwise wait for this one, raise too: RuntimeError where theirs differs
+            vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
         raise
     if vocab is not None:
         _compare_ranks(inputs, settings, vocab, facts())
@@ -286,14 +287,6 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
 
 
 NOTHING_WRONG = {"what is wrong": "nothing"}
-
-
-def _send_error_to_group(wrong: Exception, vocab: VocabShard) -> None:
-    """Let the other ranks, which would otherwise wait for this one, raise; raise RuntimeError if theirs differ."""
-    try:
-        vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
-    except RuntimeError as disagreement:
-        raise disagreement from wrong
 
 
 def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, object]:

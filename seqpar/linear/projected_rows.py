@@ -72,7 +72,7 @@ class ProjectedRows:
         return self.projection.rows_at_once(rows)
 
     def sums(
-        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None = None, again: bool = True
+        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool
     ) -> tuple[Read, RowSums]:
         """Return the sums of some rows, and what `gradient_` needs unless `again` is false.
 
@@ -86,14 +86,10 @@ class ProjectedRows:
             sums = sums._replace(rank_N=self.function.over_ranks(before_K))
         return own.read, sums
 
-    def own_sums(
-        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None = None, again: bool = True
-    ) -> OwnSums:
+    def own_sums(self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool) -> OwnSums:
         """Return the sums over this rank's classes; the arguments are those of `sums`."""
         if self.kernel is not None:
             index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
-            if here_KP is not None:
-                index_KP = index_KP.where(here_KP, -1)
             own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
             return OwnSums(Read(None, None), own, here_KP, product_KV)
         logits_KV, tanh_KV = self._logits(product_KV, temperature_K)

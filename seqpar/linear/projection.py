@@ -40,8 +40,8 @@ class Projection:
         weight: Tensor,
         bias: Tensor | None,
         dtype: torch.dtype,
-        softcap: float | None = None,
-        temperature: float = 1.0,
+        softcap: float | None,
+        temperature: float,
     ) -> None:
         self.weight_VD = weight.detach().to(dtype)
         self.bias_V = None if bias is None else bias.detach().to(dtype)

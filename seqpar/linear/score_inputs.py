@@ -30,9 +30,9 @@ from seqpar.linear.inputs import Inputs, Planned, Settings, checked, checksum, l
 class ScoreRequest(NamedTuple):
     """What the caller asked for, beside the log-probability of the target."""
 
-    temperature: float | Tensor = 1.0
+    temperature: float | Tensor
     """One for all tokens, or one for each."""
-    entropy: bool = False
+    entropy: bool
     top_k: int | None = None
     ids: Tensor | None = None
     product_dtype: torch.dtype | None = None
@@ -116,7 +116,7 @@ def _facts(
         facts[f"the shape and dtype of {name}"] = (tuple(tensor.shape), tensor.dtype)
         # Without tokens a size of -1 could be any
         rows_NC = tensor.detach().reshape(target.numel(), math.prod(tensor.shape[target.dim() :]))
-        facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.double()
+        facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.float()
     return facts
 
 

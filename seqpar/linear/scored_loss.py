@@ -208,11 +208,11 @@ class _LossByAutograd:
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
             turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)
             different = max(
-                _difference(loss_K[half], self._called(*_rows(scores, rows, half))),
-                _difference(loss_K[turned_K], self._called(*_rows(scores, rows, turned_K))),
+                largest_difference(loss_K[half], self._called(*_rows(scores, rows, half))),
+                largest_difference(loss_K[turned_K], self._called(*_rows(scores, rows, turned_K))),
             )
             # A random loss has other values in every call
-            if different <= DIFFERENT or _difference(loss_K, self._called(scores, rows)) > DIFFERENT:
+            if different <= DIFFERENT or largest_difference(loss_K, self._called(scores, rows)) > DIFFERENT:
                 return ""
         return f"a row's loss changes with the other rows and their order, by {different:.2g} of the largest"
 
@@ -223,8 +223,11 @@ def _rows(scores: Scores, rows: list[Tensor], which: Any) -> tuple[Scores, list[
     return some, [t[which] for t in rows]
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def largest_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference relative to the largest number, over numbers that are finite in both."""
+    a = a.float()
+    b = b.float()
+    # A masked class has -inf in every row, and -inf - -inf is nan
     finite = a.isfinite() & b.isfinite()
-    largest = float(a.where(finite, 0).abs().amax())
-    return float((a - b).where(finite, 0).abs().amax()) / largest if largest else 0.0
+    largest = max(float(t.where(finite, 0).abs().max()) for t in (a, b))
+    return float((a - b).where(finite, 0).abs().max()) / largest if largest else 0.0

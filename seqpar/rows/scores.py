@@ -460,7 +460,7 @@ class RowFunction(NamedTuple):
             argbest_N = argbest_N + self.split.start
         if self.split is None and not self.gaps:
             return argbest_N == target_N
-        return (argbest_N == target_N).to(torch.int64) - (argbest_N < target_N).to(torch.int64)
+        return (argbest_N == target_N).long() - (argbest_N < target_N).long()
 
     def _no_classes(self, lowest_N: Tensor, picked_NP: Tensor) -> RowSums:
         """Return the sums of a rank without classes: an empty maximum is -inf, an empty sum 0."""

@@ -4,8 +4,8 @@
     python -m tests.mutants --count 20 --wings seqpar/rows
 
 Which tests reach a line is recorded first, once for a commit, by running those of `make test`, `make test-formats` and
-`make test-faults` (`tests/mutants/reach.py`). Of a line that none of them reaches by itself, as one that runs at import
-or in another process, those of the block around it count, or else of its wing. The wing's own tests run first, each
+`make test-faults` (`tests/mutants/reach.py`). Of a line that runs at import, or that none of them reaches, as one of
+another process, those of the block around it count, or else of its wing. The wing's own tests run first, each
 group fastest first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them
 run without end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too,
 has noticed nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
@@ -68,8 +68,10 @@ class Reach(NamedTuple):
         """Return the tests of a fault, those of its wing first, and the fastest of them."""
         lines = self.lines.get(fault.path, {})
         reached: frozenset[str] = frozenset()
-        for first, last in blocks_around(ast.parse((ROOT / fault.path).read_bytes()), fault.line):
-            within = (tests for line, tests in lines.items() if first <= line <= last)
+        tree = ast.parse((ROOT / fault.path).read_bytes())
+        called = called_lines(tree)
+        for first, last in blocks_around(tree, fault.line):
+            within = (tests for line, tests in lines.items() if first <= line <= last and line in called)
             reached = reached or frozenset().union(*within)
         parts = [part for part in Path(fault.path).parent.parts if part != "translation"]
         folders = ["/".join(["tests", *parts[:depth]]) + "/" for depth in range(len(parts), 0, -1)]
@@ -85,11 +87,17 @@ class Reach(NamedTuple):
         return chosen
 
 
-def blocks_around(tree: ast.Module, line: int) -> list[tuple[int, int]]:
-    """Return the first and last lines of the statements around a line, from the innermost to the whole file.
+def called_lines(tree: ast.Module) -> set[int]:
+    """Return the lines in the bodies of functions.
 
-    A default or a constant runs while its file is imported, in no test: those of the block around it count.
+    The others run while the file is imported: in no test, or in the one that happens to import it first.
     """
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def blocks_around(tree: ast.Module, line: int) -> list[tuple[int, int]]:
+    """Return the first and last lines of the statements around a line, from the innermost to the whole file."""
     around = [
         (node.lineno, node.end_lineno or node.lineno)
         for node in ast.walk(tree)

@@ -23,6 +23,7 @@ from tests.seqpar.option_calls import (
     WATCH,
     Arguments,
     Call,
+    D,
     See,
     Seen,
     V,
@@ -154,6 +155,50 @@ def test_an_option_that_is_changed_alone_changes_the_outcome(function: str, name
         return
     assert outcome(call, call.arguments() | option.beside(), see) == before, "the call itself is not repeatable"
     assert outcome(call, changed, see) != before
+
+
+LARGE = 60_000.0
+"""Above half of float16's largest number: with a factor of 2 it would be inf."""
+
+
+def large_gradients() -> dict[str, Callable[[torch.Tensor], seqpar.TokenLoss]]:
+    """Of each function that has a loss scale: a loss without one, whose gradients are large in float16."""
+    weight = torch.zeros(V, D).half()
+    weight[0] = -LARGE
+    head = torch.nn.Linear(D, V, bias=False).half()
+    head.weight = torch.nn.Parameter(weight.clone())
+    target = torch.zeros(6, dtype=torch.int64)
+    engine = seqpar.LossCompute(head, seqpar.CrossEntropy())
+    teacher = seqpar.TeacherTopK(target.unsqueeze(1), torch.zeros(6, 1), "one_class")
+
+    def likelihood(scores: Any) -> torch.Tensor:
+        return -scores.log_prob
+
+    def walked(hidden: torch.Tensor) -> seqpar.TokenLoss:
+        empty = seqpar.TokenLoss(torch.tensor(0.0), torch.tensor(0))
+        return seqpar.chunked_gradient(
+            lambda _, rows, __: seqpar.TokenLoss(rows[0].float().sum() * LARGE, torch.tensor(6)),
+            [slice(0, 6)], [hidden], [], empty,
+        )  # fmt: skip
+
+    return {
+        "LossCompute.forward": lambda hidden: engine(hidden, target),
+        "LossCompute.scored_loss": lambda hidden: engine.scored_loss(hidden, target, likelihood),
+        "chunked_gradient": walked,
+        "linear_cross_entropy": lambda hidden: seqpar.linear_cross_entropy(hidden, weight, target),
+        "linear_distillation": lambda hidden: seqpar.linear_distillation(
+            hidden, weight, teacher, target, divergence="forward_kl"
+        ),
+        "scored_loss": lambda hidden: seqpar.scored_loss(hidden, weight, target, likelihood),
+    }
+
+
+@pytest.mark.parametrize("function", [f for f, options in OPTIONS.items() if "loss_scale" in options])
+def test_a_gradient_that_fits_in_float16_is_not_scaled_unless_a_scale_is_given(function: str) -> None:
+    hidden = torch.zeros(6, D).half().requires_grad_()
+    (gradient,) = torch.autograd.grad(large_gradients()[function](hidden).total, hidden)
+    assert (gradient > 0.8 * LARGE).all()
+    assert gradient.isfinite().all()
 
 
 def test_an_option_that_needs_ranks_changes_the_outcome_over_two_of_them() -> None:

@@ -36,6 +36,13 @@ class Work:
     """This rank's (tokens, target), (B, t) each; a target is the token's class or `ignore_index`."""
     vocab_size: int
     """The number of all ranks' classes."""
+    label_smoothing: float
+    """eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
+    loss_scale: float
+    """Multiplies the loss before its backward; the gradients keep it."""
+    reduction: Literal["sum", "mean"]
+    """"mean" ("mean" in `offers`): differentiate the implementation's own mean of this rank's tokens, by `backward()`,
+    under DDP. It must be an error, or the gradient of the whole step's mean."""
     start: int = 0
     """This rank's first class."""
     data_group: ProcessGroup | None = None
@@ -50,13 +57,6 @@ class Work:
     """This rank's part of the model in a pipeline; that of the last rank returns hidden states and has the generator
     as `head`."""
     ignore_index: int = -100
-    label_smoothing: float = 0.0
-    """eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
-    loss_scale: float = 1.0
-    """Multiplies the loss before its backward; the gradients keep it."""
-    reduction: Literal["sum", "mean"] = "sum"
-    """"mean" ("mean" in `offers`): differentiate the implementation's own mean of this rank's tokens, by `backward()`,
-    under DDP. It must be an error, or the gradient of the whole step's mean."""
 
     @property
     def token_group(self) -> ProcessGroup | None:

@@ -149,7 +149,7 @@ class Case:
             made.append((tokens, target.view(SHAPE)))
         return made
 
-    def parts(self, group: int = 0) -> list[list[tuple[Tensor, Tensor]]]:
+    def parts(self, group: int) -> list[list[tuple[Tensor, Tensor]]]:
         """Return the micro-batches of all ranks that have other tokens."""
         return [self.part(group, place) for place in range(len(self.tokens))]
 

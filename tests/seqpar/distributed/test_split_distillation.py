@@ -317,3 +317,18 @@ def test_a_rank_whose_classes_are_all_masked_out_does_no_harm(divergence, kind):
         assert_close("the gradient of hidden", grads["hidden"], expected[0])
     assert_close("the gradient of the weight", first[1]["weight"], expected[1])
     assert not torch.as_tensor(second[1]["weight"]).any()
+
+
+def impossible(rank, world, divergence, masked):
+    """The loss where one of the two cannot predict rank 1's classes, and the other can."""
+    vocab = seqpar.VocabShard.of(3, dist.group.WORLD)
+    hidden, weight = torch.ones(2, 4).double(), torch.ones(3, 4).double()
+    bias = {masked: torch.full((3,), -torch.inf if rank else 0.0).double()}
+    teacher = seqpar.TeacherHidden(hidden, weight, bias.get("teacher"))
+    options = {"divergence": divergence, "bias": bias.get("student"), "vocab": vocab}
+    return float(seqpar.linear_distillation(hidden, weight, teacher, torch.tensor([0, 1]), **options).total)
+
+
+@pytest.mark.parametrize(("divergence", "masked"), [("forward_kl", "student"), ("reverse_kl", "teacher")])
+def test_what_only_one_of_the_two_can_predict_is_infinite_where_it_is_a_whole_rank(divergence, masked):
+    assert ranks(2, impossible, divergence, masked) == [torch.inf] * 2

@@ -272,3 +272,14 @@ def test_ranks_with_other_ids_or_temperatures_all_say_so(name, values):
     for kind, text in ranks(2, other_ids_or_temperature, name, values):
         assert kind == "RuntimeError"
         assert f"ranks disagree on {name}" in text
+
+
+def ignored_rows_that_differ(rank, world):
+    shard, ones = seqpar.VocabShard.of(3, dist.group.WORLD), torch.ones(3, 2, dtype=torch.float64)
+    given = {"temperature": torch.tensor([1.0, 1.0 + rank, 2.0]), "ids": torch.tensor([[0], [rank], [5]])}
+    return seqpar.token_scores(ones, ones, torch.tensor([0, -100, 4]), **given, vocab=shard).log_prob.tolist()
+
+
+def test_temperatures_and_ids_of_ignored_rows_may_differ_between_ranks():
+    one, other = ranks(2, ignored_rows_that_differ)
+    assert one == other

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
+from tests.seqpar.option_calls import WATCH, Affine, D, leaf, smoothing
 from tests.seqpar.published import Generator2018, LabelSmoothing2018, NoamOpt
 
 
@@ -118,3 +119,13 @@ def test_evaluation_builds_no_graph_and_steps_nothing():
     assert isinstance(compute(hidden, torch.ones(2, 3, dtype=torch.int64), 6), float)
     assert hidden.grad is None
     assert generator.proj.weight.grad is None
+
+
+def test_without_a_chunk_size_five_time_steps_have_logits_at_once_as_in_2018():
+    compute = seqpar.MultiGPULossCompute(Affine(), smoothing(), ["cpu"])
+    out, targets = leaf(1, 2, 12, D), torch.ones(2, 12, dtype=torch.int64)
+    compute(out, targets, 24)  # the first call looks at logits of its own
+    with WATCH:
+        WATCH.rows = 0
+        compute(out, targets, 24)
+    assert WATCH.rows == 2 * 5

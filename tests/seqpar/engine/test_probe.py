@@ -90,6 +90,14 @@ def test_it_is_found_in_evaluation_as_well(name, devices):
         engine(hidden, target)
 
 
+def test_it_is_found_beside_a_masked_class():
+    generator, hidden, target, _ = case("a detached mean")
+    with torch.no_grad():
+        generator.linear.bias[V - 1] = -torch.inf
+    with pytest.raises(ValueError, match="the generator mixes rows: a token's scores change"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(hidden, target % (V - 1))
+
+
 @pytest.mark.parametrize("name", ["a running sum over time", "the mean of the batch taken off"])
 def test_time_chunks_are_no_way_round_it(name):
     generator, hidden, target, _ = case(name)

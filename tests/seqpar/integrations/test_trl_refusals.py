@@ -130,6 +130,17 @@ def test_a_model_that_fails_on_text_alone_is_refused_in_one_line():
         AppliedScores([model], None)
 
 
+def test_a_model_that_runs_out_of_memory_says_so_itself():
+    model = tiny("llama")
+
+    def forward(self, **kwargs):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    model.forward = types.MethodType(forward, model)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory is left$"):
+        AppliedScores([model], None)
+
+
 def test_trained_tokens_of_tied_embeddings_are_refused_by_name():
     model = tiny("llama-tied")
     tokens = {"embed_tokens": [5, 6]}

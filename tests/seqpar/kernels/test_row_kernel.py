@@ -248,13 +248,13 @@ def test_the_memory_between_two_rows_is_zero_before_and_after_the_kernel(dtype):
     """The CPU's bfloat16 products may read whole tiles, beyond the end of a row."""
     hidden, weight = (torch.randn(n, 8, device=DEVICE, dtype=dtype) for n in (5, 123))
     with kernels():
-        rows = ProjectedRows(Projection(weight, None, dtype), RowFunction())
+        rows = ProjectedRows(Projection(weight, None, dtype, softcap=None, temperature=1.0), RowFunction())
         product = rows.product(hidden)
         padded = product.as_strided((5, product.stride(0)), product.stride())
         assert padded.size(1) == 128
         assert (padded[:, 123:] == 0).all()
         picked = torch.arange(5, device=DEVICE).unsqueeze(1)
-        read, sums = rows.sums(product, picked)
+        read, sums = rows.sums(product, picked, None, again=True)
         rows.gradient_(read, product, picked, None, sums, Upstream(torch.ones_like(sums.best_N)))
     assert (padded[:, 123:] == 0).all()
     assert padded[:, :123].any()

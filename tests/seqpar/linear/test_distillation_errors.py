@@ -49,6 +49,10 @@ def function_of(result):
         ({"teacher": torch.randn(6, 9)}, TypeError, "teacher is a Tensor; it must be a seqpar.TeacherHidden"),
         ({"teacher": head(weight=(8, 5))}, ValueError, r"weight has shape \(9, 3\) and teacher.weight \(8, 5\)"),
         ({"teacher": head(hidden=(6, 4))}, ValueError, r"teacher.hidden has shape \(6, 4\) and teacher.weight"),
+        (
+            {"teacher": seqpar.TeacherHidden(torch.randn(6, 5), torch.randn(9, 5).bfloat16())}, TypeError,
+            "teacher.hidden has dtype torch.float32 and teacher.weight torch.bfloat16; cast one, or use autocast",
+        ),
         ({"teacher": head(hidden=(5, 5))}, ValueError, r"teacher.hidden has shape .* target \(6,\)"),
         ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
         ({"target": torch.full((6,), 9)}, IndexError, "target 9 at position"),

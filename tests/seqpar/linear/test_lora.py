@@ -92,6 +92,14 @@ def small(dtype=torch.float32):
     return *(torch.randn(shape, generator=g).to(dtype).requires_grad_() for shape in shapes), torch.arange(6)
 
 
+def test_without_options_there_is_the_log_probability_of_plain_logits_and_nothing_else():
+    *tensors, target = small(torch.float64)
+    scores = lora_scores(*tensors, 2.0, target)
+    gold, _ = plain(*tensors, 2.0, target, softcap=None, temperature=1.0)
+    torch.testing.assert_close(scores.log_prob, gold, rtol=1e-12, atol=1e-12)
+    assert [score is None for score in scores] == [False, *[True] * 5]
+
+
 def test_a_frozen_base_weight_gets_no_gradient():
     hidden, weight, lora_a, lora_b, target = small()
     weight.requires_grad_(False)

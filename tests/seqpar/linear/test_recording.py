@@ -46,9 +46,12 @@ def soft(tensors, case):
 def scores(tensors, case):
     random = torch.Generator().manual_seed(case.seed)
     ids = torch.randint(case.vocab_size, (*case.lead, 2), generator=random)
-    asked = {"entropy": case.weighted, "ids": ids if case.token_weighted else None, "top_k": 2, "rank": True}
-    found = seqpar.token_scores(**tensors, **of(case, "temperature", "softcap"), **asked)
     ignored = tensors["target"] == case.padding
+    temperature = torch.full(case.lead, case.options["temperature"], dtype=torch.float64)
+    odd = ignored & tensors["hidden"].isnan().any()
+    temperature[odd], ids[odd] = torch.nan, 99
+    asked = {"entropy": case.weighted, "ids": ids if case.token_weighted else None, "top_k": 2, "rank": True}
+    found = seqpar.token_scores(**tensors, **of(case, "softcap"), **asked, temperature=temperature)
     total = 0.0
     for score in (found.log_prob, found.entropy, found.log_probs_at):
         if score is not None:

@@ -290,6 +290,14 @@ def test_a_loss_that_mixes_rows_is_found_and_refused(name, grad):
         seqpar.scored_loss(hidden, weight, torch.arange(7), MIXING[name], entropy=True, **given)
 
 
+def test_mixing_is_found_beside_a_target_that_is_impossible():
+    """The loss of its row is infinite."""
+    hidden, weight, bias = torch.randn(7, 4), torch.randn(9, 4), torch.zeros(9)
+    bias[3] = -torch.inf
+    with pytest.raises(ValueError, match=r"^loss mixes rows: a row's loss changes with the other rows"):
+        seqpar.scored_loss(hidden, weight, torch.arange(7), lambda s: s.lse.mean() - s.log_prob, bias=bias)
+
+
 def test_a_random_loss_is_no_mixing_and_costs_no_random_number():
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 4, requires_grad=True), torch.randn(9, 4)

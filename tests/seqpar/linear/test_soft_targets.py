@@ -108,3 +108,17 @@ def test_what_is_wrong_is_said_in_one_line(arguments, error, message):
     with pytest.raises(error, match=message) as caught:
         seqpar.linear_cross_entropy(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_may_be_off_by_the_rounding_of_float32_and_no_more(dtype):
+    """The square root of its epsilon, 3.5e-4, in float64 too, where they may have been computed in float32."""
+    hidden, weight, target = torch.randn(1, 3, dtype=dtype), torch.randn(5, 3, dtype=dtype), torch.tensor([1])
+    ids = torch.tensor([[1, 4]])
+    for total in (1.0003, 0.9997):
+        probs = torch.tensor([[0.5, total - 0.5]], dtype=dtype)
+        seqpar.linear_cross_entropy(hidden, weight, target, soft_target=seqpar.SparseTarget(ids, probs))
+    for total in (1.0005, 0.9995):
+        probs = torch.tensor([[0.5, total - 0.5]], dtype=dtype)
+        with pytest.raises(ValueError, match=rf"soft_target.probs sum to {total} at position \(0,\)"):
+            seqpar.linear_cross_entropy(hidden, weight, target, soft_target=seqpar.SparseTarget(ids, probs))

@@ -361,3 +361,12 @@ def test_the_most_probable_classes_and_the_rank_are_constants(frozen):
     )
     assert [t.requires_grad for t in (found.log_prob, found.entropy, found.log_probs_at)] == [True] * 3
     assert [t.requires_grad for t in (found.top_log_probs, found.top_ids, found.rank)] == [False] * 3
+
+
+def test_what_is_not_asked_for_is_not_computed():
+    hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 4, 2])
+    scores = seqpar.token_scores(hidden, weight, target)
+    assert [name for name, score in scores._asdict().items() if score is not None] == ["log_prob"]
+    given = []
+    seqpar.scored_loss(hidden, weight, target, lambda scores: given.append(scores) or -scores.log_prob)
+    assert [name for name, score in given[0]._asdict().items() if score is not None] == ["log_prob", "lse"]

@@ -66,6 +66,12 @@ def test_kto_is_the_papers_with_the_reference_point_clamped_and_constant(n, seed
     )
 
 
+def test_a_reference_point_that_is_a_number_has_the_digits_of_the_log_ratios():
+    ratio, desirable = torch.zeros(2, dtype=torch.float64), torch.tensor([True, False])
+    losses = kto(ratio, desirable, beta=1.0, reference_point=0.3)
+    assert losses.tolist() == pytest.approx([1 / (1 + math.exp(-0.3)), 1 / (1 + math.exp(0.3))], rel=1e-15)
+
+
 def means(batch):
     """Each response's mean log-probability, by a loop."""
     for s in range(batch.sequences):

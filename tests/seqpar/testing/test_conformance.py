@@ -1,5 +1,6 @@
 """The conformance suite passes what is right and catches every planted mistake with the check that is about it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -162,6 +163,11 @@ def test_a_bad_target_is_tried_in_a_new_process_where_a_fork_cannot_use_the_devi
     forked = BY_NAME["target out of range"](known)
     monkeypatch.setattr(checks_module, "DEVICE", "cuda")
     assert BY_NAME["target out of range"](known) == forked == Finding("pass", "raises IndexError")
+
+
+def test_a_bad_target_that_ends_its_process_is_no_silence():
+    found = BY_NAME["target out of range"](Adapter("crashes", lambda *_: os._exit(3)))
+    assert found == Finding("pass", "ends the process (3)")
 
 
 def test_a_new_process_that_gives_a_number_or_does_not_find_the_adapter_is_a_failure(monkeypatch):

@@ -4,10 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from seqpar.testing.conformance import Finding, page
+from seqpar.testing.conformance import Case, Finding, Options, ScoreOptions, page
 from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.checks import measured_inputs
+from seqpar.testing.conformance.inputs import Inputs
+from seqpar.testing.conformance.memory import TIMES, Growth
 from seqpar.testing.conformance.parts import PARTS
+from seqpar.testing.conformance.score_inputs import ScoreInputs
 
 PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 
@@ -38,6 +43,51 @@ def test_every_failure_in_the_data_has_a_figure_and_five_lines_that_compile(name
         assert finding.figure, check
         assert 1 < len(finding.reproduction.splitlines()) <= 5, check
         compile(finding.reproduction, check, "exec")
+
+
+def reproductions(part):
+    """Of every failure that shows one, by check and implementation."""
+    failed = {(check, n): f for n, of in data(part).items() for check, f in of.items() if f.verdict == "fail"}
+    return {where: finding.reproduction for where, finding in failed.items() if finding.reproduction}
+
+
+@pytest.mark.parametrize(("part", "problem"), [("losses", Inputs), ("scores", ScoreInputs)])
+def test_the_tensors_and_options_of_a_reproduction_are_those_of_the_checks(part, problem):
+    shown = [(problem(PARTS[part].known[name]), text) for (_, name), text in reproductions(part).items()]
+    assert any(made.code in text and made.call in text for made, text in shown)
+
+
+def test_options_that_are_not_given_ask_for_the_plain_loss_and_the_log_probability_alone():
+    plain = Options(
+        ignore_index=-100, label_smoothing=0.0, softcap=None, reduction="sum", chunk_rows=None, dtype=torch.float32
+    )
+    assert (Options(), Options().variables) == (plain, {})
+    log_prob_alone = ScoreOptions(
+        ignore_index=-100, temperature=1.0, softcap=None, entropy=False, top_k=None, ids=None, chunk_size=None,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert (ScoreOptions(), ScoreOptions().variables) == (log_prob_alone, {"temperature": 1.0, "ids": None})
+
+
+def test_the_reproduction_of_a_peak_is_its_measurement():
+    shown = {name: text for (check, name), text in reproductions("losses").items() if check == "memory by rows"}
+    for name, text in shown.items():
+        problem = measured_inputs(PARTS["losses"].known[name], Growth.ROWS)
+        assert f"for rows in ({Growth.ROWS}, {Growth.ROWS}, {TIMES * Growth.ROWS}):" in text
+        assert problem.code.replace(str(Growth.ROWS), "rows") in text
+        assert problem.call in text
+    assert shown
+
+
+def test_the_right_loss_of_a_layout_is_that_of_its_reproduction():
+    checked = 0
+    for of in data("layouts").values():
+        for finding in of.values():
+            for right in re.findall(r"\(([\d.]+) is right\)", finding.figure):
+                (case,) = re.findall(r"^case = (Case\(.*\))$", finding.reproduction, flags=re.MULTILINE)
+                assert f"{eval(case, {'Case': Case}).right().loss:.4g}" == right, case
+                checked += 1
+    assert checked
 
 
 @pytest.mark.parametrize(

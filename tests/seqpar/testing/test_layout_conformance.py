@@ -5,12 +5,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from seqpar.testing import ranks as ranks_module
 from seqpar.testing.conformance import (
     EVERY_LAYOUT,
     KNOWN_LAYOUTS,
     LAYOUT_CHECKS,
+    Case,
     LayoutAdapter,
     layout_adapter_of,
     page,
@@ -40,6 +42,18 @@ def failures(findings):
 
 def test_seqpar_is_right_in_every_case_of_every_layout():
     assert {name: str(f) for name, f in run(KNOWN_LAYOUTS["seqpar"]).items() if f.verdict != "pass"} == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_case_of_a_layout_is_plain_but_for_its_tokens(layout):
+    case = next(iter(cases(layout).values()))[0]
+    plain = Case(
+        layout, case.ranks, case.tokens, vocab_size=8, tied=False, frozen_head=False, few_classes=False,
+        whole_head=False, label_smoothing=0.0, loss_scale=1.0, reduction="sum", groups=1, seed=0,
+    )  # fmt: skip
+    assert case == plain
+    assert all(parameter.requires_grad for parameter in case.model().parameters())
+    assert torch.equal(case.model().head.weight, case.model(group=0).head.weight)
 
 
 def test_plain_sums_are_right_and_a_mean_under_ddp_is_named_a_mean_of_means():

@@ -142,3 +142,16 @@ def test_sparse_gradients_are_compared():
             lambda: table.weight[rows[:2]].sum() + table.weight[3].sum().detach(),
             {"table": table.weight},
         )
+
+
+def test_a_wrong_loss_that_cannot_be_called_again_is_said_to_be_wrong():
+    w, called = torch.ones(2, dtype=torch.float64, requires_grad=True), []
+
+    def once():
+        if called:
+            raise RuntimeError("its data are used up")
+        called.append(True)
+        return 3 * w.sum()
+
+    with pytest.raises(AssertionError, match="all gradients are 3 times the plain ones"):
+        assert_same_gradients(once, lambda: w.sum(), {"w": w})
