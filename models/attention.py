@@ -20,7 +20,7 @@ from torch import Tensor, nn
 def padding_mask(tokens: Tensor, pad: int) -> Tensor:
     """Return `tokens != pad`, shaped for attention: (B, S) token ids -> (B, 1, 1, S) boolean, True = a real token.
 
-    In a sentence of padding alone the first position counts as real: a softmax over no keys is nan in some kernels, and
+    In a sentence of only padding the first position counts as real: a softmax over no keys is nan in some kernels, and
     with exactly one key the result does not depend on how long the padding is.
     """
     real_BS = tokens != pad

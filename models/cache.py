@@ -1,7 +1,7 @@
 """The keys and values of all time steps decoded so far, in slots from which they are not moved.
 
 The beams of a sentence share one list of slots; a mask says which slots make up a beam's history. Reordering beams
-changes the mask alone.
+changes only the mask.
 
 Shapes: B sentences, T time steps, K beams, Q = K x T queries, S slots.
 """

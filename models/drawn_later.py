@@ -2,7 +2,7 @@
 
     model, weights = drawn_later(lambda: make_transformer(config, src_vocab, tgt_vocab))   # on the device "meta"
     torch.manual_seed(1)
-    for name, weight in weights:        # as of a model that is built after the same seed, bit for bit
+    for name, weight in weights:        # as in a model that is built after the same seed, bit for bit
         ...
 
 A process that keeps a part of each weight then never holds the whole model.

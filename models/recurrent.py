@@ -189,7 +189,7 @@ class RecurrentEncoderDecoder(EncoderDecoder):
         if not src.size(1):
             raise ValueError("src has no time steps: give every sentence its end symbol")
         position_S = torch.arange(1, src.size(1) + 1, device=src.device)
-        # The last real token ends a sentence; in one of padding alone the first position counts as real
+        # The last real token ends a sentence; in one of only padding the first position counts as real
         length_B = (position_S * real_BS).amax(1)
         memory: Tensor = self.encoder(self.src_embed(src), length_B)
         return memory

@@ -190,7 +190,7 @@ def check_end(
 
 
 def resumed(config: RunConfig, fresh: bool, ranks: Ranks) -> SavedTraining | None:
-    """Return the checkpoint to resume from, of which rank 0 alone has the tensors; None for a new run."""
+    """Return the checkpoint to resume from, whose tensors only rank 0 has; None for a new run."""
     saved = ranks.run_on_all(lambda: begin(config, fresh) if ranks.is_main else None)
     state = ranks.run_on_main(lambda: saved.state if saved else None)
     if state is None:

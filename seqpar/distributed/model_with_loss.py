@@ -65,7 +65,7 @@ class ModelWithLoss(nn.Module):
         self.loss = loss
         # Adapters put another module in the place of the generator; the loss would go on with the earlier one
         self._shared_from_the_start = self._shared_modules()
-        # A generator that both have is one module with two paths; a checkpoint has the path in the model alone
+        # A generator that both have is one module with two paths; a checkpoint has only the path in the model
         self.register_state_dict_post_hook(_drop_second_names)
         self.register_load_state_dict_pre_hook(_restore_second_names)
 

@@ -42,7 +42,7 @@ def reducer_in(model: nn.Module) -> nn.Module | None:
     """Return the module that reduces the gradients over ranks: the model, or one inside it; None if there is none.
 
     That is a DistributedDataParallel, or the outermost module that `fully_shard` was called on. Raises ValueError for
-    several of them, as of an encoder and a decoder that were sharded each for itself.
+    several of them, as with an encoder and a decoder that were sharded each for itself.
     """
     found: list[nn.Module] = []
     waiting = [model]

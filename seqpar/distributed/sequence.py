@@ -134,7 +134,7 @@ def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous"
 
 
 def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
-    """Raise unless they are dense tensors that may differ in their size along `dim` alone."""
+    """Raise unless they are dense tensors that may differ only in their size along `dim`."""
     check_type(parts, "parts", (list, tuple), "a list of all ranks' tensors, in rank order")
     if not parts:
         raise ValueError("parts is empty; it must have every rank's tensor, in rank order")

@@ -42,7 +42,7 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
 def counts_itself(criterion: nn.Module) -> bool:
     """Return whether `token_loss` computes all that a call of the criterion does, and counts besides.
 
-    It does not if a subclass has changed `forward` alone, nor if a hook, or a forward set on the instance, may change
+    It does not if a subclass has changed only `forward`, nor if a hook, or a forward set on the instance, may change
     the result.
     """
     if not hasattr(criterion, "token_loss") or extra_in_call(criterion):

@@ -27,7 +27,7 @@ def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
 
 
 def full_name(value: object) -> str:
-    """Return the class of a module with that of its file, and of anything else the class alone, for an error."""
+    """Return the class of a module with that of its file, and only the class of anything else, for an error."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(value, nn.Module) else kind.__name__
 

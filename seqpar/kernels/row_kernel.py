@@ -78,7 +78,7 @@ class RowKernel:
 
     @staticmethod
     def knows(function: RowFunction) -> bool:
-        """Return whether the kernels compute all that is wanted: of the largest classes they know the first alone."""
+        """Return whether the kernels compute all that is wanted: of the largest classes they know only the first."""
         return function.top_k <= 1 and not function.rest
 
     def sums(self, product_KV: Tensor, index_KP: Tensor, target_K: Tensor, temperature_K: Tensor | None) -> RowSums:

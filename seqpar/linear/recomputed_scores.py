@@ -99,7 +99,7 @@ class RecomputedScores:
         if own_gradients:
             one_N = torch.ones_like(sums.best_N)
             if block.entropy_product is not None:
-                # First, because it overwrites z - m alone, and the softmax is needed once more
+                # First, because it overwrites only z - m, and the softmax is needed once more
                 twice = read if read.tanh_KV is None else read._replace(tanh_KV=read.tanh_KV.clone())
                 self.rows.gradient_(twice, *rows, sums, Upstream(entropy=one_N), block.entropy_product)
             self.rows.gradient_(read, *rows, sums, Upstream(log_prob=one_N))

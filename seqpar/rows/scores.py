@@ -84,7 +84,7 @@ class Upstream(NamedTuple):
         return Upstream(*(None if t is None else times(t, factor, counted_N) for t in self))
 
     def of_picked(self) -> Tensor | None:
-        """Return u and g_1 ... g_J, (N, P); u alone where no g arrives, and None where neither does."""
+        """Return u and g_1 ... g_J, (N, P); only u where no g arrives, and None where neither does."""
         if self.log_probs_at is None:
             return None if self.log_prob is None else self.log_prob.unsqueeze(1)
         u_N = self.log_probs_at.new_zeros(len(self.log_probs_at)) if self.log_prob is None else self.log_prob
@@ -323,7 +323,7 @@ class RowFunction(NamedTuple):
             log_sum_RN = torch.cat([log_sum_RN, torch.zeros_like(ids_JN)])
         best_N = best_RN.amax(0)
         offset_RN = best_RN - best_N
-        # A part without classes, or with masked ones alone (-inf), adds nothing
+        # A part without classes, or with only masked ones (-inf), adds nothing
         empty_RN = best_RN == -math.inf
         share_RN = (log_sum_RN + offset_RN).exp().masked_fill(empty_RN, 0)
         sum_N = share_RN.sum(0)

@@ -107,7 +107,7 @@ class CrossEntropyOfScores:
 
 
 def class_weights(q: SoftTarget, weight_V: Tensor | None) -> ClassWeights | None:
-    """Return the weights of this rank's classes, W over them alone; None without smoothing, where no term uses it.
+    """Return the weights of this rank's classes, W over them only; None without smoothing, where no term uses it.
 
     The weight of a class that no term uses is not added, because it may be inf.
 

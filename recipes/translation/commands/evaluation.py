@@ -121,7 +121,7 @@ def _translated(options: argparse.Namespace, translator: Translator, ranks: Rank
 
 
 def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
-    """Add the scores of a COMET model, which rank 0 alone computes, for all test sets together."""
+    """Add the scores of a COMET model, which only rank 0 computes, for all test sets together."""
     from recipes.translation.scores.comet import comet_scores, measured_comet
 
     sources = [pair.source for evaluation in evaluations for pair in evaluation.pairs]

@@ -167,7 +167,7 @@ def table(found: Sequence[Sequence[Translation]], scores: bool) -> list[str]:
 def write_alignments(
     file: Path, translator: Translator, sentences: Sequence[str], translations: Sequence[str], ranks: Ranks
 ) -> None:
-    """Write a line of links for each sentence; rank 0 alone writes."""
+    """Write a line of links for each sentence; only rank 0 writes."""
     from recipes.translation.translating.alignments import align, pharaoh
 
     found = align(translator, sentences, translations, translator.config.decoding, ranks)

@@ -86,7 +86,7 @@ def _one_accusative(noun: Noun) -> str:
     return {"der": "einen", "die": "eine", "das": "ein"}[noun.article] + " " + noun.de
 
 
-# Random draws. Only Random.random() is guaranteed not to change across Python versions, so they all use it alone.
+# Random draws. Only Random.random() is guaranteed not to change across Python versions, so they all use nothing else.
 
 T = TypeVar("T")
 

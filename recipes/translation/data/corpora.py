@@ -166,7 +166,7 @@ class Corpora:
             found.append([] if each.data.format == "builtin" else each.pairs())
         for each in self.held_out("test") if self.has("test") else []:
             if each.data.format != "builtin":
-                each.pairs()  # for its mistakes alone
+                each.pairs()  # only for its mistakes
         return found
 
     def _check_builtin(self, split: HeldOutSplit) -> None:

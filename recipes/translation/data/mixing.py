@@ -28,7 +28,7 @@ class Mixture:
         self._seed = seed
 
     def counts(self, usable: Array) -> list[int]:
-        """Return how many pairs of each corpus an epoch has, of which the `usable` indices alone may be drawn."""
+        """Return how many pairs of each corpus an epoch has, of which only the `usable` indices may be drawn."""
         sizes = numpy.array([len(members) for members in self._members(usable)])
         sizes[self._weights == 0] = 0
         if not sizes.any():

@@ -44,7 +44,7 @@ def load_pairs(
 ) -> list[Pair]:
     """Read the pairs of a split, as (source language, target language), in the order of the data.
 
-    `cleaning` applies to `train` alone, see `each_training_pair`. `valid` and `test` contain all pairs, so that a
+    `cleaning` applies only to `train`, see `each_training_pair`. `valid` and `test` contain all pairs, so that a
     translation has a line for each line of its reference.
     """
     if split == "train":

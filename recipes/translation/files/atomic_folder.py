@@ -112,7 +112,7 @@ def model_folder(named: str | Path, model: str = "best") -> Path:
 def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
     """Return `whole_folder(target)` after a check of its files' hashes; raise CheckpointError if any is damaged.
 
-    With `names`, those files alone are checked that are there.
+    With `names`, only those of these files that exist are checked.
     """
     folder = whole_folder(target)
     if folder is None:

@@ -105,7 +105,7 @@ def _around_layers(theirs: Weights, sizes: TransformerConfig, side: str) -> Iter
 
 
 def _check_positions(theirs: Weights, sizes: TransformerConfig, side: str) -> None:
-    """Raise CheckpointError if the file has a table of positions, as of earlier versions, that is not the usual one."""
+    """Raise CheckpointError if the file has a table of positions, as in earlier versions, that is not the usual one."""
     steps = sizes.d_model // 2
     first = 0
     if sizes.architecture == "m2m100":

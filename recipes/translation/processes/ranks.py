@@ -1,7 +1,7 @@
 """The processes of one run: how they join, which of them writes, and which error the others raise when one fails.
 
 They are started by `torchrun`, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, such as an
-`mp.spawn` script; otherwise there is one process. Rank 0 alone reads and writes the run's folder and prints.
+`mp.spawn` script; otherwise there is one process. Only rank 0 reads and writes the run's folder and prints.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
 
 
 def _begin() -> None:
-    """Join the default group, under keys of this attempt alone: the store may still have those of one that failed."""
+    """Join the default group, under keys of this attempt only: the store may still have those of one that failed."""
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joins)}"
     try:
         store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))

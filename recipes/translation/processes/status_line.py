@@ -70,7 +70,7 @@ class SentenceProgress(StatusLine):
     Args:
         label: the command, which begins the line; without one, nothing is shown.
         lengths: the subwords of each sentence, in the order of the work: the time left is in proportion to them.
-        total: the sentences of all processes that share the work, for which this one stands; None for its own alone.
+        total: the sentences of all processes that share the work, for which this one stands; None for only its own.
     """
 
     def __init__(self, label: str, lengths: Sequence[int], total: int | None = None) -> None:

@@ -266,7 +266,7 @@ def _differences(runs: Sequence[RunRecords]) -> list[str]:
             continue
         if all(name in each for each in facts):
             rows.append([name, *values])
-        else:  # as of runs of different versions
+        else:  # as in runs of different versions
             partly.append([name, *values])
     heads = ["", *(run.name for run in runs)]
     parts = [page.note("All settings that every run has recorded are the same.")]

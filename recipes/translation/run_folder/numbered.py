@@ -1,7 +1,7 @@
 """The numbered folders of a run, and the pointers to them (see `pointers`): `best`, `last` and `kept`.
 
     <run>/checkpoints/step-00000200     the model after step 200 (see `checkpoint`)
-    <run>/checkpoints/state-00000200    the state that belongs to it; of the newest model alone
+    <run>/checkpoints/state-00000200    the state that belongs to it; only of the newest model
     <run>/best, <run>/last              name the model of the best validation, and the newest one
     <run>/kept                          names the models of the last validations, to be averaged
 

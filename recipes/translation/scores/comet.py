@@ -76,7 +76,7 @@ def _loaded(checkpoint: Path) -> Any:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Let torch.load read weights and plain settings alone, whatever the caller asks: a checkpoint is a pickle."""
+    """Let torch.load read only weights and plain settings, whatever the caller asks: a checkpoint is a pickle."""
     before = {name: os.environ.pop(name, None) for name in (FORCE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")}
     os.environ[FORCE] = "1"
     try:

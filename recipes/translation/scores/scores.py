@@ -81,13 +81,13 @@ def measure(
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool, tokenize: str) -> float:
-    """Compute the BLEU of `measure` alone."""
+    """Compute only the BLEU of `measure`."""
     check_pairs(hypotheses, references)
     return measured("bleu", metrics(tokenize, lowercase)["bleu"], hypotheses, references).score
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool) -> float:
-    """Compute the chrF of `measure` alone."""
+    """Compute only the chrF of `measure`."""
     check_pairs(hypotheses, references)
     return measured("chrf", metrics(lowercase=lowercase)["chrf"], hypotheses, references).score
 

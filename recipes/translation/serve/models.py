@@ -42,11 +42,11 @@ class Model:
     search: Callable[[Sequence[str], int], list[list[Translation]]]
     """Sentences and the number of translations wanted of each -> the translations, best first."""
     align: Callable[[Sequence[str], Sequence[str]], list[list[Link]]] | None
-    """Sentences and translations -> the links between their words; None where an exported model is there alone."""
+    """Sentences and translations -> the links between their words; None where there is only an exported model."""
 
     @property
     def aligns(self) -> bool:
-        """Return whether the model can link words: its run is there, and not an export alone."""
+        """Return whether the model can link words: its run is there, and not only an export."""
         return self.align is not None
 
     def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:

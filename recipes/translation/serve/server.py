@@ -50,7 +50,7 @@ def address_of(taken: socket.socket) -> str:
 
 
 def is_loopback(taken: socket.socket) -> bool:
-    """Return whether a socket can be reached from this machine alone."""
+    """Return whether a socket can be reached only from this machine."""
     return ipaddress.ip_address(taken.getsockname()[0]).is_loopback
 
 

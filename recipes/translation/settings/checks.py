@@ -12,7 +12,7 @@ from recipes.translation.settings.training import PARTS, save_interval
 
 
 def check_together(config: RunConfig) -> None:
-    """Raise ConfigError for settings of which each is valid alone, and which cannot be had together."""
+    """Raise ConfigError for settings that are valid one by one but not together."""
     check_subwords(config)
     check_decoding(config.decoding)
     noise = config.noise

@@ -45,7 +45,7 @@ class Sampler:
         self._last_pieces = lru_cache(REMEMBERED)(lambda word, exponent: last_pieces(word, scores, exponent))
 
     def __reduce__(self) -> tuple[type[Sampler], tuple[Any]]:
-        """Pickle the model alone, from which another process makes its own sampler."""
+        """Pickle only the model, from which another process makes its own sampler."""
         return Sampler, (self._processor,)
 
     def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:

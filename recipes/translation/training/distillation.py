@@ -31,7 +31,7 @@ from seqpar.distributed.torch_private import forget_forwards
 class Teacher:
     """A trained model beside the one in training, without gradient and dropout.
 
-    It is no module, so that the parameters of the model in training are its own alone: those that are optimised, saved,
+    It is no module, so that the parameters of the model in training are only its own: those that are optimised, saved,
     copied, or sharded.
 
     Args:

@@ -30,7 +30,7 @@ class Journal:
     """All that observes a training is told of a step, and of a validation, here.
 
     These are `metrics.jsonl` with the trackers, `resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html`
-    of the run, which rank 0 alone writes, the progress line, and the outliers.
+    of the run, which only rank 0 writes, the progress line, and the outliers.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ class Layout:
     """A model distributed for training.
 
     Args:
-        model: on the device "meta"; it is split in place, and gets memory for the parts of this process alone.
+        model: on the device "meta"; it is split in place, and gets memory only for the parts of this process.
         weights: each weight, whole and the same on every rank, by its name; it is asked for after the one before has
             been put into its place.
         config: the settings of the training and its layout.
@@ -266,7 +266,7 @@ class Layout:
         return f"{prod(self.axes)} processes ({axes}), here {self.device}"
 
     def over_devices(self, model: EncoderDecoder, objective: Objective) -> Callable[[Batch], seqpar.TokenLoss]:
-        """Return the forward of a batch over the devices of this process alone; hidden states stay on them."""
+        """Return the forward of a batch over the devices of this process only; hidden states stay on them."""
         passes = seqpar.DataParallel(objective.passes(model), self.devices, gather_outputs=False)
         loss = objective.loss(model, self.devices, None)
 

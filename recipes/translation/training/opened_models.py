@@ -19,7 +19,7 @@ class OpenedModel(NamedTuple):
     """A saved model on every rank, before there is memory for it."""
 
     saved: SavedModel
-    """Rank 0 alone has its weights."""
+    """Only rank 0 has its weights."""
     model: EncoderDecoder
     """On the device "meta"."""
     weights: Iterator[tuple[str, Tensor]]

@@ -155,7 +155,7 @@ class Metrics:
 
 
 def _remove_after(path: Path, after_step: int) -> None:
-    """Replace `path` by a file with the records up to a step alone."""
+    """Replace `path` by a file with only the records up to a step."""
     before = path.read_bytes()
     *lines, cut_off = before.split(b"\n")
     # A process that is killed while it writes may leave half a line, or a whole one without its line break

@@ -31,7 +31,7 @@ class Work:
     layout: Layout
     model: Any
     """`hidden = model(tokens)` of shape (B, t, D), and the generator `model.head`, an `nn.Linear` without a bias, whose
-    weight may be the embedding's. With a split vocabulary `model.head` has this rank's classes alone."""
+    weight may be the embedding's. With a split vocabulary `model.head` has only this rank's classes."""
     micro_batches: list[tuple[Tensor, Tensor]]
     """This rank's (tokens, target), (B, t) each; a target is the token's class or `ignore_index`."""
     vocab_size: int

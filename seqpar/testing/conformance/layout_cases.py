@@ -226,7 +226,7 @@ def _over(layout: Layout, ranks: int, seed: int) -> Iterator[tuple[str, Case]]:
     micro_batches = MICRO_BATCHES.get(layout, 1)
     g = torch.Generator().manual_seed(seed)
     drawn = torch.randint(1, 7, (data, micro_batches), generator=g)
-    # At least two that differ, whatever was drawn; 5 where there is one micro-batch alone
+    # At least two that differ, whatever was drawn; 5 where there is only one micro-batch
     drawn[-1, -1] = 2
     drawn[0, 0] = 5
     unequal = Case(layout, ranks, tuple(map(tuple, drawn.tolist())), seed=seed)

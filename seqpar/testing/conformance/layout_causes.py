@@ -123,7 +123,7 @@ class Place(NamedTuple):
 
     @property
     def part(self) -> Place:
-        """Return the same with a gradient in this rank's classes alone."""
+        """Return the same with a gradient only in this rank's classes."""
         return self._replace(logits_NV=self.logits_NV.where(self.mine, self.logits_NV.detach()))
 
     @property

@@ -86,7 +86,7 @@ class ScoreInputs(Problem):
 
     @property
     def step_code(self) -> str:
-        """Return forward and backward on one line; without gradients forward alone."""
+        """Return forward and backward on one line; without gradients only forward."""
         forward = f"scores = {self.call}"
         if not self.used:
             return forward
