@@ -49,6 +49,6 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
     for name in sorted(SCORING):
         if old[name] != new[name]:
             yield (
-                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations could not "
-                "be compared with the earlier ones"
+                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations could not be compared "
+                "with the earlier ones"
             )

@@ -77,7 +77,7 @@ def test_the_command_of_the_advice_goes_on(
 
 def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
     config = tiny(Path("run"), {"training.warmup": 100})
-    assert "still rose" in advice(config, TrainingState(step=100))
+    assert "still rising" in advice(config, TrainingState(step=100))
     assert advice(config, TrainingState(step=300, epoch=2)).startswith("training ended in epoch 3; go on with")
     assert advice(config, TrainingState(step=300, epoch=2)).endswith("--training.steps 1200")
     assert "n-th line" in advice(config, TrainingState(step=300, epoch=5))
