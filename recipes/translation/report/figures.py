@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
-from recipes.translation.scores.statistics import Array, measured, metrics
+from recipes.translation.scores.statistics import Array, measured, metrics, unit_of_length
 from recipes.translation.settings.metrics import METRICS
-from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 MOST_POINTS = 200
 """Points of a curve; those of several runs share twice as many."""
@@ -78,13 +77,6 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
             histogram("Lengths of sentences", unit, groups, not several),
         ),
     ]
-
-
-def unit_of_length(texts: Sequence[str]) -> tuple[str, Callable[[str], int]]:
-    """Return the unit of these texts' lengths, and the function that counts it in one."""
-    if tokenizer_for("auto", "", texts) in ("zh", "ja-mecab", "char"):
-        return "characters", lambda text: len("".join(text.split()))
-    return "words", lambda text: len(text.split())
 
 
 def attention_maps(run: RunRecords) -> list[tuple[Chart, Record]]:

@@ -19,6 +19,8 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
+
 Array = NDArray[np.float64]
 TITLES = {
     "bleu": "BLEU",
@@ -90,3 +92,10 @@ def mean_of_sums(sums_RK: Array) -> Array:
     """Compute the mean from (sum, count): (R, 2) -> (R,)."""
     mean_R: Array = sums_RK[:, 0] / sums_RK[:, 1]
     return mean_R
+
+
+def unit_of_length(texts: Sequence[str]) -> tuple[str, Callable[[str], int]]:
+    """Return the unit of these texts' lengths, and the function that counts it in one."""
+    if tokenizer_for("auto", "", texts) in ("zh", "ja-mecab", "char"):
+        return "characters", lambda text: len("".join(text.split()))
+    return "words", lambda text: len(text.split())

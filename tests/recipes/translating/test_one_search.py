@@ -110,7 +110,7 @@ def test_the_service_a_teacher_and_python_follow_a_setting_as_translate_does(
     parser, _ = parser_of("serve", monkeypatch)
     options, _ = parser.parse_known_args([str(runs[0]), rule, value])
     (model,) = models_of(str(runs[0]), options)
-    assert [line.translations[0].text for line in model.translate(SENTENCES)] == wanted
+    assert [line.translations[0].text for line in model.translate(SENTENCES, 1, False)] == wanted
     teacher: Translator = load_translator(runs[0] / "best", overrides={f"decoding.{field_of(rule)}": value})
     _, translations = write_translations(teacher, SENTENCES, tmp_path, "1")
     assert read_lines(translations) == wanted

@@ -375,7 +375,11 @@ LAYOUT_MISTAKES = {
 """Name: the step, the check that catches it, the cause that it names, and where the mistake was published."""
 OTHER_MISTAKES = {
     "last_only": (last_micro_batch_only, "accumulation: unequal tokens", "only the gradient of the last micro-batch"),
-    "all_rows": (factor_of(lambda w, n: n / rows(w)), "data parallel: unequal tokens", "divided by all rows, padding"),
+    "all_rows": (
+        factor_of(lambda w, n: n / rows(w)),
+        "data parallel: unequal tokens",
+        "divided by all rows, including",
+    ),
     "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "FSDP2: loss scale", "the loss scale is applied twice"),
     "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "data parallel: loss scale", "the loss scale is missing"),
     "silent": (
