@@ -30,7 +30,7 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
     Args:
         config: the student's settings, with the original training data.
         originals: the weight of the original pairs beside the translations; with 0 there are none of them.
-        fresh: start the training over; translations are kept where they are made of the same.
+        fresh: start the training over; translations made from the same sentences are kept.
         ranks: the processes, each of which calls this.
     """
     # Before the work of translating

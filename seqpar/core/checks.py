@@ -106,7 +106,7 @@ def check_number(
     """Raise TypeError unless `value` is a real number (no bool), ValueError unless it is finite and in the range."""
     # A bool is a Real: True would pass as 1
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    # An int above the largest float is no finite number, either
+    # An int above the largest float is not a finite number, either
     with contextlib.suppress(OverflowError):
         # Infinite bounds leave out nan and the infinities themselves
         if is_number and at_least <= float(value) and above < float(value) < below:  # type: ignore[arg-type]
@@ -419,10 +419,10 @@ def refuse_transforms(tensors: Iterable[object] = ()) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    # What is no tensor is refused elsewhere
+    # Anything but a tensor is refused elsewhere
     given = [t for t in tensors if isinstance(t, Tensor)]
     instead = "the chunked loss runs under plain autograd only: use torch.nn.functional.cross_entropy there"
-    # is_grads_batched has a vmap of its own, which is no interpreter
+    # is_grads_batched has a vmap of its own, which is not an interpreter
     batched = any(torch._C._functorch.is_legacy_batchedtensor(t) for t in given)
     if batched or torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(f"called inside a transform of torch.func, or by a batched gradient; {instead}")

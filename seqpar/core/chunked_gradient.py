@@ -214,7 +214,7 @@ class _StoredGradient(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.gradients = gradients
         ctx.any_chunks = chunks > 0
-        # A criterion may return a constant 0 where it has nothing to sum: that is no mistake of the caller's
+        # A criterion may return a constant 0 where it has nothing to sum: that is not the caller's mistake
         ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
         ctx.leaves = len(leaves)
         # Where no chunk stores a gradient
@@ -239,7 +239,7 @@ class _StoredGradient(torch.autograd.Function):
         gradients: Gradients = ctx.gradients
         # From here on the slots hold the only references, so that each one can free its gradient
         ctx.gradients = None
-        # forward's first three arguments are no tensors and have no gradient
+        # forward's first three arguments are not tensors and have no gradient
         constants = (None,) * 3
         # In the order of forward's leaves
         grads: list[Tensor | None] = [None] * ctx.leaves

@@ -57,7 +57,7 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     multiply in its own way.
     """
     projection = _projection_of(generator)
-    # A parametrised weight is no entry of _parameters; its gradient needs autograd
+    # A parametrised weight is not an entry of _parameters; its gradient needs autograd
     if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
         return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
     if type(projection.weight) not in (Tensor, nn.Parameter):

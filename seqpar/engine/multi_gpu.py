@@ -72,8 +72,8 @@ class MultiGPULossCompute:
         """Return the summed loss as a float, after a step on the gradient of sum / normalize if there is an `opt`.
 
         Raises:
-            TypeError: with `opt`, `normalize` is no number. ValueError: it is not finite, or not above 0 although there
-                are tokens. Everything `LossCompute` raises.
+            TypeError: with `opt`, `normalize` is not a number. ValueError: it is not finite, or not above 0 although
+                there are tokens. Everything `LossCompute` raises.
         """
         with torch.set_grad_enabled(self.opt is not None):
             loss = self.engine(out, targets, **per_token)

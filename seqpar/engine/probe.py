@@ -390,7 +390,7 @@ class _Probe:
                 (grad,) = torch.autograd.grad(logits_KV, hidden, upstream)
             # For each row k, the largest entry of d (weighted scores of row `own`) / d hidden_k
             size_K = grad.flatten(1).abs().amax(1)
-            # Anything above the rounding of the row's own gradient comes from mixing; a nan is no evidence of it
+            # Anything above the rounding of the row's own gradient comes from mixing; a nan is not evidence of it
             least = torch.finfo(grad.dtype).eps * size_K[own]
             has_gradient_K = (size_K > least) & size_K.isfinite()
             distances |= {abs(own - k) for k in has_gradient_K.nonzero().flatten().tolist()}

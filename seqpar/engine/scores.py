@@ -37,7 +37,7 @@ def over_devices(
         options: its other keywords.
 
     Raises:
-        TypeError: the generator is no `nn.Linear`, or only autograd knows the criterion's loss.
+        TypeError: the generator is not an `nn.Linear`, or only autograd knows the criterion's loss.
     """
     refuse_sharded(head)
     generator = head["generator"]

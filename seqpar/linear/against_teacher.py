@@ -1,6 +1,6 @@
 """Compare a student's rows of logits with a teacher's over all classes, on one rank or with the vocabulary split.
 
-A divergence needs log p and log q of every class, so that it is no function of a few scores; `rows/divergences.py` has
+A divergence needs log p and log q of every class, so it is not a function of a few scores; `rows/divergences.py` has
 it and its gradient. Per chunk there are two collectives for the distributions (one if the teacher gives
 log-probabilities) and one for the divergence's sums.
 

@@ -185,7 +185,7 @@ class _LossByAutograd:
             )
 
     def _mixed_by_gradient(self, loss_K: Tensor, leaves: list[Tensor]) -> str:
-        """Return that the loss of some rows has a gradient in others, if it has; a nan is no evidence of it."""
+        """Return that the loss of some rows has a gradient in others, if it has; a nan is not evidence of it."""
         if not loss_K.requires_grad:
             return ""
         place_K = torch.arange(len(loss_K), device=loss_K.device)

@@ -230,7 +230,7 @@ class _ScoredTokens:
     def _sums_of_ignored(self) -> RowSums:
         """Return sums of all rows as if all targets were ignored; nothing is picked."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
-        # Tiles are no rank's part of the vocabulary, whose share is found in backward
+        # Tiles are not a rank's part of the vocabulary, whose share is found in backward
         whole = self.formula.rows.function.split is None or self.request.batch_invariant
         return RowSums(
             zero_N.clone(),
@@ -305,7 +305,7 @@ class _Scores(torch.autograd.Function):
             hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0)
             return None, None, hidden_grad_ND.to(ctx.hidden_dtype), None, None
         hidden_ND, weight, bias = ctx.saved_tensors
-        # The first two arguments are no tensors
+        # The first two arguments are not tensors
         _, _, *needs_gradient = ctx.needs_input_grad
         leaves = LinearLeaves(hidden_ND, weight, bias)
         found = tokens.gradients(leaves, ctx.sums, factors, LinearWanted(*needs_gradient))

@@ -296,7 +296,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
 def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> object:
     """Return the replicas' tensors as one; of other values the first, if all are equal."""
     if not isinstance(column[0], Tensor):
-        # Identity first: equality of an array is no bool
+        # Identity first: equality of an array is not a bool
         for i, other in enumerate(column):
             if other is not column[0] and other != column[0]:
                 raise ValueError(

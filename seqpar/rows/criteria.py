@@ -42,7 +42,7 @@ def ignored_target(criterion: nn.Module) -> int | None:
     """Return the target value a criterion ignores: its `ignore_index`, else its `padding_idx`, else None.
 
     Raises:
-        TypeError: the value is no whole number.
+        TypeError: the value is not a whole number.
     """
     for name in ("ignore_index", "padding_idx"):
         value = getattr(criterion, name, None)

@@ -5,12 +5,12 @@ For a row with logits z_1 ... z_V, m = max_k z_k, target y and further classes i
     log S = log sum_k exp(z_k - m)          log p_k = z_k - m - log S
     log_prob = log p_y                      log_probs_at_j = log p_(id_j)
     lse      = m + log S                    entropy = H = log S - sum_k p_k (z_k - m)
-    weighted = sum_k w_k log p_k            log_rest = log sum of p_k over the classes that are no id
+    weighted = sum_k w_k log p_k            log_rest = log sum of p_k over the classes that are not ids
 
 With the upstream factors u of log_prob, g_j of log_probs_at, r of lse, h of entropy, v of weighted and f of log_rest,
 W = sum_k w_k and R = exp(log_rest):
 
-    d / d z_k = u [k = y] + sum_j g_j [k = id_j] + v w_k + f [k is no id] p_k / R
+    d / d z_k = u [k = y] + sum_j g_j [k = id_j] + v w_k + f [k is not an id] p_k / R
                 + p_k (r - u - sum_j g_j - v W - f - h (log p_k + H))
 
 Cross-entropy in every convention, z-loss, soft targets of a few classes and all objectives are functions of these
@@ -406,7 +406,7 @@ class RowFunction(NamedTuple):
             self.weights.add_(grad_NV, upstream.weighted)
         factor_NP = upstream.of_picked()
         if self.rest and factor_NP is not None and a_N is not None:
-            # The ids are no part of this softmax: p_j (r - u - ...) is added here
+            # The ids are not part of this softmax: p_j (r - u - ...) is added here
             p_NJ = self.log_probs(sums, sums.picked_NP[:, 1:]).exp()
             factor_NP[:, 1:] += p_NJ * a_N.unsqueeze(1)
         if factor_NP is None:

@@ -52,7 +52,7 @@ def load(folder: Path, overrides: Mapping[str, object] | None = None) -> Exporte
 
 
 def _vocabulary(folder: Path, side: str) -> object:
-    """Read the vocabulary of a side, from a file of its own where both sides share none; None if that cannot be."""
+    """Read the vocabulary of a side, from its own file where the sides do not share one; None if it cannot be read."""
     path = folder / "shared_vocabulary.json"
     if not path.exists():
         path = folder / f"{side}_vocabulary.json"
@@ -109,7 +109,7 @@ def search(
 
 
 def shared_limits(sources: list[list[str]], limits: list[int]) -> list[int]:
-    """Return limits of which there are few, at most those given: CTranslate2 has one limit for a whole batch.
+    """Return a few limits, none above those given: CTranslate2 has one limit for a whole batch.
 
     A limit of some source is shared by the longer ones of at most two thirds of it, whose translations mostly stay
     below it. A search whose hypotheses all do finds the same under any larger limit, because log-probabilities only

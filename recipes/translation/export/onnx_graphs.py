@@ -137,7 +137,7 @@ def write(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch.onnx from telling of operators of other packages, and of axes that share a name."""
+    """Keep torch.onnx from reporting operators of other packages, and of axes that share a name."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -34,7 +34,7 @@ from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 def write(translator: Translator, folder: Path) -> None:
     """Replace `folder` by one with the model in float32, after a check in ONNX Runtime.
 
-    Raises ConfigError for a model that is no Transformer, or an imported one.
+    Raises ConfigError for a model that is not a Transformer, or an imported one.
     """
     check_architecture(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
@@ -48,7 +48,7 @@ def write(translator: Translator, folder: Path) -> None:
 
 
 def check_architecture(translator: Translator) -> None:
-    """Raise ConfigError for what is no Transformer, or has the positions or the activation of an imported one."""
+    """Raise ConfigError for anything but a Transformer with the positions and the activation of Vaswani et al. 2017."""
     sizes = transformer_sizes(translator)
     if (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
         raise ConfigError(

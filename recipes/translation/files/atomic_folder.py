@@ -102,7 +102,7 @@ def whole_folder(target: Path) -> Path | None:
 
 
 def model_folder(named: str | Path, model: str = "best") -> Path:
-    """Return the folder of a model that is named by itself or by its run; whether there is a model, is not checked."""
+    """Return the folder of a model that is named by itself or by its run; without a check that it has one."""
     folder = Path(named)
     if whole_folder(folder) is None:  # it is not a checkpoint itself, so it is the run that contains one
         folder = folder / model

@@ -117,7 +117,7 @@ def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda fou
 
 
 def is_whole(found: object) -> bool:
-    """Return whether a value of JSON is a whole number; true and false are none."""
+    """Return whether a value of JSON is a whole number; true and false are not."""
     return isinstance(found, int) and not isinstance(found, bool)
 
 

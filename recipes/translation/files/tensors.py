@@ -132,8 +132,8 @@ def _write_all(descriptor: int, part: memoryview) -> None:
 def read_tensors(path: Path) -> OneByOne:
     """Open a file, of which each tensor is mapped into memory when it is asked for, until it is dropped.
 
-    Raises CheckpointError if it is none of safetensors. What is read are the contents as they are now, even if the file
-    is replaced meanwhile.
+    Raises CheckpointError if it is not in the safetensors format. The contents are those of now, even if the file is
+    replaced meanwhile.
     """
     try:
         with safe_open(path, framework="np"):  # which checks the header against the file's size

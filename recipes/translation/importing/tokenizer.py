@@ -113,7 +113,7 @@ def _start(start: object, new: Mapping[int, int], codes: Mapping[str, int], lang
 
 
 def _around_source(symbols: Symbols, code: int, own: Mapping[str, Any], kind: str) -> Symbols:
-    """Return the symbols with the source's tag: in front, or behind the end in mBART and old NLLB models."""
+    """Return the symbols with the source's tag: in front, or after the end in mBART and old NLLB models."""
     behind = own.get("legacy_behaviour", False)
     if kind == "mbart":
         behind = not str(own.get("tokenizer_class", "")).startswith("MBart50")

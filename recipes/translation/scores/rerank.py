@@ -59,7 +59,7 @@ def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = 
     else:
         tokenizer = BLEU(tokenize=tokenize, force=True).tokenizer
         utilities_NN = pairwise_bleu([tokenizer(text.rstrip()) for text in different])
-    # A candidate is no reference for itself, but its repetitions are
+    # A candidate is not a reference for itself, but its repetitions are
     others_NN = np.array(list(times.values())) - np.eye(len(different))
     means = dict(zip(different, (utilities_NN * others_NN).sum(1) / max(1, len(candidates) - 1), strict=True))
     return np.array([means[text] for text in candidates])

@@ -342,7 +342,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
         return node.value.lower() in ("true", "yes", "on")  # the tag has excluded all but these and their opposites
     if kind is int and plain and re.fullmatch(r"[-+]?[0-9][0-9_]*", node.value):
         return int(node.value)
-    # By Python's rules, not YAML 1.1's, for which 1e-3 is text; nan and inf are no settings
+    # By Python's rules, not YAML 1.1's, for which 1e-3 is text; nan and inf are not settings
     if kind is float and plain and math.isfinite(number := float(node.value)):
         return number
     raise ValueError

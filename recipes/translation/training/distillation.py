@@ -31,8 +31,8 @@ from seqpar.distributed.torch_private import forget_forwards
 class Teacher:
     """A trained model beside the one in training, without gradient and dropout.
 
-    It is no module, so that the parameters of the model in training are only its own: those that are optimised, saved,
-    copied, or sharded.
+    It is not a module, so that the parameters of the model in training are only its own: those that are optimised,
+    saved, copied, or sharded.
 
     Args:
         model: whole, or sharded by FSDP2, whose layers are gathered one by one and the rest until `release`; it is

@@ -75,7 +75,7 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
             original = config.corpora.get(corpus.name) or CorpusConfig(config.data.train, format=config.data.format)
             weight = corpus.weight * originals
             corpora[f"{prefix}originals"] = dataclasses.replace(original, weight=weight, valid=(), test=())
-    # Under their own names and without the teacher's translations, which are no references
+    # Under their own names and without the teacher's translations, which are not references
     for name, corpus_config in config.corpora.items():
         if corpus_config.valid or corpus_config.test:
             corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)

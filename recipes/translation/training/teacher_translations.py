@@ -91,7 +91,7 @@ def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]
         replace_file(record, (json.dumps(made_from, indent=2) + "\n").encode())
     with writing_to(target), adding_to(target) as file:
         file.seek(0)
-        # What follows the last newline is no whole line
+        # What follows the last newline is not a whole line
         written = file.read().split(b"\n")[:-1]
         kept = min(len(written), len(lines))
         if kept < len(lines):

@@ -52,7 +52,7 @@ class Check(Generic[Kind]):
         """Return the finding; an exception of the implementation is a failure."""
         missing = sorted(self.needs - adapter.offers)
         if missing:
-            # Memory is no feature of the function: it has some, which cannot be measured in this way
+            # Memory is not a feature of the function: it has some, which cannot be measured in this way
             if missing == ["CPU memory"]:
                 return Finding("not measured")
             return Finding("not offered")
