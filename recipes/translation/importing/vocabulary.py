@@ -34,7 +34,7 @@ class Vocabulary(NamedTuple):
     size: int
     """Rows of its embedding, some of which may belong to no piece."""
     tags: frozenset[str] = frozenset()
-    """Pieces that are no text, such as the tags of languages."""
+    """Pieces that are not text, such as the tags of languages."""
     where: str = "vocab.json"
 
 

@@ -59,7 +59,7 @@ def check_output_file(
 
 
 def check_run(run: Path) -> None:
-    """Raise ConfigError for a run that is no folder, or would be written into a model or a part of another run."""
+    """Raise ConfigError for a run that is not a folder, or would be written into a model or a part of another run."""
     there = next(path for path in (run, *run.parents) if path.is_symlink() or path.exists())
     if not there.is_dir():
         what = "a link to a folder that is missing" if there.is_symlink() else "not a folder"
@@ -86,7 +86,7 @@ def write_output(output: Path, content: bytes) -> None:
 
 
 def owner_of(inside: Path) -> Path | None:
-    """Return the run or the folder with a manifest that a resolved path is a part of; None for anybody's."""
+    """Return the run or the folder with a manifest that a resolved path is a part of; None for any other."""
     if inside.name == MANIFEST or inside.name in _listed(inside.parent):
         return whole_folder(inside.parent)
     for folder in inside.parents:

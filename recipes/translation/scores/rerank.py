@@ -24,7 +24,7 @@ CHARACTER_ORDERS = 6
 
 
 def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
-    """Return of each sentence's translations the one with the largest mean utility, by the tokeniser of the settings.
+    """Return the one of each sentence's translations with the largest mean utility, by the tokeniser of the settings.
 
     Raises ConfigError for a tokeniser that is not installed.
     """

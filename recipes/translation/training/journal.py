@@ -1,4 +1,4 @@
-"""What a training tells of itself: its numbers, the machine, samples of its translations, the report, its progress."""
+"""What a training reports: its numbers, the machine, samples of its translations, the report, its progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARE = 0.01
 
 
 class Journal:
-    """All that observes a training is told of a step, and of a validation, here.
+    """Everything that observes a training is told about a step, or a validation, here.
 
     These are `metrics.jsonl` with the trackers, `resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html`
     of the run, which only rank 0 writes, the progress line, and the outliers.
@@ -117,7 +117,7 @@ class Journal:
             records.flush()
 
     def validated(self, state: TrainingState, found: Validation) -> None:
-        """Say a validation whose state is saved, and note the memory used so far; every rank calls this."""
+        """Announce a validation whose state is saved, and note the memory used so far; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
             _device_of(rank, name, len(everyone)): size
@@ -130,7 +130,7 @@ class Journal:
         self.progress.validated(state, found)
 
     def _draw(self) -> None:
-        """Draw the report; an error is said in one line and ends nothing."""
+        """Draw the report; an error is reported in one line and does not end the training."""
         if not (self.config.training.report and self.ranks.is_main):
             return
         began = time.monotonic()
