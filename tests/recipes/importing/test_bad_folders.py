@@ -143,6 +143,12 @@ def test_a_bad_folder_gets_one_line_and_leaves_no_run(
     assert not (tmp_path / "run").exists()
 
 
+def test_pickled_weights_beside_safe_ones_are_not_in_the_way(good: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    shutil.copy(folder / "model.safetensors", folder / "pytorch_model.bin")
+    assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
+
+
 def test_a_folder_that_is_not_there_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", str(tmp_path / "nothing"), "--run", str(tmp_path / "run")]) == 2
     assert "nothing is not a folder: give one with a model as transformers saves it" in capsys.readouterr().err
