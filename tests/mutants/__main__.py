@@ -4,8 +4,8 @@
     python -m tests.mutants --count 20 --wings seqpar/rows
 
 Which tests reach a line is recorded first, once for a commit, by running those of `make test`, `make test-formats` and
-`make test-faults` (`tests/mutants/reach.py`). Of a line that runs at import, or that none of them reaches, as one of
-another process, those of the block around it count, or else of its wing. The wing's own tests run first, each
+`make test-faults` (`tests/mutants/reach.py`). Of a line that none of them reaches, as one of another process, those of
+the block around it count, or else of its wing; of one that runs at import, both. The wing's own tests run first, each
 group fastest first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them
 run without end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too,
 has noticed nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
@@ -76,7 +76,9 @@ class Reach(NamedTuple):
         parts = [part for part in Path(fault.path).parent.parts if part != "translation"]
         folders = ["/".join(["tests", *parts[:depth]]) + "/" for depth in range(len(parts), 0, -1)]
         of_wing = next((each for each in folders if any(name.startswith(each) for name in self.seconds)), "tests/")
-        reached = reached or frozenset(name for name in self.seconds if name.startswith(of_wing))
+        # A table is often tested by those that read all of it, and call nothing of its file
+        if not reached or fault.line not in called:
+            reached |= frozenset(name for name in self.seconds if name.startswith(of_wing))
         chosen: list[str] = []
         total = 0.0
         for name in sorted(reached, key=lambda name: (not name.startswith(of_wing), self.seconds[name], name)):
