@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -256,6 +257,16 @@ def test_the_limit_without_max_length_is_the_one_that_default_limit_tells() -> N
     src = [[3, 4, 5], [6]]
     found = greedy(never_ending(), pad_to(src, 5), bos=BOS, eos=EOS)
     assert [len(row) for row in found] == [default_limit(len(one)) for one in src] == [16, 12]
+
+
+def test_the_defaults_of_the_beam_search_are_those_that_are_documented() -> None:
+    """On random sentences, for which each other default would find something else."""
+    model, src = small_transformer(3, spread=2.0).eval(), random_batch(3, 16)
+    documented: dict[str, Any] = {"beam": 4, "length_penalty": 0.6, "length_norm": "gnmt", "n_best": 1}
+    found = beam_search(model, src, bos=BOS, eos=EOS)
+    assert found == beam_search(model, src, bos=BOS, eos=EOS, **documented)
+    for other in ({"beam": 5}, {"beam": 3}, {"length_penalty": 1.0}, {"length_norm": "length"}, {"n_best": 2}):
+        assert found != beam_search(model, src, bos=BOS, eos=EOS, **documented | other), other
 
 
 def test_a_finished_hypothesis_goes_before_an_unfinished_one() -> None:

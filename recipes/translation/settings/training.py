@@ -25,8 +25,8 @@ PARTS = {
 class SaveInterval(NamedTuple):
     """What `training.save_every` says; both are 0 where nothing is saved between validations."""
 
-    steps: int = 0
-    seconds: float = 0.0
+    steps: int
+    seconds: float
 
 
 def save_interval(text: str) -> SaveInterval:
@@ -37,8 +37,8 @@ def save_interval(text: str) -> SaveInterval:
             f"training.save_every is {text!r}: it is a number of steps, such as 500, or of minutes, such as 30min"
         )
     if found[2]:
-        return SaveInterval(seconds=60.0 * int(found[1]))
-    return SaveInterval(steps=int(found[1]))
+        return SaveInterval(0, 60.0 * int(found[1]))
+    return SaveInterval(int(found[1]), 0.0)
 
 
 @dataclass(frozen=True)

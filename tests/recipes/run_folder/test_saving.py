@@ -243,6 +243,7 @@ def test_a_state_is_due_by_steps_or_by_rank_0s_clock(monkeypatch: pytest.MonkeyP
     assert asked == [False, False, True]
     assert [ALONE.main_says(value) for value in (True, False)] == [True, False]
     assert save_interval("2min") == (0, 120.0)
+    assert save_interval("500") == (500, 0.0)
 
 
 def test_minutes_are_counted_from_the_save_before(
