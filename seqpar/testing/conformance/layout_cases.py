@@ -129,8 +129,9 @@ class Case:
         layers = 1
         if self.layout == "pipeline":
             layers = self.ranks // self.groups - 1
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed + 7919 * group)
+        # On the CPU, and without a change to the random numbers of accelerators
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(self.seed + 7919 * group)
             model = Model(self.vocab_size, layers, self.tied).double()
         model.head.requires_grad_(not self.frozen_head)
         return model
