@@ -316,4 +316,5 @@ def test_every_number_has_a_range_and_every_limit_a_setting() -> None:
 
 def test_the_defaults_are_themselves_valid(tmp_path: Path) -> None:
     save_config(RunConfig(), tmp_path / "config.yaml")
+    assert "!" not in (tmp_path / "config.yaml").read_text()  # tuples are plain lists, without a tag of Python's
     assert load_config(tmp_path / "config.yaml") == RunConfig()
