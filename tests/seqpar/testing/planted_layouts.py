@@ -378,7 +378,7 @@ OTHER_MISTAKES = {
     "all_rows": (
         factor_of(lambda w, n: n / rows(w)),
         "data parallel: unequal tokens",
-        "divided by all rows, including",
+        "divided by all rows, including padding",
     ),
     "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "FSDP2: loss scale", "the loss scale is applied twice"),
     "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "data parallel: loss scale", "the loss scale is missing"),
