@@ -25,6 +25,7 @@ from torch import Tensor
 
 import seqpar
 from benchmarks.loss.results import hardware
+from seqpar.rows.scores import Scores
 from seqpar.testing.markdown_table import markdown_table
 from seqpar.testing.precision import TWICE, error
 
@@ -72,6 +73,8 @@ CASES = [
     Case("scores", 65_536, 512, 256_000, torch.bfloat16),
     Case("scores", 16_384, 512, 256_000, torch.bfloat16, chunk_rows=16_384),
     Case("scores", 8_192, 1024, 50_257, torch.bfloat16, {"softcap": 30.0, "temperature": 0.7}),
+    *(Case("scored_loss", 8_192, 1024, 50_257, dtype) for dtype in DTYPES),
+    Case("scored_loss", 65_536, 512, 256_000, torch.bfloat16),
 ]
 
 
@@ -85,14 +88,21 @@ class Tensors(NamedTuple):
 
     @classmethod
     def drawn(cls, case: Case, device: str) -> Tensors:
-        """Draw the tensors of a case; every seventh row is ignored in a loss."""
+        """Draw the tensors of a case; every seventh row is ignored in a loss.
+
+        The terms of a loss of scores are all positive, a log p with a < 0 and b H with b > 0: a sum that nearly
+        cancels would show the rounding of its terms.
+        """
         torch.manual_seed(0)
         hidden = torch.randn(case.rows, case.width, device=device).to(case.dtype)
         weight = (torch.randn(case.vocab_size, case.width, device=device) / case.width**0.5).to(case.dtype)
         target = torch.randint(case.vocab_size, (case.rows,), device=device)
         if case.kind == "loss":
             target[::7] = -100
-        return cls(hidden, weight, target, torch.randn(2, case.rows, device=device))
+        factors_2N = torch.randn(2, case.rows, device=device)
+        if case.kind == "scored_loss":
+            factors_2N = factors_2N.abs() * torch.tensor([[-1], [1]], device=device)
+        return cls(hidden, weight, target, factors_2N)
 
     def first(self, rows: int) -> Tensors:
         """Return the tensors of the first rows."""
@@ -107,9 +117,21 @@ def ours(case: Case, x: Tensors) -> Answer:
         loss = seqpar.linear_cross_entropy(hidden, weight, x.target, chunk_tokens=case.chunk_rows, **case.options)
         loss.total.backward()
         return {"loss": loss.total, "hidden": hidden.grad, "weight": weight.grad}
-    scores = seqpar.token_scores(hidden, weight, x.target, entropy=True, chunk_tokens=case.chunk_rows, **case.options)
+    options = {"entropy": True, "chunk_tokens": case.chunk_rows, **case.options}
+    if case.kind == "scored_loss":
+        of_log_prob, of_entropy = x.factors_2N
+        loss = seqpar.scored_loss(hidden, weight, x.target, weighted, a=of_log_prob, b=of_entropy, **options)
+        loss.total.backward()
+        return {"loss": loss.total, "hidden": hidden.grad, "weight": weight.grad}
+    scores = seqpar.token_scores(hidden, weight, x.target, rank=True, **options)
     (torch.stack([scores.log_prob, scores.entropy]) * x.factors_2N).sum().backward()
-    return {"log_prob": scores.log_prob, "entropy": scores.entropy, "hidden": hidden.grad, "weight": weight.grad}
+    gradients = {"hidden": hidden.grad, "weight": weight.grad}
+    return {"log_prob": scores.log_prob, "entropy": scores.entropy, "rank": scores.rank, **gradients}
+
+
+def weighted(scores: Scores, a: Tensor, b: Tensor) -> Tensor:
+    """Return a log p + b H of each token."""
+    return a * scores.log_prob + b * scores.entropy
 
 
 def plain(case: Case, x: Tensors, dtype: torch.dtype, rows: int) -> Answer:
@@ -123,21 +145,23 @@ def plain(case: Case, x: Tensors, dtype: torch.dtype, rows: int) -> Answer:
         hidden = x.hidden[here].to(dtype).detach().requires_grad_()
         found = _numbers(case, hidden, weight, x.target[here])
         total = found.sum()
-        if case.kind == "scores":
-            total = (found * x.factors_2N[:, here]).sum()
+        if case.kind != "loss":
+            total = (found[:2] * x.factors_2N[:, here]).sum()
+            if case.kind == "scored_loss":
+                found = total.unsqueeze(0)
         hidden_grad, weight_grad = torch.autograd.grad(total, (hidden, weight))
         hidden_grads.append(hidden_grad)
         weight_grad_VD += weight_grad
         numbers.append(found.detach().double())
     gradients = {"hidden": torch.cat(hidden_grads), "weight": weight_grad_VD}
-    if case.kind == "loss":
-        return {"loss": torch.stack(numbers).sum(), **gradients}
-    log_prob, entropy = torch.cat(numbers, 1)
-    return {"log_prob": log_prob, "entropy": entropy, **gradients}
+    if case.kind != "scores":
+        return {"loss": torch.stack([each.sum() for each in numbers]).sum(), **gradients}
+    log_prob, entropy, rank = torch.cat(numbers, 1)
+    return {"log_prob": log_prob, "entropy": entropy, "rank": rank, **gradients}
 
 
 def _numbers(case: Case, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Return the summed loss of some rows, or their log-probabilities and entropies."""
+    """Return the summed loss of some rows, or their log-probabilities, entropies and ranks."""
     options = {"softcap": None, "temperature": 1.0, "label_smoothing": 0.0, "z_loss": 0.0, **case.options}
     logits = F.linear(hidden, weight)
     if options["softcap"] is not None:
@@ -149,7 +173,10 @@ def _numbers(case: Case, hidden: Tensor, weight: Tensor, target: Tensor) -> Tens
         return loss + options["z_loss"] * lse.square().sum()
     log_p = torch.log_softmax(logits, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    return torch.stack([log_p.gather(1, target.unsqueeze(1)).squeeze(1), entropy])
+    gold = log_p.gather(1, target.unsqueeze(1))
+    lower = torch.arange(logits.size(1), device=target.device) < target.unsqueeze(1)
+    rank = ((log_p > gold) | ((log_p == gold) & lower)).sum(1)
+    return torch.stack([gold.squeeze(1), entropy, rank.to(entropy.dtype)])
 
 
 class Finding(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,8 +137,10 @@ def rows_of(backend: str, world: int, device: str) -> list[str]:
         return [markdown_row(["FAIL", f"{world} over {backend}", f"no answer in {SECONDS} s"])]
     found = [line.removeprefix(ROW) for line in done.stdout.splitlines() if line.startswith(ROW)]
     if done.returncode:
-        last = "".join(done.stderr.strip().splitlines()[-1:])
-        found.append(markdown_row(["FAIL", f"{world} over {backend}", f"ended with {done.returncode}: {last[:100]}"]))
+        # A rank's own words come before those of its launcher
+        words = next((line for line in done.stderr.splitlines() if re.search(r"Error: |what\(\)|Signal ", line)), "")
+        found.append(markdown_row(["FAIL", f"{world} over {backend}", f"ended with {done.returncode}: {words[:200]}"]))
+        print(done.stderr, file=sys.stderr)
     return found
 
 

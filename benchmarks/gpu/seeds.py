@@ -33,6 +33,8 @@ TRAIN_SECONDS = 400
 """After so long a run is told to stop."""
 SCORE_SECONDS = 100
 STEPS = 8_000
+TOLD_EVERY = 10
+"""Seconds between two lines of progress."""
 
 
 class Run(NamedTuple):
@@ -57,14 +59,13 @@ def started(folder: Path, seed: int, device: str, steps: int) -> Run:
 def wait_for(runs: Sequence[Run], seconds: float) -> None:
     """Wait until all trainings have ended, or tell those to stop that have not."""
     deadline = time.monotonic() + seconds
+    told = time.monotonic()
     while any(run.process.poll() is None for run in runs) and time.monotonic() < deadline:
         time.sleep(0.2)
-        print(
-            f"\r[seeds] {', '.join(f'seed {run.seed}: {steps_of(run.folder)}' for run in runs)}",
-            end="",
-            file=sys.stderr,
-        )
-    print(file=sys.stderr)
+        if time.monotonic() - told > TOLD_EVERY:
+            told = time.monotonic()
+            done = ", ".join(f"seed {run.seed}: {steps_of(run.folder):,} of {STEPS:,}" for run in runs)
+            print(f"[seeds] {done}; at most {deadline - told:.0f} s left", file=sys.stderr, flush=True)
     for run in runs:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)

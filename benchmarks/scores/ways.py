@@ -15,6 +15,7 @@ from torch import Tensor
 
 import seqpar
 from benchmarks.loss.problems import Inputs, Problem
+from seqpar.rows.scores import Scores as RowScores
 
 # Before Hugging Face's libraries are imported: nothing here needs the network
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -72,6 +73,7 @@ class Way(NamedTuple):
         with_entropy: whether it is measured in cases with entropy.
         only: the one dtype in which it is measured.
         products: the dtype of its matrix products, if it is not that of the inputs.
+        joined: whether it returns one number, a loss of the scores, and is measured where all gradients are wanted.
     """
 
     prepare: Callable[[Inputs, bool], Callable[[], Scores]]
@@ -80,9 +82,12 @@ class Way(NamedTuple):
     with_entropy: bool = True
     only: torch.dtype | None = None
     products: torch.dtype | None = None
+    joined: bool = False
 
     def measured(self, case: Case, problem: Problem) -> bool:
         """Return whether it is measured in that case of that problem."""
+        if self.joined and case.gradients != "hidden and projection":
+            return False
         return (self.with_entropy or not case.entropy) and self.only in (None, problem.dtype)
 
 
@@ -97,6 +102,17 @@ def ours(**options: Any) -> Callable[[Inputs, bool], Callable[[], Scores]]:
         return scores
 
     return prepare
+
+
+def scored_loss(x: Inputs, entropy: bool) -> Callable[[], Scores]:
+    """Use `seqpar.scored_loss` for -log p, less a hundredth of the entropy where that is wanted."""
+
+    def loss(scores: RowScores) -> Tensor:
+        if not entropy:
+            return -scores.log_prob
+        return -scores.log_prob - 0.01 * scores.entropy
+
+    return lambda: (seqpar.scored_loss(x.hidden, x.weight, x.target, loss, entropy=entropy).total, None)
 
 
 def trl_full(x: Inputs, entropy: bool) -> Callable[[], Scores]:
@@ -151,6 +167,7 @@ def compiled(x: Inputs, entropy: bool) -> Callable[[], Scores]:
 
 
 OURS = "token_scores"
+SCORED = "scored_loss"
 FLOAT32 = "token_scores, product_dtype=float32"
 INVARIANT = "token_scores, batch_invariant"
 TRL_FULL = "TRL, functions of logits"
@@ -161,6 +178,7 @@ WAYS = {
     OURS: Way(ours()),
     INVARIANT: Way(ours(batch_invariant=True), with_entropy=False),
     FLOAT32: Way(ours(product_dtype=torch.float32), with_entropy=False, only=torch.bfloat16, products=torch.float32),
+    SCORED: Way(scored_loss, joined=True),
     TRL_FULL: Way(trl_full, kept=True),
     TRL_TILES: Way(trl_tiles),
     BY_HAND: Way(by_hand, kept=True),

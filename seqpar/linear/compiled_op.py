@@ -20,6 +20,7 @@ from torch import Tensor
 
 from seqpar.core.checks import refuse_second_derivative
 from seqpar.core.chunked_gradient import INSTEAD, THIS
+from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Inputs, Settings, checked, plan
 from seqpar.linear.leaves import LinearWanted, loss_and_gradients, product_dtype
@@ -188,7 +189,7 @@ def _scaled(grad: Tensor, factor: Tensor, wanted: bool) -> Tensor | None:
     """Return the stored gradient times the factor; None if it is not wanted."""
     if not wanted:
         return None
-    return (grad * factor).to(grad.dtype)
+    return (grad * in_own_precision(factor, grad)).to(grad.dtype)
 
 
 _operator.register_autograd(_backward, setup_context=_save)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk
+from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import wide
 from seqpar.kernels.row_kernel import aligned, why_no_kernel
 from seqpar.linear.leaves import LinearSlots
@@ -110,7 +111,9 @@ class Projection:
         factor = row_factor / self.temperature
         if isinstance(factor, Tensor) and factor.dim():
             grad_KV *= factor.unsqueeze(1)
-        elif isinstance(factor, Tensor) or factor != 1:
+        elif isinstance(factor, Tensor):
+            grad_KV *= in_own_precision(factor, grad_KV)
+        elif factor != 1:
             grad_KV *= factor
         if grad_KV is not product_KV:
             product_KV.copy_(grad_KV)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import nn
 
 from seqpar.core.checks import check_integer, check_module, check_type
@@ -91,7 +93,8 @@ class DataParallel(nn.Module):
         shards = scatter((inputs, kwargs), devices, self.dim)
         # Fewer rows than devices leave the last devices idle
         used = devices[: len(shards)]
-        outputs = parallel_apply(replicate(self.module, used), [s[0] for s in shards], [s[1] for s in shards], used)
+        modules = [self.module] if _is_alone(self.module, used) else replicate(self.module, used)
+        outputs = parallel_apply(modules, [s[0] for s in shards], [s[1] for s in shards], used)
         if not self.gather_outputs:
             return outputs
         return gather(outputs, self.output_device, self.dim)
@@ -99,3 +102,9 @@ class DataParallel(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows of the settings."""
         return f"device_ids={[str(d) for d in self.device_ids]}, gather_outputs={self.gather_outputs}"
+
+
+def _is_alone(module: nn.Module, devices: Sequence[torch.device]) -> bool:
+    """Return whether there is one device and all of the module is there: it needs no replica."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return len(devices) == 1 and all(tensor.device == devices[0] for tensor in tensors)

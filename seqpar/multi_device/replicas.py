@@ -176,15 +176,43 @@ def check_parts_replicable(modules: Iterable[nn.Module]) -> None:
 def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Return the parameters on each device: one transfer per distinct device, an alias for each repeat."""
     distinct = list(dict.fromkeys(devices))
-    if _distinct_cuda(distinct) and parameters and all(p.is_cuda for p in parameters):
-        # One flat tuple: all parameters on the first device, then all on the second, ...
+    # One flat tuple: all parameters on the first device, then all on the second, ...
+    if len(distinct) == 1:
+        flat = [p.to(distinct[0]) for p in parameters]
+    elif _distinct_cuda(distinct) and parameters and all(p.is_cuda for p in parameters):
         flat = Broadcast.apply([d.index for d in distinct], *parameters)
-        count = len(parameters)
-        there = {d: list(flat[i * count : (i + 1) * count]) for i, d in enumerate(distinct)}
     else:
-        there = {d: [p.to(d) for p in parameters] for d in distinct}
-    # On its own device `to` returns the parameter itself; an alias makes it a non-leaf in every replica alike
+        flat = _Copies.apply(distinct, *parameters)
+    count = len(parameters)
+    there = {d: flat[i * count : (i + 1) * count] for i, d in enumerate(distinct)}
+    # An alias is no leaf, in every replica alike
     return [[t.view_as(t) for t in there[d]] for d in devices]
+
+
+class _Copies(torch.autograd.Function):
+    """Copy parameters to devices, and sum the copies' gradients in the order of the devices.
+
+    Autograd runs a thread for each device, and would sum in the order in which they are done: with three gradients the
+    last bits would change from run to run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.homes = [p.device for p in parameters]
+        copies = [p.view_as(p) if p.device == d else p.to(d) for d in devices for p in parameters]
+        trained = [p.requires_grad for p in parameters] * len(devices)
+        ctx.mark_non_differentiable(*[copy for copy, wanted in zip(copies, trained, strict=True) if not wanted])
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = len(ctx.homes)
+        found = []
+        for i, home in enumerate(ctx.homes):
+            parts = [grad.to(home) for grad in grads[i::count] if grad is not None]
+            found.append(sum(parts[1:], start=parts[0]) if parts else None)
+        return None, *found
 
 
 # scatter and gather

@@ -81,7 +81,7 @@ class Pool:
             for rank in [i for i, p in enumerate(self.pipes) if p in ready]:
                 try:
                     answers[rank] = pickle.loads(self.pipes[rank].recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self.processes[rank].join(1)
                     answers[rank] = (False, f"the process ended with {self.processes[rank].exitcode}")
         failed = {rank: text for rank, (fine, text) in sorted(answers.items()) if not fine}

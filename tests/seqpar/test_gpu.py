@@ -226,6 +226,7 @@ class Own(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_host_synchronisation_inside_the_walk():
     hidden = torch.randn(2_000, 64, device="cuda", requires_grad=True)
     target = torch.randint(500, (2_000,), device="cuda")
@@ -244,8 +245,8 @@ def test_no_host_synchronisation_inside_the_walk():
     walk = chunked_gradient.sum_over_chunks
 
     def watched(*arguments):
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return walk(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -255,8 +256,8 @@ def test_no_host_synchronisation_inside_the_walk():
         loss(hidden, target, loss_scale=scale)  # what looks at the first call, and compiles, has done so
         with patch.object(chunked_gradient, "sum_over_chunks", watched):
             got = loss(hidden, target, loss_scale=scale)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             (got.total * scale).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -19,7 +19,8 @@ class Growth:
 
     small: int
     large: int
-    ROWS: ClassVar[int] = 1024
+    # More than a chunk of ours at VOCAB classes
+    ROWS: ClassVar[int] = 1024 if DEVICE == "cpu" else 16_384
     WIDTH: ClassVar[int] = 64
     VOCAB: ClassVar[int] = 8192
     ALLOWED: ClassVar[float] = 0.25

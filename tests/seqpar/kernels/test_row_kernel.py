@@ -270,11 +270,13 @@ def test_a_target_that_could_not_be_checked_is_seen_in_the_loss():
 def test_a_gradient_that_is_written_over_its_own_sum_is_the_rounded_sum():
     from seqpar.core.stored_gradients import narrowed
 
-    for shape in [(1, 1), (1, 5), (3, 1), (7, 5), (64, 33), (5, 4, 3), (0, 4), (4, 0), (8,)]:
+    for shape in [(1, 1), (1, 5), (3, 1), (7, 5), (600, 1_000), (5, 4, 3), (0, 4), (4, 0), (8,)]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             sums = torch.randn(shape)
             expected = sums.to(dtype)
             assert torch.equal(narrowed(sums.clone(), dtype), expected)
+            factor = torch.full((1,) * sums.dim(), 0.37)
+            assert torch.equal(narrowed(sums.clone(), dtype, factor), (sums * factor).to(dtype))
     sums = torch.randn(64, 8)
     assert narrowed(sums, torch.bfloat16).data_ptr() == sums.data_ptr()
     across = torch.randn(8, 64).t()

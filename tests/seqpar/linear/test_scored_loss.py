@@ -218,6 +218,7 @@ def trained_over_ranks(rank, world, wrapper):
     return float(loss.total), {n: g.numpy() for n, g in wholes.items()}
 
 
+@pytest.mark.unswitched  # the ranks start from the CPU's random numbers
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_over_data_ranks_and_micro_batches_the_step_is_that_of_one_device(wrapper):
     model = Policy()

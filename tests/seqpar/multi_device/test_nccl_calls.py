@@ -16,6 +16,8 @@ GPUS = [torch.device("cuda", i) for i in range(4)]
 
 @pytest.fixture
 def asked(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("stands in for GPUs where there are none; test_gpu.py asks NCCL on a machine with two")
     calls = []
 
     class Broadcast:

@@ -72,6 +72,7 @@ def test_narrow_segment_ids_give_the_same_sums(dtype):
     assert sequence_sums(torch.tensor([1.0, 2, 3, 4]), ids, 300)[:3].tolist() == [1, 7, 0]
 
 
+@pytest.mark.unswitched  # a GPU refuses it later, and for good: no test after it could use the device
 @pytest.mark.parametrize("above", [0, 1])
 def test_an_id_that_is_too_large_is_an_error_where_its_value_is_not_read(above):
     """As on an accelerator, whose numbers are not read: the indexing itself refuses it."""

@@ -69,6 +69,7 @@ def test_options_that_are_not_given_ask_for_the_plain_loss_and_the_log_probabili
     assert (ScoreOptions(), ScoreOptions().variables) == (log_prob_alone, {"temperature": 1.0, "ids": None})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page was measured without a GPU, where calls differ")
 def test_the_reproduction_of_a_peak_is_its_measurement():
     shown = {name: text for (check, name), text in reproductions("losses").items() if check == "memory by rows"}
     for name, text in shown.items():
