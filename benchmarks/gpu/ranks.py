@@ -32,7 +32,7 @@ VOCAB = 211
 EXACT = 1e-12
 ROW = "row "
 """How a worker's line begins that belongs to the table."""
-SECONDS = 80
+SECONDS = 20
 
 
 def made() -> seqpar.ModelWithLoss:
@@ -105,41 +105,46 @@ def largest_error(way: str, device: torch.device) -> float:
     return max(errors)
 
 
-def worker(backend: str, device: torch.device) -> None:
-    """Be one rank: print a row for each way, on rank 0."""
+def worker(way: str, backend: str, device: torch.device) -> None:
+    """Be one rank: print the row of a way, on rank 0."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(0)
     dist.init_process_group(backend)
-    for way in WAYS:
-        setting = f"{way}, {dist.get_world_size()} rank{'s' * (dist.get_world_size() > 1)} over {backend}"
-        try:
-            error = largest_error(way, device)
-            verdict = "pass" if error <= EXACT else "FAIL"
-            found = f"{error:.1e}"
-        except RuntimeError as raised:
-            # Such as "gloo: reduce_scatter of CUDA tensors is not supported"
-            words = str(raised).strip().splitlines()[0]
-            verdict = "not offered" if "support" in words or "not implemented" in words.lower() else "FAIL"
-            found = words[:100]
-        if dist.get_rank() == 0:
-            print(ROW + markdown_row([verdict, setting, found]), flush=True)
+    try:
+        error = largest_error(way, device)
+        verdict = "pass" if error <= EXACT else "FAIL"
+        found = f"{error:.1e}"
+    except RuntimeError as raised:
+        # Such as "gloo: reduce_scatter of CUDA tensors is not supported"
+        words = str(raised).strip().splitlines()[0]
+        verdict = "not offered" if "support" in words or "not implemented" in words.lower() else "FAIL"
+        found = words[:100]
+    if dist.get_rank() == 0:
+        print(ROW + markdown_row([verdict, setting(way, backend, dist.get_world_size()), found]), flush=True)
     dist.destroy_process_group()
 
 
-def rows_of(backend: str, world: int, device: str) -> list[str]:
-    """Return the rows of a world, from processes of their own."""
+def setting(way: str, backend: str, world: int) -> str:
+    """Return in words what a row is about."""
+    return f"{way}, {world} rank{'s' * (world > 1)} over {backend}"
+
+
+def rows_of(way: str, backend: str, world: int, device: str) -> list[str]:
+    """Return the row of a way in a world, or how its processes ended: one way's end hides no other's answer."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "--"]
-    command = [sys.executable, *launch, "benchmarks.gpu.ranks", "--worker", backend, "--device", device]
+    arguments = ["--worker", way, "--backend", backend, "--device", device]
+    command = [sys.executable, *launch, "benchmarks.gpu.ranks", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return [markdown_row(["FAIL", f"{world} over {backend}", f"no answer in {SECONDS} s"])]
+        return [markdown_row(["FAIL", setting(way, backend, world), f"no answer in {SECONDS} s"])]
     found = [line.removeprefix(ROW) for line in done.stdout.splitlines() if line.startswith(ROW)]
     if done.returncode:
-        # A rank's own words come before those of its launcher
-        words = next((line for line in done.stderr.splitlines() if re.search(r"Error: |what\(\)|Signal ", line)), "")
-        found.append(markdown_row(["FAIL", f"{world} over {backend}", f"ended with {done.returncode}: {words[:200]}"]))
+        # A rank's own words come before those of its launcher, whose last ones name a signal
+        said = [line for line in done.stderr.splitlines() if re.search(r"Error: [^$]|what\(\)|Signal \d", line)]
+        words = next(iter(said), "")
+        found.append(markdown_row(["FAIL", setting(way, backend, world), f"{words.strip()[:200] or done.returncode}"]))
         print(done.stderr, file=sys.stderr)
     return found
 
@@ -148,18 +153,19 @@ def main() -> int:
     """Print the table, failures first, or be a rank; return 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, over gloo alone")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, torch.device(options.device))
+        worker(options.worker, options.backend, torch.device(options.device))
         return 0
     worlds = [("gloo", 2), ("nccl", 1)]
     device = "cuda"
     if options.dry_run:
         worlds = [("gloo", 2), ("gloo", 1)]
         device = "cpu"
-    rows = [row for backend, world in worlds for row in rows_of(backend, world, device)]
+    rows = [row for backend, world in worlds for way in WAYS for row in rows_of(way, backend, world, device)]
     rows.sort(key=lambda row: "FAIL" not in row)
     head = markdown_table(["", "gradient of all ranks' sentences, float64", "largest relative error"], [])
     print("\n".join([head, *rows]), f"\n\n{hardware(device)}, torch {torch.__version__}", sep="")

@@ -63,7 +63,7 @@ def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
         scaled = f"(loss{factor})"
     allowed = f"at most {worst.allowed:.2g} is right (the plain loss in that dtype: {worst.plain:.2g})"
     if worst.name == "loss":
-        return x.shown(wide, f"print(float((loss.detach() - right.detach()).abs() / right))  # {allowed}")
+        return x.shown(wide, f"print(float(((loss - right).abs() / right).detach()))  # {allowed}")
     own = f"{scaled}.backward(); got = {worst.name}.grad"
     if worst.error == float("inf"):
         reached = f"loss.requires_grad and {own.split(';')[0]}"

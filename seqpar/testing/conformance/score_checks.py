@@ -39,7 +39,7 @@ def _shown_deviation(x: ScoreInputs, worst: Deviation, rows: str = "") -> str:
     allowed = f"at most {worst.allowed:.1e} is right"
     if x.options.dtype != torch.float64:
         allowed += f" (plain PyTorch in that dtype: {worst.plain:.1e})"
-    compare = f"print(got if got is None else float((got - right).norm() / right.norm()))  # {allowed}"
+    compare = f"print(got if got is None else float(((got - right).norm() / right.norm()).detach()))  # {allowed}"
     return "\n".join([x.imports, x.code, f"{x.step_code}; got = {what}", f"{wide}; {right}", compare])
 
 

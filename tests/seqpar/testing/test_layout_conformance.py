@@ -26,6 +26,7 @@ from seqpar.testing.conformance.layout_cases import NAMES, cases
 from seqpar.testing.conformance.layout_checks import fault
 from seqpar.testing.conformance.parts import PARTS
 from tests.seqpar.testing.planted_layouts import LAYOUT_MISTAKES, OTHER_MISTAKES
+from tests.seqpar.testing.reproduced import run as run_reproduction
 
 pytestmark = pytest.mark.unswitched
 
@@ -113,7 +114,7 @@ def test_every_other_cause_is_named_too(name):
 def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(capsys):
     finding = BY_NAME["data parallel: unequal tokens"](planted("trl_7245"))
     assert re.search(r"by rank: loss [\d.]+, [\d.]+ \([\d.]+ is right\), \S+ off by [\d.]+, [\d.]+$", finding.figure)
-    exec(finding.reproduction, {})
+    run_reproduction(finding.reproduction)
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said] == ["0", "1", "right"]
 

@@ -21,6 +21,7 @@ from seqpar.testing.conformance.__main__ import main
 from seqpar.testing.conformance.memory import Growth, growth
 from seqpar.testing.conformance.score_inputs import plain_scores
 from tests.seqpar.testing.planted_scores import SCORE_MISTAKES
+from tests.seqpar.testing.reproduced import run as run_reproduction
 
 pytestmark = pytest.mark.unswitched
 
@@ -92,9 +93,9 @@ def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lin
     assert len(finding.reproduction.splitlines()) <= 5
     if name in RAISES:
         with pytest.raises(RuntimeError, match="does not require grad"):
-            exec(finding.reproduction, {})
+            run_reproduction(finding.reproduction)
     else:
-        exec(finding.reproduction, {})
+        run_reproduction(finding.reproduction)
         assert capsys.readouterr().out.strip()
 
 
@@ -105,7 +106,7 @@ def test_every_check_of_numbers_has_a_planted_mistake_or_is_a_dtype():
 
 def test_the_number_a_reproduction_prints_is_the_finding(capsys):
     finding = BY_NAME["softcap"](score_adapter_of("tests.seqpar.testing.planted_scores:softcap_derivative"))
-    exec(finding.reproduction, {})
+    run_reproduction(finding.reproduction)
     printed = float(capsys.readouterr().out)
     assert printed > float(finding.reproduction.split("at most ")[1].split()[0])
     assert f"off by {printed:.1e}" in finding.figure
