@@ -16,17 +16,17 @@ them."""
 
 ACCELERATOR_BUDGET = 512 * 2**20
 """Bytes of one chunk's logits on an accelerator, in float32; in bfloat16 half as many are allocated. Each chunk costs
-the host 0.3 to 1 ms of launches: at 8,192 x 512 x 32,768 in bfloat16 (H100, torch 2.11) a step takes 5.5 ms with 2,048
-rows and 4.2 ms with the 4,096 of this budget."""
+the host 0.3 to 1 ms of launches: at 8,192 x 512 x 32,768 in bfloat16 (H100, torch 2.11) a step with 2,048 rows takes
+1.58 times as long as one with the 4,096 of this budget."""
 
 FEWEST_ROWS = 512
 """Below this many rows the matrix products are bound by reading the weight and summing its gradient. In bfloat16 and
 float16, whose products are faster, the CPU takes twice as many. Measured (docs/results/chunk_rows.md): within 8 % of
 the best number of rows at every shape on 2 cores, where 64 rows cost 1.4 to 1.7 times as much.
 
-An accelerator takes four times as many, not measured yet: reading and writing the weight gradient's float32 sum moves
-8 bytes for 6 x rows operations, so that at 4.8 TB/s and 750 TFLOP/s (an H200) it takes 208 / rows of the products'
-time: 10 % of it with 2,048 rows, 41 % with 512."""
+An accelerator takes four times as many: reading and writing the weight gradient's float32 sum moves 8 bytes for
+6 x rows operations. On an H100, at 8,192 x 2,048 x 128,256 in bfloat16, 2,048 rows are within 3 % of the best number
+and 512 take 1.59 times as long (docs/results/gpu.md)."""
 
 Chunk = slice | Tensor
 """The rows of a chunk: a slice where they are adjacent (a view, no copy), else their int64 indices."""
