@@ -151,7 +151,8 @@ def test_the_plan_agrees_with_the_allocators_peak_on_a_gpu(
         hidden.grad = None
         measured = peak_bytes(lambda: (head(hidden, target) / tokens).backward(), "cuda")
     expected = plan.of(loss).peak
-    # On an H100 LossCompute took 1,149 MiB in bfloat16 and four chunks, where 1,016 are planned; 17 others are within 10 %
+    # On an H100 LossCompute takes 1,149 MiB in bfloat16 and four chunks, where 1,016 are planned; 17 others are within
+    # 10 %
     assert abs(measured - expected) <= 0.15 * expected, (
         f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
     )
