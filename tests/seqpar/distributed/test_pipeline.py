@@ -42,7 +42,8 @@ def batch():
     for row in range(8):  # padding of different lengths, so that micro-batches have different numbers of tokens
         tgt[row, 7 - row % 5 :] = PAD
         src[row, 5 - row % 3 :] = PAD
-    return src, tgt[:, :-1], tgt[:, 1:]
+    # Adjacent in memory: torch 2.11 refuses a micro-batch whose strides are not those of the first stage's example
+    return src, tgt[:, :-1].contiguous(), tgt[:, 1:].contiguous()
 
 
 class EncoderStage(nn.Module):
