@@ -180,5 +180,6 @@ def test_interleaved_stages_of_a_decoder_only_stack_have_the_gradient_of_one_dev
 
 def test_a_zero_bubble_schedule_is_refused_and_never_loses_a_gradient(capfd):
     """It asks for the gradients of activations and of weights apart, and there is one backward."""
-    with pytest.raises(RankError, match="backward went through the chunked loss a second time"):
+    # torch 2.11 ends before that, at any autograd.Function
+    with pytest.raises(RankError, match="backward went through the chunked loss a second time|_input_metadata"):
         ranks(2, interleaved, ScheduleInterleavedZeroBubble)
