@@ -51,10 +51,10 @@ def parts() -> dict[str, list[Step]]:
     conformance = (PYTHON, "-m", "seqpar.testing.conformance")
     return {
         "tests": [
-            _tests("marked gpu", 150, ("--maxfail=20", *marked), marked),
-            _tests("kernels", 120, ("-n", "4", *kernels), ("-k", "compiles", *kernels)),
-            _tests("tensors on the GPU", 160, ("-n", "4", *SWITCHED), ("tests/seqpar/core",), "SEQPAR_TEST_DEVICE"),
-            _tests("beside a GPU", 100, ("-n", "6", *BESIDE), ("tests/test_ranks.py",)),
+            _tests("marked gpu", 110, ("-n", "4", *marked), marked),
+            _tests("kernels", 100, ("-n", "4", *kernels), ("-k", "compiles", *kernels)),
+            _tests("tensors on the GPU", 150, ("-n", "8", *SWITCHED), ("tests/seqpar/core",), "SEQPAR_TEST_DEVICE"),
+            _tests("beside a GPU", 180, ("-n", "8", *BESIDE), ("tests/test_ranks.py",)),
         ],
         "kernels": [
             _own("real sizes", 300, "benchmarks.gpu.kernel_errors"),
@@ -70,7 +70,7 @@ def parts() -> dict[str, list[Step]]:
             _demo("[cuda:0]", 100),
             _demo("[cuda:0, cuda:0]", 100),
             _own("ranks", 90, "benchmarks.gpu.ranks"),
-            _own("peers", 130, "benchmarks.training", "--parts", "training", "--device", "cuda"),
+            _own("peers", 130, "benchmarks.training", *"--parts training --device cuda --orders similar".split()),
         ],
         "seeds": [_own("three seeds of Multi30k", 520, "benchmarks.gpu.seeds")],
         "trace": [_own("training steps", 120, "benchmarks.gpu.trace")],
