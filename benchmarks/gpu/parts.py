@@ -17,6 +17,7 @@ PYTEST = (
     # Other people's trainers, whose packages a machine with a GPU need not have
     "--ignore", "tests/seqpar/integrations", "--ignore", "tests/seqpar/objectives/test_against_trl.py",
 )  # fmt: skip
+TRAINING = ("--parts", "training", "--device", "cuda", "--orders", "similar")
 RECIPE = (PYTHON, "-m", "recipes.translation")
 SWITCHED = (
     "tests/seqpar/core", "tests/seqpar/engine", "tests/seqpar/linear", "tests/seqpar/multi_device",
@@ -70,7 +71,7 @@ def parts() -> dict[str, list[Step]]:
             _demo("[cuda:0]", 100),
             _demo("[cuda:0, cuda:0]", 100),
             _own("ranks", 90, "benchmarks.gpu.ranks"),
-            _own("peers", 130, "benchmarks.training", *"--parts training --device cuda --orders similar".split()),
+            _own("peers", 130, "benchmarks.training", *TRAINING),
         ],
         "seeds": [_own("three seeds of Multi30k", 520, "benchmarks.gpu.seeds")],
         "trace": [_own("training steps", 120, "benchmarks.gpu.trace")],
