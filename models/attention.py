@@ -108,7 +108,7 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
     ignored = query_AQK.new_zeros(1, 1, 1)
     scores_AQS = torch.baddbmm(ignored, query_AQK, keys_ASK.mT, beta=0, alpha=width**-0.5)
     if causal:
-        mask = subsequent_mask(keys)
+        mask = subsequent_mask(keys, scores_AQS.device)
     added = added_scores(mask, scores_AQS)
     if added is not None:
         scores_BHQS = scores_AQS.view(batch, heads, queries, keys)

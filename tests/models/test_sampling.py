@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import MinimumLength, greedy, sample
-from models.sampling import draw
+from models.sampling import BELOW_ONE, NUCLEUS, draw, most_probable
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import next_log_probabilities
 
@@ -186,6 +186,25 @@ def test_sampling_that_cannot_work_is_an_error(settings: dict[str, object], mess
     arguments = {"seeds": [0] * 5, **settings}
     with pytest.raises(ValueError, match=message):
         sample(MODEL, random_batch(1, vocab=7), bos=BOS, eos=EOS, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_largest_number_below_1_is_not_rounded_to_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From which no token would be drawn."""
+    monkeypatch.setattr("random.Random.random", lambda self: BELOW_ONE)
+    ((found,),) = sample(MODEL, torch.tensor([[3, 4]]), bos=BOS, eos=EOS, seeds=[0], max_length=3)
+    assert math.isfinite(found.score)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (None, 0.1), (None, 0.99)])
+def test_truncated_probabilities_are_in_float64(top_k: int | None, top_p: float) -> None:
+    """With top_p 0.1 the most probable tokens suffice, with 0.99 the whole vocabulary is sorted."""
+    logits = torch.linspace(0, 1, 4 * NUCLEUS).expand(2, -1)
+    found, tokens = most_probable(logits, top_k, top_p)
+    expected = logits.double().sort(-1, descending=True).values[:, : top_k or tokens.size(1)]
+    total = expected if top_k else logits.double()
+    expected = (expected - total.logsumexp(-1, keepdim=True)).exp()
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-6 if top_p == 0.1 else 1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,8 +86,7 @@ def _of_layer(theirs: Weights, sizes: TransformerConfig, side: str, number: int)
 def _of_module(theirs: Weights, module: str, *shape: int) -> Iterator[Entry]:
     """Yield a module's weight, each part of it of this shape, and bias."""
     for name, size in ((f"{module}.weight", shape), (f"{module}.bias", shape[:1])):
-        parts = [theirs.take(each, *size) for each in huggingface_names(name)]
-        yield name, torch.cat(parts) if len(parts) > 1 else parts[0]
+        yield name, torch.cat([theirs.take(each, *size) for each in huggingface_names(name)])
 
 
 def _around_layers(theirs: Weights, sizes: TransformerConfig, side: str) -> Iterator[Entry]:

@@ -148,6 +148,17 @@ def test_a_save_begins_after_the_one_before_has_ended(
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-00000002", "state-00000002"}
 
 
+def test_the_last_checkpoint_is_waited_for_while_it_is_written(
+    translator: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Held(monkeypatch)
+    with Saver(tmp_path / "run", KEEPS_TWO, None) as saver:
+        save(saver, translator, 1)
+        assert disk.asked.wait(30)
+        threading.Timer(0.2, disk.free.set).start()
+        assert saver.last() == tmp_path / "run" / "last"
+
+
 def failing(*_: object) -> str:
     raise CheckpointError("the disk is full")
 

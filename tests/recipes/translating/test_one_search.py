@@ -6,13 +6,15 @@ What validation does with it is in `settings/test_every_setting.py`, and what ex
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from recipes.translation.commands import COMMANDS, main
+from recipes.translation.commands import COMMANDS, main, serving
 from recipes.translation.commands.serving import models_of
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
@@ -116,6 +118,25 @@ def test_the_service_a_teacher_and_python_follow_a_setting_as_translate_does(
     assert read_lines(translations) == wanted
     loaded = LoadedTranslator(load_translator(runs[0] / "best"))
     assert loaded.translate(SENTENCES, **{field_of(rule): int(value)}) == wanted
+
+
+def test_that_an_export_is_older_than_its_run_is_printed_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Into a pipe, which is else written when it is full or the service ends."""
+    (tmp_path / "ctranslate2").mkdir()
+    (tmp_path / "ctranslate2" / "model.bin").touch()
+    served = SimpleNamespace(engine="ctranslate2", source="en", target="de", beam=4)
+    monkeypatch.setattr(serving, "load_exported", lambda *given: None)
+    monkeypatch.setattr("recipes.translation.commands.served_models.served_models", lambda *given: [served])
+    monkeypatch.setattr(serving, "outdated", lambda run: "older")
+    parser, _ = parser_of("serve", monkeypatch)
+    pipe = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe))
+    assert models_of(str(tmp_path), parser.parse_args([str(tmp_path)])) == [served]
+    *_, first, last = pipe.getvalue().decode().splitlines()
+    assert first == f"[serve] {tmp_path}: en to de, with ctranslate2, beam 4"
+    assert last == "[serve] older, or add --engine torch"
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[OneLineParser, set[str]]:

@@ -14,6 +14,7 @@ import torch
 
 from models import beam_search, default_limit
 from recipes.translation.commands import main
+from recipes.translation.commands.searching import search_options
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
@@ -24,6 +25,7 @@ from recipes.translation.translating.demands import begins_anew, phrases_of
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import alternatives, translate
 from tests.recipes.random_translator import random_translator
+from tests.recipes.translating.test_one_search import parser_of
 
 SENTENCES = [pair.source for pair in pairs(6, 5, "test")]
 FREE: list[list[str]] = [[] for _ in SENTENCES]
@@ -344,3 +346,18 @@ def test_typed_sentences_have_no_lines_in_files(
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     lines = printed(capsys, "--run", runs[0], "--n-best", 2)
     assert [line.split("\t")[0] for line in lines[1:]] == ["1", "1"]
+
+
+def test_the_defaults_of_sampling_are_those_that_are_documented() -> None:
+    assert Sampling() == Sampling(samples=1, temperature=1.0, top_k=None, top_p=1.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"), [([], {}), (["--seed", "3"], {"seed": 3}), (["--top-p", "0.5"], {"top_p": 0.5})]
+)
+def test_what_is_not_asked_of_sampling_has_its_default(
+    words: list[str], changed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser, _ = parser_of("translate", monkeypatch)
+    found = search_options(parser.parse_args(["--sample", "2", *words]))
+    assert found.sampling == replace(Sampling(2), **changed)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import seqpar
+from seqpar.core.checks import refuse_unknown_leaves
 from seqpar.core.chunked_gradient import chunked_gradient
 
 
@@ -24,6 +25,26 @@ def test_a_second_backward_is_a_clear_error_not_a_wrong_number():
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     assert torch.equal(generator.weight.grad, first)
+
+
+def test_leaves_of_the_graph_are_looked_for_in_one_chunk_of_a_loss(monkeypatch):
+    """Every chunk runs the same code, and the search walks the whole graph."""
+    looked = []
+
+    def noting(*given):
+        looked.append(given)
+        refuse_unknown_leaves(*given)
+
+    monkeypatch.setattr("seqpar.core.chunked_gradient.refuse_unknown_leaves", noting)
+    chunks = [torch.arange(3), torch.arange(3, 6)]
+    hidden, empty = torch.ones(6, 2, requires_grad=True), seqpar.TokenLoss.zero(torch.float32, "cpu", False)
+
+    def summed(params, rows, chunk):
+        return seqpar.TokenLoss(rows[0].square().sum(), torch.tensor(len(chunk)))
+
+    for losses in (1, 2):
+        chunked_gradient(summed, chunks, (hidden,), (), empty)
+        assert len(looked) == losses
 
 
 def test_a_second_derivative_is_a_clear_error():

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import transformers as hf
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
-from seqpar.integrations.transformers_check import own_outputs
-from seqpar.integrations.transformers_model import key_of
+from seqpar.integrations.transformers_check import Examined, check_added, own_outputs
+from seqpar.integrations.transformers_model import Reading, key_of, special_labels
 from seqpar.testing import assert_same_gradients, assert_same_loss
 from tests.seqpar.integrations.own_loss import outcome
 from tests.seqpar.integrations.shrunk_models import working
@@ -156,6 +156,23 @@ def test_a_loss_added_under_no_name_is_known_by_its_gradient():
         model.loss_function = lambda logits, labels, **kwargs: own(logits, labels, **kwargs) + 1e-9 * weight.sum()
         model(**batch).loss.backward()
     assert relative_error(gradients(model), expected) < 1e-15
+
+
+@pytest.mark.parametrize(("apart", "same"), [(7.9, True), (-7.9, True), (8.1, False), (-8.1, False)])
+def test_what_a_model_adds_to_its_loss_may_differ_by_eight_roundings_of_the_loss(apart, same):
+    def examined(ours, theirs):
+        losses = torch.tensor([ours, theirs], dtype=torch.float64)
+        return Examined(Reading(None, 1.0), losses[0], losses[1], [torch.ones(())])
+
+    certain = examined(0.0, 0.25 + apart * 5 * torch.finfo(torch.float32).eps)
+    with nullcontext() if same else pytest.raises(RuntimeError, match=r"^a model's own loss of a few tokens is 5\.25"):
+        check_added("a model", examined(5.0, 5.25), certain)
+
+
+def test_the_special_labels_are_all_tokens_of_the_vocabulary_that_the_configuration_names():
+    model = tiny("llama")
+    model.config.update({"pad_token_id": None, "bos_token_id": 0, "eos_token_id": [36, 5], "image_token_id": 37})
+    assert special_labels(model, 37) == {0, 5, 36}
 
 
 def bert_for_pretraining():

@@ -2,9 +2,9 @@
 
 `PYTHONPATH=. python tests/seqpar/kernels/compile_kernel.py` prints, as JSON by kernel, target, dtype and what is asked
 for ("all", or "plain", which is a cross-entropy without bias, class weights and entropy), the registers that a thread
-takes and the bytes it spills (NVIDIA), or the size of the code; and NVIDIA's assembly of the plain gradient. It is a
-program outside the package of tests, which imports Triton for its interpreter: a process in which that has happened
-compiles nothing.
+takes and the bytes it spills (NVIDIA), or the size of the code; NVIDIA's assembly of the plain gradient; and Triton's
+own code of the plain kernels. It is a program outside the package of tests, which imports Triton for its interpreter: a
+process in which that has happened compiles nothing.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ def main() -> None:
     from seqpar.kernels import triton_rows
 
     found: dict[str, Any] = {}
+    ttir: dict[str, str] = {}
     for kernel in ("_row_sums", "_row_before", "_row_gradient"):
         for target, dtype in BUILDS:
             for what, changed in (("all", {}), ("plain", PLAIN)):
                 made = compiled(vars(triton_rows)[kernel], target, dtype, changed)
                 size = resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)
                 found[f"{kernel} {target} {dtype} {what}"] = size
+                ttir[kernel] = made.asm["ttir"]
     gradient = compiled(triton_rows._row_gradient, "sm_90", "bfloat16", PLAIN)
-    print(json.dumps({**found, "ptx": gradient.asm["ptx"]}))
+    print(json.dumps({**found, "ptx": gradient.asm["ptx"], "ttir": ttir}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(
         assert spilled == 0
         # 24 warps share a multiprocessor, which has 65,536 registers; 19 if everything is asked for at once
         assert size <= (80 if what == "plain" else 104)
+
+
+@pytest.mark.parametrize("kernel", ["_row_sums", "_row_before", "_row_gradient"])
+def test_where_a_row_begins_is_a_product_in_64_bits(compiled, kernel: str) -> None:
+    """As an int32, row x stride overflows at 2^31 logits: 16,384 rows of 131,072 classes."""
+    assert re.search(r"= arith\.muli .* : i64\b", compiled["ttir"][kernel])
 
 
 def test_the_gradient_reads_no_product_out_of_turn(compiled) -> None:

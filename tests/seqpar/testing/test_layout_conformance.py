@@ -119,6 +119,17 @@ def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(c
     assert [line.split()[0] for line in said] == ["0", "1", "right"]
 
 
+@pytest.mark.parametrize(
+    ("mistake", "check", "tokens"),
+    [
+        ("trl_7245", "data parallel: unequal tokens", "((2,), (1,))"),
+        ("torchtitan_1733", "pipeline: unequal tokens", "((2, 2, 2, 2),)"),
+    ],
+)
+def test_the_case_that_is_shown_has_few_tokens_and_one_micro_batch_but_in_a_pipeline(mistake, check, tokens):
+    assert f"tokens={tokens})" in BY_NAME[check](planted(mistake)).reproduction
+
+
 def test_a_step_that_returns_no_loss_or_has_no_number_is_a_failure():
     finding = BY_NAME["data parallel: unequal tokens"](planted("returns_nothing"))
     assert (

@@ -104,6 +104,19 @@ def test_every_check_of_numbers_has_a_planted_mistake_or_is_a_dtype():
     assert {check.name for check in NUMBERS} - planted == {"float64", "float32", "bfloat16", "float16"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_check_of_a_dtype_asks_for_scores_in_it(dtype):
+    asked = []
+
+    def noting(hidden, *given, **options):
+        asked.append(hidden.dtype)
+        return plain_scores(hidden, *given, **options)
+
+    BY_NAME[str(dtype).removeprefix("torch.")](ScoreAdapter("noting", noting))
+    assert asked
+    assert set(asked) == {dtype}
+
+
 def test_the_number_a_reproduction_prints_is_the_finding(capsys):
     finding = BY_NAME["softcap"](score_adapter_of("tests.seqpar.testing.planted_scores:softcap_derivative"))
     run_reproduction(finding.reproduction)
