@@ -399,9 +399,8 @@ class AppliedLoss:
     def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
         call: Call | None = head.__dict__.get(_of_this_thread())
-        if call is None:
+        if call is None or call.made_up is None:
             return None
-        assert call.made_up is not None  # by `_from_head`, which is called first
         return unrounded(output, call.made_up).clone()
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:

@@ -126,7 +126,7 @@ def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(c
         ("torchtitan_1733", "pipeline: unequal tokens", "((2, 2, 2, 2),)"),
     ],
 )
-def test_the_case_that_is_shown_has_few_tokens_and_one_micro_batch_but_in_a_pipeline(mistake, check, tokens):
+def test_the_case_that_is_shown_has_few_tokens(mistake, check, tokens):
     assert f"tokens={tokens})" in BY_NAME[check](planted(mistake)).reproduction
 
 
