@@ -1,5 +1,6 @@
-"""What docs/scaling.md says of the plan of a step is what its code prints and draws, and what is timed runs."""
+"""What docs/scaling.md says of the plans of a step is what their code prints and draws, and what is timed runs."""
 
+import importlib
 import re
 import shlex
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step_plan as benchmark
-from seqpar.step_plan import main, step_plan
+from seqpar.step_plan import step_plan
 from seqpar.testing.ranks import ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,9 +33,13 @@ def test_the_page_has_the_picture_that_the_benchmark_draws(tmp_path):
     assert (tmp_path / "scaling.svg").read_text() == (ROOT / "docs" / "scaling.svg").read_text()
 
 
-def test_the_page_has_what_the_command_prints(capsys):
-    command, said = re.search(r"\$ python -m seqpar\.step_plan (.*)\n((?:.*\n)*?)```", PAGE).groups()
-    main(shlex.split(command))
+PRINTED = re.findall(r"\$ python -m seqpar\.(\w+) (.*)\n((?:.*\n)*?)```", PAGE)
+"""A plan's module, its arguments and what it says, for each command of the page."""
+
+
+@pytest.mark.parametrize(("module", "arguments", "said"), PRINTED, ids=[module for module, _, _ in PRINTED])
+def test_the_page_has_what_the_command_prints(module, arguments, said, capsys):
+    importlib.import_module(f"seqpar.{module}").main(shlex.split(arguments))
     assert capsys.readouterr().out == said
 
 
