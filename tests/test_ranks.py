@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import warnings
 
 import pytest
@@ -39,6 +40,23 @@ def test_a_failure_names_the_rank_and_the_next_call_has_a_new_pool():
     after = ranks(2, sum_of_ranks, 1)
     assert after[0][0] == 1
     assert {p for _, p in before}.isdisjoint(p for _, p in after)
+
+
+def test_a_rank_that_ends_before_it_reads_its_call_is_named():
+    """Its end of the pipe is reset then, not closed."""
+    pool = module.Pool(2)
+    pool.call(sum_of_ranks, 1)
+    stopped = pool.processes[1]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.5, stopped.kill)
+    timer.start()
+    with pytest.raises(RankError, match="rank 1: the process ended with -9"):
+        pool.call(returns_its_rank)
+    pool.close()
+
+
+def returns_its_rank(rank, world):
+    return rank
 
 
 def warns(rank, world):

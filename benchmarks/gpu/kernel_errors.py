@@ -113,20 +113,21 @@ def ours(case: Case, x: Tensors) -> Answer:
     """Return seqpar's numbers and gradients."""
     hidden = x.hidden.detach().requires_grad_()
     weight = x.weight.detach().requires_grad_()
-    if case.kind == "loss":
-        loss = seqpar.linear_cross_entropy(hidden, weight, x.target, chunk_tokens=case.chunk_rows, **case.options)
+    given = (hidden, weight, x.target)
+    options = {"chunk_tokens": case.chunk_rows, **case.options}
+    if case.kind == "scores":
+        scores = seqpar.token_scores(*given, entropy=True, rank=True, **options)
+        (torch.stack([scores.log_prob, scores.entropy]) * x.factors_2N).sum().backward()
+        found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "rank": scores.rank}
+    else:
+        if case.kind == "loss":
+            loss = seqpar.linear_cross_entropy(*given, **options)
+        else:
+            a, b = x.factors_2N
+            loss = seqpar.scored_loss(*given, weighted, entropy=True, a=a, b=b, **options)
         loss.total.backward()
-        return {"loss": loss.total, "hidden": hidden.grad, "weight": weight.grad}
-    options = {"entropy": True, "chunk_tokens": case.chunk_rows, **case.options}
-    if case.kind == "scored_loss":
-        of_log_prob, of_entropy = x.factors_2N
-        loss = seqpar.scored_loss(hidden, weight, x.target, weighted, a=of_log_prob, b=of_entropy, **options)
-        loss.total.backward()
-        return {"loss": loss.total, "hidden": hidden.grad, "weight": weight.grad}
-    scores = seqpar.token_scores(hidden, weight, x.target, rank=True, **options)
-    (torch.stack([scores.log_prob, scores.entropy]) * x.factors_2N).sum().backward()
-    gradients = {"hidden": hidden.grad, "weight": weight.grad}
-    return {"log_prob": scores.log_prob, "entropy": scores.entropy, "rank": scores.rank, **gradients}
+        found = {"loss": loss.total}
+    return {**found, "hidden": hidden.grad, "weight": weight.grad}
 
 
 def weighted(scores: Scores, a: Tensor, b: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def started(folder: Path, seed: int, device: str, steps: int) -> Run:
         return Run(seed, run, subprocess.Popen([*RECIPE, "train", *given], stdout=log, stderr=log))
 
 
-def wait_for(runs: Sequence[Run], seconds: float) -> None:
+def wait_for(runs: Sequence[Run], seconds: float, steps: int) -> None:
     """Wait until all trainings have ended, or tell those to stop that have not."""
     deadline = time.monotonic() + seconds
     told = time.monotonic()
@@ -64,7 +64,7 @@ def wait_for(runs: Sequence[Run], seconds: float) -> None:
         time.sleep(0.2)
         if time.monotonic() - told > TOLD_EVERY:
             told = time.monotonic()
-            done = ", ".join(f"seed {run.seed}: {steps_of(run.folder):,} of {STEPS:,}" for run in runs)
+            done = ", ".join(f"seed {run.seed}: {steps_of(run.folder):,} of {steps:,}" for run in runs)
             print(f"[seeds] {done}; at most {deadline - told:.0f} s left", file=sys.stderr, flush=True)
     for run in runs:
         if run.process.poll() is None:
@@ -137,7 +137,7 @@ def main() -> int:
         steps = 2
     start = time.monotonic()
     runs = [started(folder, seed, device, steps) for seed in seeds]
-    wait_for(runs, options.seconds)
+    wait_for(runs, options.seconds, steps)
     seconds = time.monotonic() - start
     rows = [row_of(run, seconds, steps) for run in runs]
     rows.sort(key=lambda row: "FAIL" not in row[-1])

@@ -40,11 +40,11 @@ class RowGradient:
         dtype = wide(a.dtype)
         if dtype != a.dtype and _products_widen(a.device):
             # A sum over all classes, of which cuBLAS adds up several parts in the dtype of the result
-            self.rows[chunk] = torch.mm(a, b, out_dtype=dtype).to(self.rows.dtype)
+            self.write(chunk, torch.mm(a, b, out_dtype=dtype))
         elif isinstance(chunk, slice) and self.rows.dtype == a.dtype:
             torch.mm(a, b, out=self.rows[chunk])
         else:
-            self.rows[chunk] = (a @ b).to(self.rows.dtype)
+            self.write(chunk, a @ b)
 
     def release(self, factor: Tensor | None) -> Tensor | None:
         """Return the gradient times `factor` (None is 1) and drop the reference to it."""
@@ -168,22 +168,25 @@ def narrowed(grad: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> 
     """
     if grad.dtype == dtype or grad.dim() < 2 or not grad.is_contiguous() or grad.dtype.itemsize != 2 * dtype.itemsize:
         return (grad if factor is None else grad.mul_(factor)).to(dtype)
-    if factor is not None:
-        factor = factor.flatten()
     wide_N = grad.flatten()
     narrow_N = grad.view(dtype).flatten()[: grad.numel()]
     done = min(max(grad.size(-1), FIRST_NUMBERS), grad.numel())
-    narrow_N[:done] = (wide_N[:done] if factor is None else wide_N[:done] * factor).to(dtype)
+    _narrow(wide_N[:done].clone(), factor, narrow_N[:done])
     # Number i of four bytes moves from byte 4i to byte 2i. Numbers [done, 2 done) are read at bytes 4 done and above
     # and written below, over numbers that have been converted already. So each pass can convert twice as many
     while done < len(wide_N):
         following = slice(done, 2 * done)
-        if factor is None:
-            narrow_N[following].copy_(wide_N[following])
-        else:
-            torch.mul(wide_N[following], factor, out=narrow_N[following])
+        _narrow(wide_N[following], factor, narrow_N[following])
         done *= 2
     return narrow_N.view(grad.shape)
+
+
+def _narrow(wide_N: Tensor, factor: Tensor | None, out_N: Tensor) -> None:
+    """Write numbers times a factor (None is 1) into memory of another dtype."""
+    if factor is None:
+        out_N.copy_(wide_N)
+    else:
+        torch.mul(wide_N, factor.flatten(), out=out_N)
 
 
 def _sum_dtype(grad: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from seqpar.core.checks import (
     check_target,
     check_type,
 )
-from seqpar.multi_device.replicas import replicate, scatter
+from seqpar.multi_device.replicas import needs_no_replica, replicate, scatter
 
 OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""
@@ -178,6 +178,6 @@ def one_for_each_device(shards: list[Shard]) -> list[Shard]:
 def heads_on(head: nn.ModuleDict, parameters: Sequence[nn.Parameter], shards: Sequence[Shard]) -> list[nn.ModuleDict]:
     """Return generator and criterion on each shard's device: replicas, or the originals if they are already there."""
     devices = [shard.hidden.device for shard in shards]
-    if len(devices) == 1 and all(p.device == devices[0] for p in parameters):
+    if needs_no_replica(parameters, devices):
         return [head]
     return replicate(head, devices)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-import torch
 from torch import nn
 
 from seqpar.core.checks import check_integer, check_module, check_type
 from seqpar.multi_device.devices import Device, available, check_devices
 from seqpar.multi_device.parallel_apply import parallel_apply
-from seqpar.multi_device.replicas import batch_rows, gather, replicate, scatter
+from seqpar.multi_device.replicas import batch_rows, gather, needs_no_replica, replicate, scatter
 
 
 def data_parallel(
@@ -93,7 +92,8 @@ class DataParallel(nn.Module):
         shards = scatter((inputs, kwargs), devices, self.dim)
         # Fewer rows than devices leave the last devices idle
         used = devices[: len(shards)]
-        modules = [self.module] if _is_alone(self.module, used) else replicate(self.module, used)
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        modules = [self.module] if needs_no_replica(tensors, used) else replicate(self.module, used)
         outputs = parallel_apply(modules, [s[0] for s in shards], [s[1] for s in shards], used)
         if not self.gather_outputs:
             return outputs
@@ -102,9 +102,3 @@ class DataParallel(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print(module)` shows of the settings."""
         return f"device_ids={[str(d) for d in self.device_ids]}, gather_outputs={self.gather_outputs}"
-
-
-def _is_alone(module: nn.Module, devices: Sequence[torch.device]) -> bool:
-    """Return whether there is one device and all of the module is there: it needs no replica."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return len(devices) == 1 and all(tensor.device == devices[0] for tensor in tensors)

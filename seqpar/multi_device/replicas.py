@@ -162,6 +162,11 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
     return replicas
 
 
+def needs_no_replica(tensors: Iterable[Tensor], devices: Sequence[torch.device]) -> bool:
+    """Return whether there is one device, and all of these tensors of a module are there."""
+    return len(devices) == 1 and all(tensor.device == devices[0] for tensor in tensors)
+
+
 def check_replicable(module: nn.Module) -> None:
     """Raise TypeError, with the remedy, if a submodule is compiled, scripted, lazy, on the meta device or sharded."""
     check_parts_replicable(module.modules())

@@ -151,9 +151,9 @@ def test_the_plan_agrees_with_the_allocators_peak_on_a_gpu(
         hidden.grad = None
         measured = peak_bytes(lambda: (head(hidden, target) / tokens).backward(), "cuda")
     expected = plan.of(loss).peak
-    # On an H100 LossCompute takes 1,149 MiB in bfloat16 and four chunks, where 1,016 are planned; 17 others are within
-    # 10 %
-    assert abs(measured - expected) <= 0.15 * expected, (
+    # The one of 18 that is farther off, on an H100: 1,149 MiB where 1,016 are planned
+    allowed = 0.15 if (loss, dtype, chunk) == ("LossCompute", "bfloat16", 2048) else 0.1
+    assert abs(measured - expected) <= allowed * expected, (
         f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
     )
 

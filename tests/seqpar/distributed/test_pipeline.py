@@ -180,6 +180,8 @@ def test_interleaved_stages_of_a_decoder_only_stack_have_the_gradient_of_one_dev
 
 def test_a_zero_bubble_schedule_is_refused_and_never_loses_a_gradient(capfd):
     """It asks for the gradients of activations and of weights apart, and there is one backward."""
-    # torch 2.11 ends before that, at any autograd.Function
-    with pytest.raises(RankError, match=r"backward went through the chunked loss a second time|_input_metadata"):
+    said = "backward went through the chunked loss a second time"
+    if torch.__version__ < (2, 13):
+        said = "_input_metadata"  # torch 2.11 ends before that, at any autograd.Function
+    with pytest.raises(RankError, match=said):
         ranks(2, interleaved, ScheduleInterleavedZeroBubble)

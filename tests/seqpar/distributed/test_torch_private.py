@@ -33,8 +33,9 @@ def missing(rank, world):
     (group,) = (group.group for _, group in torch_private.parameter_groups(model))
     objects = [ddp, static, model, state, group, group.mesh_info, group.comm_ctx, *group.fsdp_params]
     absent = {name for name in NAMES | READS if not any(hasattr(each, name) for each in objects)}
-    # torch 2.11 has one group of parameters in a unit, later versions have several
-    return sorted(absent - {"_fsdp_param_groups"} if hasattr(state, "_fsdp_param_group") else absent)
+    # Before torch 2.13 a unit has one group of parameters
+    one_group = {"_fsdp_param_groups"} if torch.__version__ < (2, 13) else set()
+    return sorted(absent - one_group)
 
 
 def test_this_torch_has_every_private_name_that_is_looked_up():

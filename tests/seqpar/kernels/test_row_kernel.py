@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
+from seqpar.core.stored_gradients import in_own_precision, narrowed
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.projected_rows import ProjectedRows
@@ -267,10 +268,17 @@ def test_a_target_that_could_not_be_checked_is_seen_in_the_loss():
         assert seqpar.linear_cross_entropy(hidden, weight, torch.tensor([0, 9, 1], device=DEVICE)).total.isnan()
 
 
-def test_a_gradient_that_is_written_over_its_own_sum_is_the_rounded_sum():
-    from seqpar.core.stored_gradients import narrowed
+def test_a_factor_is_multiplied_in_its_own_dtype_on_an_accelerator():
+    """A number without dimensions would be converted to the gradient's: 65,536 is inf in float16."""
+    for shape in [(), (3,), (3, 2)]:
+        grad = torch.empty(shape, dtype=torch.float16, device="meta")
+        factor = in_own_precision(torch.tensor(65_536.0), grad)
+        assert torch.result_type(grad, factor) == torch.float32
+        assert (grad * factor).shape == grad.shape
 
-    for shape in [(1, 1), (1, 5), (3, 1), (7, 5), (600, 1_000), (5, 4, 3), (0, 4), (4, 0), (8,)]:
+
+def test_a_gradient_that_is_written_over_its_own_sum_is_the_rounded_sum():
+    for shape in [(1, 1), (1, 5), (3, 1), (7, 5), (64, 33), (600, 1_000), (5, 4, 3), (0, 4), (4, 0), (8,)]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             sums = torch.randn(shape)
             expected = sums.to(dtype)

@@ -135,7 +135,9 @@ def test_in_float16_small_gradients_survive_if_the_loss_scale_is_known_in_forwar
         errors[name] = [float((g - t).norm() / t.norm()) for g, t in pairs]
     for ours, theirs in zip(errors["known"], errors["plain"], strict=True):
         assert ours <= 2 * max(theirs, 2**-12)
-    assert errors["unknown"][1] > 1.2 * errors["known"][1]
+    # On a GPU the kernels round a gradient once, when it is stored
+    kernels = generator == "by formula" and hidden.device.type == "cuda"
+    assert errors["unknown"][1] > (1.2 if kernels else 2) * errors["known"][1]
 
 
 def test_a_gradscaler_sees_an_overflow_of_the_kept_gradients():
