@@ -37,7 +37,8 @@ def test_leaves_of_the_graph_are_looked_for_in_one_chunk_of_a_loss(monkeypatch):
 
     monkeypatch.setattr("seqpar.core.chunked_gradient.refuse_unknown_leaves", noting)
     chunks = [torch.arange(3), torch.arange(3, 6)]
-    hidden, empty = torch.ones(6, 2, requires_grad=True), seqpar.TokenLoss.zero(torch.float32, "cpu", False)
+    hidden = torch.ones(6, 2, requires_grad=True)
+    empty = seqpar.TokenLoss.zero(torch.float32, hidden.device, False)
 
     def summed(params, rows, chunk):
         return seqpar.TokenLoss(rows[0].square().sum(), torch.tensor(len(chunk)))
