@@ -13,13 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.loss import results as files
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.memory import in_fresh_process, peak_of
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results
-from benchmarks.loss.timing import Progress, forward_and_backward, interleaved, runs_in_a_row, seconds
+from benchmarks.loss.timing import forward_and_backward, interleaved, runs_in_a_row, seconds
 from seqpar.testing.peak_memory import peak_bytes
 
 FEWEST_ROUNDS = 3
@@ -185,8 +186,10 @@ def _time(run: Run, part: str, ways: dict[str, Implementation], problem: Problem
         x.clear()
     round_seconds = fastest * runs_in_a_row(problem) * TYPICAL * (len(ways) + len(products))
     rounds = run.repeats or rounds_within_budget(round_seconds)
-    for name, taken in interleaved(runs, x, rounds, Progress(title, rounds * len(runs)).add).items():
-        entry["floor seconds" if name in products else "seconds"][name] = taken
+    with tqdm(desc=title, total=rounds * len(runs)) as progress:
+        taken = interleaved(runs, x, rounds, progress.update)
+    for name, found in taken.items():
+        entry["floor seconds" if name in products else "seconds"][name] = found
 
 
 def rounds_within_budget(round_seconds: float) -> int:
@@ -198,12 +201,10 @@ def rounds_within_budget(round_seconds: float) -> int:
 def _peaks(run: Run, part: str, names: list[str], problem: Problem, title: str) -> dict[str, int | str]:
     """Return the peak of each in a process of its own, or what became of the process."""
     uncounted = run.subject.uncounted_bytes(part, problem)
-    progress = Progress(f"{title}, memory", len(names))
     found: dict[str, int | str] = {}
-    for name in names:
+    for name in tqdm(names, f"{title}, memory"):
         peak = in_fresh_process(run.subject.modules, peak_of, run.subject, part, name, problem)
         found[name] = peak - uncounted if isinstance(peak, int) else peak
-        progress.add(name)
     return found
 
 

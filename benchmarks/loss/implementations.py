@@ -23,7 +23,7 @@ TITAN_STYLE = "torchtitan-style"
 ENGINE = "LossCompute"
 OWN = "LossCompute, own generator"
 OURS = [ENGINE, OWN]
-ON_A_CPU = [PLAIN, COMPILED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST, CUT, TITAN_STYLE, "2018 loop", ENGINE, OWN]
+ON_A_CPU = [PLAIN, COMPILED, CHECKPOINTED, TORCH_DEFAULT, TORCH_BEST, CUT, TITAN_STYLE, ENGINE, OWN]
 ON_A_GPU = [PLAIN, COMPILED, TORCH_DEFAULT, CUT, "Liger", "Liger, float32 sums", "quack", ENGINE]
 
 
@@ -73,7 +73,6 @@ def known() -> dict[str, Implementation]:
         "Liger, float32 sums": Implementation(peers.liger(True), liger),
         "quack": Implementation(peers.quack, why_missing("quack.linear_cross_entropy"), NO_SMOOTHING, bias=False),
         TITAN_STYLE: Implementation(plain_ways.titan_style),
-        "2018 loop": Implementation(plain_ways.loop_2018),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
     }

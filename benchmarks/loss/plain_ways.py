@@ -1,4 +1,4 @@
-"""Compute the loss in plain torch, and by two published patterns rewritten from their descriptions.
+"""Compute the loss in plain torch, and by a published pattern rewritten from its description.
 
 Each function takes the inputs and returns a step. The step returns the mean loss over the tokens that are not padding,
 ready for the one `backward()`; where a pattern's loss has no graph to go back through, the step has already done it.
@@ -8,7 +8,6 @@ Shape suffixes: B batch, T time, N rows, K rows of one chunk, D hidden, V vocabu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.loss.problems import IGNORED, Inputs
+from benchmarks.loss.problems import Inputs
 
 Step = Callable[[], Tensor | None]
 """Returns the loss, or None where it has gone back itself."""
 CHUNK_ROWS = 512
 TITAN_CHUNKS = 8
-STEPS_2018 = 5
 
 
 def _summed(hidden_KD: Tensor, weight: Tensor, bias: Tensor, target_K: Tensor, smoothing: float) -> Tensor:
@@ -91,46 +89,3 @@ def titan_style(x: Inputs) -> Step:
         return _Delivered.apply(hidden_BTD, torch.stack(losses).sum(), torch.cat(gradients, 1))
 
     return step
-
-
-def loop_2018(x: Inputs) -> Step:
-    """Use the loop of The Annotated Transformer (2018) on one device.
-
-    It applies the generator (with its log-softmax) and the criterion (KL to a dense smoothed distribution) to detached
-    slices of 5 time steps, with a backward for each, then one through the model. The loss is a plain number: no
-    upstream factor can reach it.
-    """
-
-    def criterion(log_probs_KV: Tensor, target_K: Tensor) -> Tensor:
-        smoothing = x.problem.smoothing
-        # q = (1 - eps) onehot(y) + eps / V
-        uniform = smoothing / log_probs_KV.size(1)
-        ignored_K = target_K == IGNORED
-        wanted_KV = torch.full_like(log_probs_KV, uniform)
-        wanted_KV.scatter_(1, target_K.masked_fill(ignored_K, 0)[:, None], 1 - smoothing + uniform)
-        wanted_KV.masked_fill_(ignored_K[:, None], 0)
-        return F.kl_div(log_probs_KV, wanted_KV, reduction="sum")
-
-    def step() -> Tensor:
-        hidden_BTD, target_BT = x.sentences()
-        total = 0.0
-        gradients = []
-        for hidden, target in zip(hidden_BTD.split(STEPS_2018, 1), target_BT.split(STEPS_2018, 1), strict=True):
-            leaf = hidden.detach().requires_grad_()
-            log_probs = F.log_softmax(F.linear(leaf, x.weight, x.bias), dim=-1)
-            loss = criterion(log_probs.flatten(0, 1), target.flatten()) / x.tokens
-            total += loss.item()
-            loss.backward()
-            gradients.append(leaf.grad)
-        hidden_BTD.backward(torch.cat(gradients, 1))
-        return torch.tensor(total + smoothed_entropy(x.problem.smoothing, x.problem.vocab_size), dtype=torch.float64)
-
-    return step
-
-
-def smoothed_entropy(smoothing: float, vocab_size: int) -> float:
-    """Return the entropy of a token's smoothed distribution q: cross-entropy = KL divergence + H(q)."""
-    # H(q) = -sum q log q over one class with 1 - eps + eps / V and V - 1 classes with eps / V
-    uniform = smoothing / vocab_size
-    classes_with_probability = [(1, 1 - smoothing + uniform), (vocab_size - 1, uniform)]
-    return -sum(count * q * math.log(q) for count, q in classes_with_probability if q)

@@ -51,7 +51,7 @@ than once, the run with the least scatter counts. Memory is the peak above the i
 - **torch op**: `F.linear_cross_entropy`, with its default options or the fastest of those tried; it takes all
   logits under label smoothing.
 - **cut_cross_entropy**: Apple's, `impl="torch_compile"` on a CPU, without bias.
-- **torchtitan-style**, **2018 loop**: rewritten from their descriptions, with a backward for each chunk.
+- **torchtitan-style**: rewritten from its description, with a backward for each chunk.
 """
 SHOWN = (PLAIN, COMPILED, TORCH_BEST, CUT, ENGINE, OWN)
 """The implementations on the page; `--render` prints all of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,35 +16,6 @@ CHUNKED = f"products, {CHUNK_ROWS} rows"
 PRODUCTS = ("logits", "hidden gradient", "weight gradient")
 LARGE = 1e12
 """Operations from which on every run of a problem is timed, because runs that only warm up would take too long."""
-LINE_EVERY = 10.0
-"""Seconds between two lines of progress."""
-
-
-class Progress:
-    """Print lines on stderr: how much of a part is done, and how long the rest will take.
-
-    Args:
-        title: the part's name.
-        total: how many runs there are.
-    """
-
-    def __init__(self, title: str, total: int) -> None:
-        self.title = title
-        self.total = total
-        self.done = 0
-        self.started = time.monotonic()
-        self.printed = self.started
-
-    def add(self, what: str) -> None:
-        """Count a run; print a line if the last one is a while ago."""
-        self.done += 1
-        now = time.monotonic()
-        if now - self.printed < LINE_EVERY:
-            return
-        self.printed = now
-        left = (now - self.started) * max(0.0, self.total / self.done - 1)
-        line = f"[{self.title}] {self.done / self.total:.0%}, {left / 60:.0f} minutes left; {what}"
-        print(line, file=sys.stderr, flush=True)
 
 
 class Products:
@@ -133,7 +103,7 @@ def runs_in_a_row(problem: Problem) -> int:
 
 
 def interleaved(
-    runs: dict[str, Callable[[], None]], x: Inputs, rounds: int, report: Callable[[str], None]
+    runs: dict[str, Callable[[], None]], x: Inputs, rounds: int, count: Callable[[], object]
 ) -> dict[str, list[float]]:
     """Return the seconds of each run in every round.
 
@@ -144,7 +114,7 @@ def interleaved(
         runs: by name.
         x: whose gradients are cleared before each run.
         rounds: how many.
-        report: called after every run with what was run.
+        count: called after every run.
     """
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -154,5 +124,5 @@ def interleaved(
             for _ in range(runs_in_a_row(x.problem)):
                 taken = seconds(runs[name], x)
             times[name].append(taken)
-            report(f"{x.problem}: {name}, round {number + 1} of {rounds}")
+            count()
     return times

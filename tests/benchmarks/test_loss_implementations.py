@@ -20,7 +20,6 @@ WAYS = {
     "plain": plain_ways.plain,
     "checkpointed": plain_ways.checkpointed,
     "torchtitan-style": plain_ways.titan_style,
-    "2018 loop": plain_ways.loop_2018,
     "torch op": peers.torch_op({"batch_chunk_size": 16}),
     "LossCompute": ours.engine(),
     "own generator": ours.engine(known=False),
