@@ -13,9 +13,10 @@ import pytest
 import seqpar
 from seqpar.testing.ranks import Pool
 from tests.mutants import __main__ as main
-from tests.mutants.__main__ import Outcome, Reach, confirmed, copies, drawn, report, tried, unrecorded
+from tests.mutants.__main__ import Outcome, confirmed, copies, drawn, report, tried
 from tests.mutants.faults import Fault, faults_of
 from tests.mutants.reach import ROOT, Recorder
+from tests.mutants.record import CODE, Reach, lines_now, read, take_over, unrecorded
 
 CHUNKS = "seqpar/core/chunks.py"
 NOTICES = "tests/seqpar/core/test_parts.py::test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy"
@@ -137,6 +138,36 @@ def test_what_a_test_reaches_in_its_ranks_is_recorded(tmp_path: Path, monkeypatc
     of = next(place for place, line in enumerate(source, 1) if line.startswith("        return cls(group, sum(rows[:"))
     assert [name for name, _ in found["tests"]] == ["tests/a.py::a"]
     assert found["lines"][path][str(of)] == [0]
+
+
+def test_a_record_is_taken_over_but_for_files_of_tests_that_changed_or_have_new_ones(tmp_path: Path) -> None:
+    earlier, now = tmp_path / "earlier", tmp_path / "now"
+    old = {
+        "a.py": "one\ntwo\nthree\n",
+        "tests/test_same.py": "1",
+        "tests/test_other.py": "1",
+        "tests/test_more.py": "1",
+    }
+    tests = [
+        (name, 2.0)
+        for name in ("tests/test_same.py::a", "tests/test_other.py::b", "tests/test_more.py::c", "gone.py::d")
+    ]
+    for folder in (earlier, now):
+        folder.mkdir()
+    (earlier / CODE).write_text(json.dumps(old))
+    lines = {"a.py": {1: [0, 1, 3], 2: [0], 3: [2]}, "gone.py": {1: [0]}}
+    (earlier / "1.json").write_text(json.dumps({"tests": tests, "lines": lines}))
+    code = {**old, "a.py": "zero\none\nthree\n", "tests/test_other.py": "2"}
+    names = [*(name for name, _ in tests[:3]), "tests/test_more.py::new"]
+    assert take_over(earlier, now, code, names) == ["tests/test_more.py", "tests/test_other.py"]
+    (now / CODE).write_text(json.dumps(code))
+    found = read(now)
+    assert found.seconds == {"tests/test_same.py::a": 2.0}
+    assert found.lines == {"a.py": {2: frozenset(["tests/test_same.py::a"]), 3: frozenset()}}
+
+
+def test_lines_are_followed_to_where_they_are_now() -> None:
+    assert lines_now("a\nb\nc\n", "x\na\nc\nb\nc\n") == {1: 2, 2: 4, 3: 5}
 
 
 def test_a_quick_look_takes_the_files_of_the_wing_and_does_not_call_a_lack_of_time_caught(monkeypatch) -> None:

@@ -3,12 +3,13 @@
     python -m tests.mutants --count 300 --seed 1              # over the library and the recipe
     python -m tests.mutants --count 20 --wings seqpar/rows
 
-Which tests reach a line is recorded first, once for a commit, by running those of `make test`, `make test-formats` and
-`make test-faults` (`tests/mutants/reach.py`). Of a line that none of them reaches, as one of another process, those of
-the block around it count, or else of its wing; of one that runs at import, both. The wing's own tests run first, each
-group fastest first, in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them
-run without end is noticed. At the end, the tests that failed run once more without a fault: one that fails then, too,
-has noticed nothing. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+Which tests reach a line is recorded first, by running those of `make test`, `make test-formats` and `make test-faults`
+(`tests/mutants/reach.py`): all of them once, and later the files of tests that are new or have changed. Of a line that
+none of them reaches, as one of another process, those of the block around it count, or else of its wing; of one that
+runs at import, both. The wing's own tests run first, each group fastest first, in a fork of a process that has torch
+loaded, in a copy of the checkout. A fault that makes them run without end is noticed. At the end, the tests that failed
+run once more without a fault: one that fails then, too, has noticed nothing. Faults that change nothing are listed with
+the reason in `equivalent.json`, and left out.
 
     python -m tests.mutants --count 20 --seed 5a1b --quick    # some minutes, for a look at a commit
 
@@ -18,9 +19,7 @@ has noticed nothing. Faults that change nothing are listed with the reason in `e
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -28,11 +27,10 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -41,12 +39,9 @@ from typing import NamedTuple
 from tests.mutants.faults import Fault, faults_of, parses
 from tests.mutants.in_copy import FAILED, STATUS, run_tests
 from tests.mutants.reach import ROOT, WINGS
+from tests.mutants.record import MARKS, Reach, recorded, unrecorded
 
-RECORDED = ROOT / ".mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
-MOST_SECONDS = 60.0
-"""Of the tests of a fault, by what they took when they were recorded; the fastest are taken."""
-MARKS = "not hf_models and not launched and not browser and not tutorial"
 SLOWER = 4
 """How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
 PATIENCE = 60
@@ -58,57 +53,6 @@ VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", 
 """By what a process of tests ends with; pytest's 2 is an error while importing tests, its 4 one of a conftest.py."""
 
 
-class Reach(NamedTuple):
-    """Which tests reach which lines."""
-
-    seconds: Mapping[str, float]
-    lines: Mapping[str, Mapping[int, frozenset[str]]]
-
-    def tests_of(self, fault: Fault) -> list[str]:
-        """Return the tests of a fault, those of its wing first, and the fastest of them."""
-        lines = self.lines.get(fault.path, {})
-        reached: frozenset[str] = frozenset()
-        tree = ast.parse((ROOT / fault.path).read_bytes())
-        called = called_lines(tree)
-        for first, last in blocks_around(tree, fault.line):
-            within = (tests for line, tests in lines.items() if first <= line <= last and line in called)
-            reached = reached or frozenset().union(*within)
-        parts = [part for part in Path(fault.path).parent.parts if part != "translation"]
-        folders = ["/".join(["tests", *parts[:depth]]) + "/" for depth in range(len(parts), 0, -1)]
-        of_wing = next((each for each in folders if any(name.startswith(each) for name in self.seconds)), "tests/")
-        # A table is often tested by those that read all of it, and call nothing of its file
-        if not reached or fault.line not in called:
-            reached |= frozenset(name for name in self.seconds if name.startswith(of_wing))
-        chosen: list[str] = []
-        total = 0.0
-        for name in sorted(reached, key=lambda name: (not name.startswith(of_wing), self.seconds[name], name)):
-            total += self.seconds[name]
-            if chosen and total > MOST_SECONDS:
-                break
-            chosen.append(name)
-        return chosen
-
-
-def called_lines(tree: ast.Module) -> set[int]:
-    """Return the lines in the bodies of functions.
-
-    The others run while the file is imported: in no test, or in the one that happens to import it first.
-    """
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)}
-
-
-def blocks_around(tree: ast.Module, line: int) -> list[tuple[int, int]]:
-    """Return the first and last lines of the statements around a line, from the innermost to the whole file."""
-    around = [
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    # The innermost statement may be a whole function or loop, of which the line is the head
-    return [(line, line), *sorted(around, key=lambda block: block[1] - block[0]), (1, sys.maxsize)]
-
-
 class Outcome(NamedTuple):
     """What the tests said of a fault."""
 
@@ -118,50 +62,6 @@ class Outcome(NamedTuple):
     seconds: float
     failed: str = ""
     """The test that failed."""
-
-
-def state_of_checkout() -> str:
-    """Return what the record belongs to: the contents of all tracked Python files."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    digest = hashlib.sha256()
-    for name in listed.split():
-        if (ROOT / name).is_file() and not name.startswith("tests/mutants/"):
-            digest.update(name.encode() + (ROOT / name).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def recorded(workers: int, tests: Sequence[str]) -> Reach:
-    """Return which tests reach which lines; run them where no record of this checkout exists."""
-    folder = RECORDED / f"{state_of_checkout()}-{hashlib.sha256(' '.join(tests).encode()).hexdigest()[:8]}"
-    if not folder.is_dir():
-        print("[mutants] running the tests once, to see which lines they reach", flush=True)
-        whole = folder.with_suffix(".part")
-        shutil.rmtree(whole, ignore_errors=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "tests.mutants.reach",
-            "--reach",
-            str(whole),
-            "-m",
-            MARKS,
-        ]
-        environment = os.environ | {"HYPOTHESIS_PROFILE": "dev"}
-        subprocess.run([*command, "-n", str(workers), *tests], cwd=ROOT, env=environment, check=False)
-        whole.rename(folder)
-    seconds: dict[str, float] = {}
-    lines: dict[str, dict[int, set[str]]] = {}
-    for file in folder.glob("*.json"):
-        found = json.loads(file.read_text())
-        names = [name for name, _ in found["tests"]]
-        seconds.update(found["tests"])
-        for path, numbers in found["lines"].items():
-            for line, places in numbers.items():
-                lines.setdefault(path, {}).setdefault(int(line), set()).update(names[place] for place in places)
-    return Reach(seconds, {p: {n: frozenset(s) for n, s in each.items()} for p, each in lines.items()})
 
 
 def drawn(wings: Sequence[str], count: int, seed: str) -> list[Fault]:
@@ -198,12 +98,6 @@ def copies(number: int) -> Iterator[Queue[Path]]:
                     shutil.copy2(ROOT / name, copy / name)
             lent.put(copy)
         yield lent
-
-
-def unrecorded() -> Reach:
-    """Return a reach that knows the files of the tests, and nothing else."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return Reach({file.relative_to(ROOT).as_posix(): 0.0 for file in files}, {})
 
 
 def tried(fault: Fault, reach: Reach, lent: Queue[Path], quick: bool = False) -> Outcome:
