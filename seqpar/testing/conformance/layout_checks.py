@@ -84,17 +84,31 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
 def answers(name: str, case: Case) -> list[Answer]:
     """Return the loss and the gradients of each rank, given an adapter's name; a split generator's rows are joined."""
     # Before the ranks are forked from this process, because each of them would take a second for it
-    for module in PRELOADED:
-        importlib.import_module(module)
+    _load(0, case.ranks, name)
+    # And in ranks that were there before, while none waits for another: on a busy machine this outlasts a collective
+    ranks(case.ranks, _load, name)
     found = ranks(case.ranks, _step, name, case)
     return [_joined(found, rank, case) for rank in range(case.ranks)]
+
+
+def _load(rank: int, world: int, name: str) -> None:
+    """Load in one rank what a step may need."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    _adapter(name)
+
+
+def _adapter(name: str) -> LayoutAdapter:
+    """Return the adapter of that name."""
+    adapter = KNOWN_LAYOUTS.get(name) or loaded(name)
+    assert isinstance(adapter, LayoutAdapter)
+    return adapter
 
 
 def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str, Tensor | None]]:
     """Run the training step of one rank."""
     torch.manual_seed(rank)
-    adapter = KNOWN_LAYOUTS.get(name) or loaded(name)
-    assert isinstance(adapter, LayoutAdapter)
+    adapter = _adapter(name)
     work, model = case.work(rank)
     loss = adapter.step(work)
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}

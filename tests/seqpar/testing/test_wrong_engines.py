@@ -11,7 +11,6 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
-from seqpar.testing import ranks as ranks_module
 from seqpar.testing.ranks import RankError, ranks
 
 PADDING = 0
@@ -470,9 +469,8 @@ def test_one_call_over_ranks_names_the_cause_and_the_smallest_part_that_fails(lo
 
 
 @pytest.mark.unswitched
-def test_an_error_of_a_rank_is_shown_with_its_number(monkeypatch):
-    monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT", 3.0)
-    ranks_module.close_all()
+@pytest.mark.usefixtures("impatient_ranks")
+def test_an_error_of_a_rank_is_shown_with_its_number():
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*KeyError: 'nobody'"):
         assert_same_loss(*whole_batch(), loss=raises_in_rank_1, ranks=2)
 
