@@ -1,7 +1,9 @@
 """The pool itself: real processes, real collectives, failures that arrive whole."""
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import warnings
 
@@ -73,6 +75,16 @@ def test_warnings_are_errors_in_a_rank_where_they_are_in_the_test_that_calls_it(
 
 def timeout_of_the_group(rank, world):
     return dist.group.WORLD._get_backend(dist.group.WORLD._device_types[0]).options._timeout.total_seconds()
+
+
+def test_none_starts_before_all_have_loaded_the_function(monkeypatch):
+    monkeypatch.setattr(module, "COLLECTIVE_TIMEOUT", 3.0)
+    slow = "tests.seqpar.testing.loaded_slowly"
+    sys.modules.pop(slow, None)
+    pool = module.Pool(2)
+    pool.call(returns_its_rank)  # so that the ranks are there before this process loads the file
+    assert pool.call(importlib.import_module(slow).sum_of_ranks) == [1.0, 1.0]
+    pool.close()
 
 
 def stops_on_one(rank, world):

@@ -34,6 +34,8 @@ TIMEOUT = 60.0
 """The longest time in seconds between two answers of a call."""
 COLLECTIVE_TIMEOUT = 20.0
 """The longest time in seconds of a collective; shorter, so that its own error message arrives before the call's."""
+START = b"start"
+"""The message after which a rank calls the function that it has loaded."""
 
 
 class RankError(AssertionError):
@@ -70,6 +72,13 @@ class Pool:
         """Call `function(rank, world, *arguments, **keywords)` in every rank; return the results in rank order."""
         # Pickled once, so that all ranks get the same bytes and an error is raised before any of them starts
         message = pickle.dumps((function, arguments, keywords, warnings.filters))
+        # A rank loads the function's modules first. None starts before all have: on a busy machine one may need longer
+        # than another one's collective waits for it
+        self._answers(message)
+        return self._answers(START)
+
+    def _answers(self, message: bytes) -> list[Any]:
+        """Send a message to every rank; return their answers in rank order."""
         for pipe in self.pipes:
             pipe.send_bytes(message)
         answers: dict[int, tuple[bool, Any]] = {}
@@ -126,6 +135,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
     )
+    loaded: Any = None
     while True:
         try:
             message = pipe.recv_bytes()
@@ -133,11 +143,16 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
             # Without the exit handlers of the parent, such as pytest's, which the fork has copied
             os._exit(0)
         try:
-            function, arguments, keywords, filters = pickle.loads(message)
-            with warnings.catch_warnings():
-                warnings.resetwarnings()
-                warnings.filters.extend(filters)  # type: ignore[attr-defined]
-                answer = pickle.dumps((True, function(rank, world, *arguments, **keywords)))
+            result = None
+            if message == START:
+                function, arguments, keywords, filters = loaded
+                with warnings.catch_warnings():
+                    warnings.resetwarnings()
+                    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+                    result = function(rank, world, *arguments, **keywords)
+            else:
+                loaded = pickle.loads(message)
+            answer = pickle.dumps((True, result))
         # SystemExit and KeyboardInterrupt as well: the parent must hear of any end of the call
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
