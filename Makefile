@@ -43,10 +43,9 @@ pytest: .venv/dev
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-# Two workers: each of these tests has two to four busy processes of its own
-test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service (about 9 minutes on 2 cores)
+test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service (5 to 9 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m launched -q --durations=5 tests/recipes
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
 
 test-faults: .venv/dev  ## check the recipe under kills, interrupts, hostile files and links in a run's folder (about 2 minutes on 2 cores)
 	@echo "[test-faults] pytest, the recipe killed, interrupted and given hostile files"
@@ -70,7 +69,7 @@ test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Fac
 
 test-browser: .venv/dev  ## make the site, and check it and the recipe's pages in headless Chromium, where it is installed (two minutes)
 	@echo "[test-browser] pytest, pages in headless Chromium"
-	@$(BIN)/python -m pytest -m browser -q tests/browser
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m browser -q tests/browser
 
 .venv-comet/made:
 	@echo "[env] creating .venv-comet: unbabel-comet needs older packages than the tests (a minute or two, once)"
