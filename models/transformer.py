@@ -89,19 +89,20 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the memory, feed-forward network (section 3.1, figure 1 right)."""
+    """Causal self-attention, attention to the memory if there is one, feed-forward network (figure 1 right)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, has_memory: bool = True) -> None:
         super().__init__()
         self.self_attention = Attention(config.d_model, config.heads)
-        self.memory_attention = Attention(config.d_model, config.heads)
+        if has_memory:
+            self.memory_attention = Attention(config.d_model, config.heads)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
-        self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2 + has_memory))
 
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         src_mask: Tensor | None,
         tgt_mask: Tensor | None,
         cache: LayerCache | None = None,
@@ -109,13 +110,14 @@ class DecoderLayer(nn.Module):
         """Transform the states x (R, T, D) of a target, given the memory (B, S, D); causal without tgt_mask."""
 
         def attend_to_itself(y: Tensor) -> Tensor:
-            lookup = keys_values_so_far(self.self_attention, y, memory.size(0), cache)
+            lookup = keys_values_so_far(self.self_attention, y, memory, cache)
             # A single cached step attends to all steps so far, so there is nothing to mask
             causal = tgt_mask is None and y.size(1) > 1
             attended: Tensor = self.self_attention(y, lookup, tgt_mask, causal)
             return attended
 
         def attend_to_memory(y: Tensor) -> Tensor:
+            assert memory is not None
             if cache is None:
                 lookup = self.memory_attention.keys_values(memory)
             else:
@@ -127,15 +129,21 @@ class DecoderLayer(nn.Module):
             return attended
 
         x = self.residuals[0](x, attend_to_itself)
-        x = self.residuals[1](x, attend_to_memory)
-        x = self.residuals[2](x, self.feed_forward)
+        if memory is not None:
+            x = self.residuals[1](x, attend_to_memory)
+        x = self.residuals[-1](x, self.feed_forward)
         return x
 
 
-def keys_values_so_far(attention: Attention, y: Tensor, sentences: int, cache: LayerCache | None) -> KeyValues:
-    """Project the states y (R, T, D) of further steps of so many sentences; return them after those in the cache."""
+def keys_values_so_far(attention: Attention, y: Tensor, memory: Tensor | None, cache: LayerCache | None) -> KeyValues:
+    """Project the states y (R, T, D) of further steps; return them after those in the cache."""
     if cache is None:
         return attention.keys_values(y)
+    sentences = y.size(0)
+    if memory is not None:
+        sentences = memory.size(0)
+    elif cache.own is not None:
+        sentences = cache.own.keys.size(0)
     # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
     steps = y.size(0) // max(1, sentences) * y.size(1)
     return cache.extend(attention.keys_values(y.reshape(sentences, steps, y.size(2))))
@@ -168,9 +176,9 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """A stack of decoder layers (section 3.1)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, has_memory: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, has_memory) for _ in range(config.decoder_layers))
         self.norm = final_norm(config)
 
     def empty_cache(self) -> DecoderCache:
@@ -180,12 +188,12 @@ class Decoder(nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         src_mask: Tensor | None,
         tgt_mask: Tensor | None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Transform the states x (R, T, D) of a target in every layer, given the memory (B, S, D)."""
+        """Transform the states x (R, T, D) of a target in every layer, given the memory (B, S, D), if there is one."""
         src_mask = added_scores(src_mask, x)
         tgt_mask = added_scores(tgt_mask, x)
         for index, layer in enumerate(self.layers):
