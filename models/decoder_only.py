@@ -31,9 +31,9 @@ from models.embedding import Embedding, sinusoidal_positions
 from models.presets import DecoderOnlyConfig
 from models.sequence_packing import own_cells_mask, pack
 from models.transformer import (
-    Decoder,
     EncoderDecoder,
     Generator,
+    Stack,
     check_beams,
     check_pairs,
     check_tokens,
@@ -55,7 +55,7 @@ class DecoderOnly(EncoderDecoder):
         "once: shown is the part on the source, divided by its sum"
     )
 
-    def __init__(self, decoder: Decoder, embed: Embedding, generator: Generator, pad: int = 0) -> None:
+    def __init__(self, decoder: Stack, embed: Embedding, generator: Generator, pad: int = 0) -> None:
         nn.Module.__init__(self)  # without the encoder that EncoderDecoder has
         self.decoder = decoder
         self.tgt_embed = embed
@@ -101,7 +101,7 @@ class DecoderOnly(EncoderDecoder):
         x = self._embed(
             laid_out(torch.cat((src, tgt), 1), self.pad), laid_out(place_BL, 0), stop=src.size(1) + tgt.size(1)
         )
-        hidden_RWD = self.decoder(x, None, None, own_cells_mask(laid_out(number_BL, -1)))
+        hidden_RWD = self.decoder(x, own_cells_mask(laid_out(number_BL, -1)))
         # Padding, whose hidden states mean nothing, returns those of its sequence's first token
         cell_BT = torch.where(real_BT, cell_BL[:, src.size(1) :], start_B[:, None])
         hidden_BTD: Tensor = hidden_RWD.flatten(0, 1).index_select(0, cell_BT.flatten()).unflatten(0, tgt.shape)
@@ -114,7 +114,7 @@ class DecoderOnly(EncoderDecoder):
         place_BS = (prompt_BS.cumsum(1) - 1).clamp(min=0)
         cache = self.decoder.empty_cache()
         mask = prompt_BS[:, None, None] & subsequent_mask(src.size(1), src.device)
-        self.decoder(self._embed(src, place_BS, stop=src.size(1)), None, None, mask, cache)
+        self.decoder(self._embed(src, place_BS, stop=src.size(1)), mask, cache=cache)
         held = []
         for layer in cache.layers:
             assert layer.own is not None
@@ -152,7 +152,7 @@ class DecoderOnly(EncoderDecoder):
         step_T = torch.arange(start, cache.length, device=tgt.device)
         place_RT = prompt_BS.sum(1).repeat_interleave(beams)[:, None] + step_T
         x = self._embed(tgt, place_RT, stop=source_time + cache.length)
-        hidden: Tensor = self.decoder(x, None, None, mask, cache)
+        hidden: Tensor = self.decoder(x, mask, cache=cache)
         return hidden
 
     def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
@@ -229,7 +229,7 @@ def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> De
     """
     sizes = config.layers()
     model = DecoderOnly(
-        Decoder(sizes, has_memory=False),
+        Stack(sizes, sizes.decoder_layers),
         Embedding(vocab, sizes),
         Generator(sizes.d_model, vocab),
         pad,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models.attention import Attention
 from models.presets import Activation
-from models.transformer import EncoderLayer, FeedForward
+from models.transformer import FeedForward
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import described
@@ -154,8 +154,7 @@ def fill_layer(spec: Any, layer: nn.Module, variables: SavedVariables) -> None:
     norms = [residual.norm for residual in layer.residuals]  # type: ignore[union-attr]
     fill_self_attention(spec.self_attention, layer.self_attention, variables)  # type: ignore[arg-type]
     fill_norm(spec.self_attention.layer_norm, norms[0], variables)
-    if not isinstance(layer, EncoderLayer):
-        memory: Attention = layer.memory_attention  # type: ignore[assignment]
+    if memory := getattr(layer, "memory_attention", None):
         for part, linear in zip(spec.attention.linear, (memory.query, memory.key_value, memory.output), strict=True):
             fill_linear(part, linear, variables)
         fill_norm(spec.attention.layer_norm, norms[1], variables)

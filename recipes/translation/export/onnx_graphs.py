@@ -74,7 +74,7 @@ class StepGraph(nn.Module):
         """Return the log-probabilities and the next state."""
         layers = [LongerCache(*both) for both in zip(pairs_of(state), pairs_of(memory), strict=True)]
         x = self.model.tgt_embed(token[:, None], state[0].size(2))
-        hidden = self.model.decoder(x, memory[0], mask, None, DecoderCache(list(layers)))
+        hidden = self.model.decoder(x, None, memory[0], mask, DecoderCache(list(layers)))
         scores = self.model.generator(hidden[:, 0]).log_softmax(-1)
         return (scores, *tensors_of([layer.own for layer in layers if layer.own is not None]))
 
