@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.translation.commands.arguments import (
-    add_checkpoint,
-    add_run,
+    add,
     checkpoint_folder,
     load,
     parser_of,
@@ -48,8 +47,7 @@ def export(argv: Sequence[str]) -> int:
     python -m recipes.translation export --run runs/demo --to hf --out demo-hf
     """
     parser = parser_of(export)
-    add_run(parser)
-    add_checkpoint(parser)
+    add(parser, "--run", "--checkpoint")
     parser.add_argument("--to", choices=tuple(PACKAGES), required=True, help="the format")
     parser.add_argument(
         "--quantization",

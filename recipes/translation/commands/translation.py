@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    add_model_options,
-    add_processes,
+    add,
+    add_decoding_options,
     load_exported,
     outdated,
     parser_of,
@@ -55,8 +55,8 @@ def translate(argv: Sequence[str]) -> int:
         help="ctranslate2 is for a model written by export --to ctranslate2: --run is its folder, or the run that has "
         "one (default: torch)",
     )
-    add_processes(parser)
-    add_model_options(parser)
+    add(parser, "--processes", "--run", "--checkpoint")
+    add_decoding_options(parser)
     add_search_options(parser)
     options = parser.parse(argv)
     if options.sentences and options.file:
