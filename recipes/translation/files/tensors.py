@@ -48,16 +48,6 @@ class OneByOne(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.described)
 
-    def under(self, prefix: str) -> OneByOne:
-        """Return the tensors whose names begin with `prefix`, by the rest of their names."""
-        own = {name.removeprefix(prefix): each for name, each in self.described.items() if name.startswith(prefix)}
-        return OneByOne(own, lambda name: self[prefix + name])
-
-    def without(self, prefix: str) -> OneByOne:
-        """Return the tensors whose names do not begin with `prefix`."""
-        own = {name: each for name, each in self.described.items() if not name.startswith(prefix)}
-        return OneByOne(own, self.__getitem__)
-
 
 class AskedOnce(OneByOne):
     """The same, of which each must be asked for once, as other processes take part in making it."""
@@ -81,6 +71,12 @@ def described(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(tensors, OneByOne):
         return tensors.described
     return tensors
+
+
+def renamed(tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> OneByOne:
+    """Return some of the tensors by new names, each of which has its old one in `old_names`."""
+    shapes = {name: described(tensors)[old] for name, old in old_names.items()}
+    return OneByOne(shapes, lambda name: tensors[old_names[name]])
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[str]:

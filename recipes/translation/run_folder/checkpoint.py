@@ -44,7 +44,7 @@ from recipes.translation.files.atomic_folder import (
     whole_folder,
 )
 from recipes.translation.files.json_fields import Check, WrongFieldError, parsed
-from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, write_tensors
+from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, renamed, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.run_folder.translator import (
     Translator,
@@ -151,12 +151,12 @@ def load_training(folder: Path) -> SavedTraining:
             f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
         )
     state = _as_state(record, there / "training.json")
-    trained = moments.under(TRAINED)
+    trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
         return SavedTraining(weights, moments, state)
     if _shapes_of(trained) != _shapes_of(weights):
         raise CheckpointError(f"{whole} has weights that do not fit their averages; {MIXED}")
-    moments = moments.without(TRAINED)
+    moments = renamed(moments, {name: name for name in moments if not name.startswith(TRAINED)})
     return SavedTraining(trained, moments, state, averages=weights)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from models import RecurrentConfig
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
-from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
-from recipes.translation.files.tensors import OneByOne, described
-from recipes.translation.run_folder.checkpoint import BELONGINGS, load_belongings, load_weights, saved_config
-from recipes.translation.run_folder.teacher import teacher_subwords
+from recipes.translation.errors import ConfigError
+from recipes.translation.files.atomic_folder import verified_folder, whole_folder
+from recipes.translation.files.tensors import OneByOne, renamed
+from recipes.translation.run_folder.checkpoint import BELONGINGS, load_belongings, load_weights
+from recipes.translation.run_folder.teacher import other_model, teacher_subwords
 from recipes.translation.run_folder.translator import check_layers, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
@@ -25,9 +25,7 @@ def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:
     """Return the weights of the model that a new run starts from; None if it starts from random ones."""
     if not config.training.start_from:
         return None
-    folder = fitting_start(config)
-    theirs = saved_config(folder)
-    assert theirs is not None  # `fitting_start` has checked it
+    folder, theirs = fitting_start(config)
     weights = load_weights(folder)
     check_layers(model_sizes(theirs.model), weights, folder)
     own_layers = _layers(config)
@@ -51,8 +49,7 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
             old_names[name] = name
         elif ".".join(layer) in new:
             old_names[f"{new['.'.join(layer)]}.{rest}"] = name
-    shapes = {name: described(weights)[old] for name, old in old_names.items()}
-    return OneByOne(shapes, lambda name: weights[old_names[name]])
+    return renamed(weights, old_names)
 
 
 def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
@@ -69,23 +66,17 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
         folder = whole_folder(Path(config.run) / "last")
     if folder is None and not settings.start_from:
         return teacher_subwords(config)
-    _, source, target = load_belongings(verified_folder(folder or fitting_start(config), BELONGINGS))
+    _, source, target = load_belongings(verified_folder(folder or fitting_start(config)[0], BELONGINGS))
     return source, target
 
 
-def fitting_start(config: RunConfig) -> Path:
-    """Return the folder of the model to start from, a run's `best` or a checkpoint itself, if the settings fit it.
+def fitting_start(config: RunConfig) -> tuple[Path, RunConfig]:
+    """Return the folder and the settings of the model to start from, if the settings of the run fit it.
 
     A Transformer with fewer layers fits (see `spaced_layers`). Raises CheckpointError if there is no model, and
     ConfigError, naming the setting, if its subwords or other sizes differ.
     """
-    folder = model_folder(config.training.start_from)
-    theirs = saved_config(folder)
-    if theirs is None:
-        raise CheckpointError(
-            f"training.start_from is {config.training.start_from}, but there is no trained model in {folder}: name "
-            "the folder of a run, or of one of its checkpoints"
-        )
+    folder, theirs = other_model("training.start_from", config.training.start_from)
     given = sizes_and_subwords(config)
     needed = sizes_and_subwords(theirs)
     layers = _layers(theirs)
@@ -98,7 +89,7 @@ def fitting_start(config: RunConfig) -> Path:
                 f"{name} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with all "
                 f"its settings by --config {folder / 'config.yaml'}"
             )
-    return folder
+    return folder, theirs
 
 
 def _layers(config: RunConfig) -> dict[str, int]:

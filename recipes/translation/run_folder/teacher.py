@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recipes.translation.data.prepare import SHAPING
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
+from recipes.translation.files.atomic_folder import model_folder, verified_folder
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
     SavedModel,
@@ -19,22 +19,29 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 
 
-def teacher_folder(name: str) -> Path:
-    """Return the folder of the model that `training.teacher` names; raise CheckpointError if there is none."""
+def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
+    """Return the folder and the settings of the model that a setting names; raise CheckpointError if there is none.
+
+    It is named by its own folder, or by a run, whose `best` it is.
+    """
     folder = model_folder(name)
-    if whole_folder(folder) is None:
+    config = saved_config(folder)
+    if config is None:
         raise CheckpointError(
-            f"training.teacher is {name}, but there is no trained model in {folder}: name the folder of a run, or of "
-            "one of its checkpoints"
+            f"{setting} is {name}, but there is no trained model in {folder}: name the folder of a run, or of one of "
+            "its checkpoints"
         )
-    return folder
+    return folder, config
+
+
+def teacher_folder(name: str) -> Path:
+    """Return the folder of the model that `training.teacher` names; raises as `other_model` does."""
+    return other_model("training.teacher", name)[0]
 
 
 def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
     """Return the subwords of the teacher; raise ConfigError if the settings ask for others."""
-    folder = teacher_folder(config.training.teacher)
-    theirs = saved_config(folder)
-    assert theirs is not None  # `teacher_folder` has checked it
+    folder, theirs = other_model("training.teacher", config.training.teacher)
     for name in SHAPING:
         own = getattr(config.subwords, name)
         other = getattr(theirs.subwords, name)
