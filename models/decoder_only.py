@@ -83,7 +83,9 @@ class DecoderOnly(EncoderDecoder):
         check_pairs(src, tgt)
         check_no_mask(tgt_mask)
         prompt_BS = self._prompt(src, src_mask)
-        real_BT = up_to_the_last(tgt, self.pad)
+        # Up to the last token that is not padding; the first one always is read
+        real_BT = (tgt != self.pad).flip(1).cumsum(1).flip(1) > 0
+        real_BT[:, :1] = True
         real_BL = torch.cat((prompt_BS, real_BT), 1)
         place_BL = real_BL.cumsum(1) - 1  # of each token in its sequence
         places = pack(real_BL.sum(1).tolist(), self.row)
@@ -213,13 +215,6 @@ def prompt_of(src_mask: Tensor | None, sentences: int, time: int, device: torch.
             "mask can only leave out some of its tokens"
         )
     return src_mask.expand(sentences, 1, 1, time)[:, 0, 0]
-
-
-def up_to_the_last(tokens: Tensor, pad: int) -> Tensor:
-    """Return which tokens (B, T) are not padding at the end; the first one never is."""
-    first_T = torch.arange(tokens.size(1), device=tokens.device) == 0
-    follows_BT = (tokens != pad).flip(1).cumsum(1).flip(1) > 0
-    return follows_BT | first_T
 
 
 def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> DecoderOnly:

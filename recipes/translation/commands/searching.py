@@ -86,11 +86,6 @@ def clashing(options: argparse.Namespace) -> str | None:
         return f"{as_option(names[0])} has no effect on a search: add --sample N, or leave it out"
     if options.sample and (names := given(options, OF_SEARCH)):
         return f"{as_option(names[0])} has no effect on --sample, which does not search: leave one of them out"
-    return clashing_outputs(options)
-
-
-def clashing_outputs(options: argparse.Namespace) -> str | None:
-    """Return why options on what is printed do not go together; None if they do."""
     many = options.n_best or options.sample
     if options.mbr and not many:
         return "--mbr chooses among several translations: add --n-best N or --sample N"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 from ctranslate2 import specs
-from ctranslate2.specs import attention_spec, common_spec, model_spec
+from ctranslate2.specs import common_spec, model_spec
 from torch import Tensor, nn
 
 from models.attention import Attention
@@ -152,7 +152,12 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
 def fill_layer(spec: Any, layer: nn.Module, variables: SavedVariables) -> None:
     """Fill the description of an encoder's or a decoder's layer."""
     norms = [residual.norm for residual in layer.residuals]  # type: ignore[union-attr]
-    fill_self_attention(spec.self_attention, layer.self_attention, variables)  # type: ignore[arg-type]
+    # Queries, keys and values are one matrix there, in this order
+    attention: Attention = layer.self_attention  # type: ignore[assignment]
+    both = (attention.query, attention.key_value)
+    spec.self_attention.linear[0].weight = variables.of(*(linear.weight for linear in both))
+    spec.self_attention.linear[0].bias = variables.of(*(linear.bias for linear in both))
+    fill_linear(spec.self_attention.linear[1], attention.output, variables)
     fill_norm(spec.self_attention.layer_norm, norms[0], variables)
     if memory := getattr(layer, "memory_attention", None):
         for part, linear in zip(spec.attention.linear, (memory.query, memory.key_value, memory.output), strict=True):
@@ -162,16 +167,6 @@ def fill_layer(spec: Any, layer: nn.Module, variables: SavedVariables) -> None:
     fill_linear(spec.ffn.linear_0, network.inner, variables)
     fill_linear(spec.ffn.linear_1, network.outer, variables)
     fill_norm(spec.ffn.layer_norm, norms[-1], variables)
-
-
-def fill_self_attention(
-    spec: attention_spec.MultiHeadAttentionSpec, attention: Attention, variables: SavedVariables
-) -> None:
-    """Fill a self-attention, in which queries, keys and values are one matrix, in this order."""
-    both = (attention.query, attention.key_value)
-    spec.linear[0].weight = variables.of(*(linear.weight for linear in both))
-    spec.linear[0].bias = variables.of(*(linear.bias for linear in both))
-    fill_linear(spec.linear[1], attention.output, variables)
 
 
 def fill_linear(spec: common_spec.LinearSpec, linear: nn.Linear, variables: SavedVariables) -> None:

@@ -96,7 +96,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
         for part in _parts(tensors, metadata):
             hashed = beside.submit(digest.update, part)
-            _write_all(file.fileno(), part)
+            written = 0
+            while written < len(part):
+                written += os.write(file.fileno(), part[written:])
             hashed.result()  # before the next part is in memory
     return digest.hexdigest()
 
@@ -118,11 +120,6 @@ def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) ->
     for name in names:
         # As bytes, since numpy has no bfloat16
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, part: memoryview) -> None:
-    while part:
-        part = part[os.write(descriptor, part) :]
 
 
 def read_tensors(path: Path) -> OneByOne:

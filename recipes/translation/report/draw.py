@@ -132,7 +132,8 @@ def _evaluation(runs: Sequence[RunRecords]) -> list[str]:
             if any(cells):
                 rows.append([title, *(cell or "none" for cell in cells)])
         rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
-        heads = [_test_set(name), *(f"{run.name}{_scored_by(run, name)}" for run in having)]
+        title = "test set" if name == "test" else f"test set {name.removeprefix('test.')}"
+        heads = [title, *(f"{run.name}{_scored_by(run, name)}" for run in having)]
         parts.append(page.table(heads, rows, numbers=True))
         signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
@@ -144,13 +145,6 @@ def _evaluation(runs: Sequence[RunRecords]) -> list[str]:
     if not parts:
         parts = [page.note("There are no results of the command evaluate yet.")]
     return parts
-
-
-def _test_set(name: str) -> str:
-    """Return a heading; `test` is the name of a run's own test set, and `test.news` that of its corpus news."""
-    if name == "test":
-        return "test set"
-    return f"test set {name.removeprefix('test.')}"
 
 
 def _scored_by(run: RunRecords, name: str) -> str:

@@ -170,10 +170,6 @@ def identity_of(folder: Path) -> dict[str, object]:
     """Return what all models of a run share: its settings, except those in MAY_CHANGE, and its subwords' SHA-256."""
     config = config_of(folder)
     settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
-    return {**settings, **subwords_in(folder, config)}
-
-
-def subwords_in(folder: Path, config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of each subword model in a model's folder."""
     whole = whole_folder(folder) or folder
-    return {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}
+    subwords = {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}
+    return {**settings, **subwords}

@@ -150,7 +150,10 @@ def load_training(folder: Path) -> SavedTraining:
         raise CheckpointError(
             f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
         )
-    state = _as_state(record, there / "training.json")
+    if record.keys() != {field.name for field in fields(TrainingState)}:
+        raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
+    _check(record, STATE, there / "training.json")
+    state = TrainingState(**record)
     trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
         return SavedTraining(weights, moments, state)
@@ -166,13 +169,6 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 TRAINED = "weights/"
 """What the names of weights begin with in `training.safetensors`."""
-
-
-def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
-    if record.keys() != {field.name for field in fields(TrainingState)}:
-        raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
-    _check(record, STATE, path)
-    return TrainingState(**record)
 
 
 def _check(record: Mapping[str, Any], check: Check, path: Path) -> None:

@@ -29,11 +29,6 @@ def is_current(named: Path, digest: str) -> bool:
     return bool(model_with(named, digest))
 
 
-def translated_by(scores: Path) -> str:
-    """Return the SHA-256 of the weights that `evaluate` noted beside its scores; empty if it did not."""
-    return str(noted_in(scores, "weights", 0) or "")
-
-
 def lines_digest(lines: Iterable[str]) -> str:
     """Return the SHA-256 of sentences: that of a text file with one a line."""
     digest = hashlib.sha256()
@@ -42,14 +37,14 @@ def lines_digest(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def translated_from(scores: Path) -> str:
-    """Return the SHA-256 of the sentences whose translations have these scores; empty if `evaluate` did not note it."""
-    return str(noted_in(scores, "sources", "sha256") or "")
+def noted_digest(path: Path, *names: str | int) -> str:
+    """Return a SHA-256 that a JSON file notes, by its name and those around it; empty if it does not."""
+    return str(noted_in(path, *names) or "")
 
 
 def exported_from(folder: Path) -> str:
     """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
-    return str(noted_in(folder / NOTE, "weights") or "")
+    return noted_digest(folder / NOTE, "weights")
 
 
 def note_origin(folder: Path, digest: str) -> None:
@@ -62,4 +57,4 @@ def digest_in(folder: Path) -> str:
     whole = whole_folder(folder)
     if whole is None:
         return ""
-    return str(noted_in(whole / "model.json", "of", WEIGHTS_FILE) or "")
+    return noted_digest(whole / "model.json", "of", WEIGHTS_FILE)

@@ -69,7 +69,7 @@ def run(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "run")
 
 
-@pytest.mark.parametrize("moment", ["saved_config", "subwords_in", "load_facts", "load_weights"])
+@pytest.mark.parametrize("moment", ["saved_config", "subword_names", "load_facts", "load_weights"])
 def test_models_that_training_keeps_and_removes_meanwhile_are_averaged_anew(
     moment: str, run: Path, subwords: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +233,7 @@ def test_the_commands_average_and_use_the_average(run: Path, capsys: pytest.Capt
     assert "is the average of 3 models, of the steps 1, 2, 5" in capsys.readouterr().out
     assert main(words) == 0
     averaged = load_translator(run / "averaged")
-    assert capsys.readouterr().out.splitlines() == translate(averaged, [SENTENCE], averaged.config.decoding)
+    assert capsys.readouterr().out.splitlines() == translate(averaged, [SENTENCE])
 
 
 @pytest.mark.parametrize("words", [["--last", "0"], ["--best", "-1"], ["--last", "x"], ["--last", "2", "--best", "2"]])
@@ -252,7 +252,5 @@ def test_evaluate_scores_the_average(
     scores = json.loads((run / "test.scores.json").read_text())
     averaged = load_translator(run / "averaged")
     sources = [pair.source for pair in load_pairs(averaged.config.data, "test")]
-    assert (run / "test.translations.txt").read_text().splitlines() == translate(
-        averaged, sources, averaged.config.decoding
-    )
+    assert (run / "test.translations.txt").read_text().splitlines() == translate(averaged, sources)
     assert f"multi-bleu -lc      {scores['multi_bleu_lowercase']:5.2f}" in capsys.readouterr().out
