@@ -20,7 +20,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.run_folder.teacher import load_teacher
+from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train

@@ -109,7 +109,7 @@ def distil(argv: Sequence[str]) -> int:
 
 def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     """Return the student's settings: those of its run, if it is resumed, or of --config, or else the teacher's."""
-    from recipes.translation.run_folder.teacher import teacher_folder
+    from recipes.translation.run_folder.other_model import teacher_folder
 
     if resumed:
         return run_config(options)

@@ -59,7 +59,7 @@ def prepare(argv: Sequence[str]) -> int:
     from recipes.translation.data.corpora import Corpora
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
-    from recipes.translation.run_folder.start import run_subwords
+    from recipes.translation.run_folder.other_model import run_subwords
 
     def make() -> tuple[int, int]:
         with sole_writer(Path(config.run)):

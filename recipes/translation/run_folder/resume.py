@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -18,7 +19,13 @@ from recipes.translation.files.atomic_folder import (
 )
 from recipes.translation.files.pointers import pointed_at, pointer_to
 from recipes.translation.files.writing import replace_file
-from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
+from recipes.translation.run_folder.checkpoint import (
+    SavedTraining,
+    TrainingState,
+    load_facts,
+    load_training,
+    saved_config,
+)
 from recipes.translation.run_folder.numbered import (
     POINTERS,
     check_ours,
@@ -263,3 +270,45 @@ def flat(config: RunConfig) -> dict[str, object]:
         else:
             values[name] = value
     return values
+
+
+def check_jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> None:
+    """Raise ConfigError for a setting that may be meant, and makes numbers jump or loses models without a word."""
+    for what in jumps(before, now, state):
+        raise ConfigError(f"{what}; keep the setting, begin another --run with training.start_from, or add --insist")
+
+
+def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[str]:
+    """Yield what would jump, of a run that has been saved with the settings `before`."""
+    was, will_be = before.training, now.training
+    if was.precision != will_be.precision:
+        yield (
+            f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "
+            "weights and losses are rounded differently"
+        )
+    if was.patience and will_be.patience and was.validate_every != will_be.validate_every:
+        yield (
+            f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: training.patience "
+            f"{will_be.patience} counts validations, and would end the run after a different number of steps"
+        )
+    asked = [(each.patience, each.steps, each.epochs) for each in (was, will_be)]
+    if asked[0] != asked[1] and 0 < will_be.patience <= state.stale:
+        yield (
+            f"training.patience is {will_be.patience}, and the last {state.stale} validations were not better than "
+            f"that of step {state.best_step:,}: the run would end without another step"
+        )
+    kept = len(kept_models(Path(now.run)))
+    if 0 < will_be.keep_checkpoints < min(was.keep_checkpoints, kept):
+        yield (
+            f"training.keep_checkpoints was {was.keep_checkpoints} and is {will_be.keep_checkpoints}: the next "
+            f"validation would remove {kept + 1 - will_be.keep_checkpoints} of the {kept} models in {now.run}/kept"
+        )
+    if not was.validate_bleu or not will_be.validate_bleu:
+        return
+    old, new = flat(before), flat(now)
+    for name in sorted(SCORING):
+        if old[name] != new[name]:
+            yield (
+                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations could not be compared "
+                "with the earlier ones"
+            )

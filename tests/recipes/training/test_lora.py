@@ -20,7 +20,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.numbered import kept_models
-from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
