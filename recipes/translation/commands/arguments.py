@@ -292,10 +292,13 @@ def load_exported(run: str, options: argparse.Namespace) -> ExportedTranslator:
 
 def outdated(run: str) -> str:
     """Return that a run's export says it was made from a model which the run has no longer; empty otherwise."""
-    from recipes.translation.run_folder.made_from import exported_from, is_current
+    from recipes.translation.run_folder.made_from import exported_from, model_with, weights_digest
 
+    named = Path(run)
     folder = exported_folder(run)
     weights = exported_from(folder)
-    if folder == Path(run) or not weights or not whole_folder(model_folder(run)) or is_current(Path(run), weights):
+    if folder == named or not weights or not whole_folder(model_folder(run)):
+        return ""
+    if model_with(named, weights) or weights_digest(named) == weights:  # a run, or a model's own folder
         return ""
     return f"{folder} was made from an earlier model than {model_folder(run)}: export it again"

@@ -96,7 +96,8 @@ def write(folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
 
 def facts_of(saved: SavedModel, checkpoint: Path) -> dict[str, Any]:
     """Return the facts that are saved with a model; raise CheckpointError where training has replaced it since."""
-    from recipes.translation.run_folder.checkpoint import load_facts, weights_digest
+    from recipes.translation.run_folder.checkpoint import load_facts
+    from recipes.translation.run_folder.made_from import weights_digest
 
     facts = load_facts(checkpoint)
     if weights_digest(checkpoint) != saved.digest:

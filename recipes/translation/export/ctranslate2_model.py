@@ -25,7 +25,7 @@ from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import described
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.made_from import note_origin
-from recipes.translation.run_folder.translator import build_model
+from recipes.translation.run_folder.translator import model_on_meta
 from recipes.translation.text.subwords import EOS, UNK
 
 ACTIVATIONS: dict[Activation, Any] = {
@@ -109,8 +109,7 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
     """Return the model as CTranslate2 describes one, with its weights in float32."""
     config = saved.config
     sizes = transformer_sizes(saved)
-    with torch.device("meta"):
-        model = build_model(sizes, saved.source, saved.target)
+    model = model_on_meta(sizes, saved.source, saved.target)
     variables = SavedVariables(saved, model)
     spec = specs.TransformerSpec.from_config(
         (sizes.encoder_layers, sizes.decoder_layers),

@@ -46,6 +46,7 @@ from recipes.translation.files.atomic_folder import (
 from recipes.translation.files.json_fields import Check, WrongFieldError, parsed
 from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, renamed, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
+from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
     check_sizes,
@@ -125,11 +126,6 @@ class SavedTraining:
     state: TrainingState
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     """The moving averages of the weights, with `training.ema`."""
-
-
-def state_of(model: Path) -> Path:
-    """Return the folder of the state that belongs to a model's."""
-    return model.with_name(model.name.replace("step-", "state-"))
 
 
 def load_training(folder: Path) -> SavedTraining:
@@ -252,11 +248,6 @@ def load_facts(folder: Path) -> dict[str, Any]:
     facts.pop("of", None)
     _check(facts, FACTS, folder / "model.json")
     return facts
-
-
-def weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of the weights of the model in `folder`, as it was saved with them."""
-    return _listed_in(whole_folder(folder) or folder)[WEIGHTS_FILE]
 
 
 def saved_config(folder: Path) -> RunConfig | None:

@@ -19,14 +19,7 @@ def model_with(run: Path, digest: str) -> str:
     """Return the name of the run's model with these weights; empty if a later model has replaced it."""
     if not digest:
         return ""
-    return next((name for name in MODELS if digest_in(run / name) == digest), "")
-
-
-def is_current(named: Path, digest: str) -> bool:
-    """Return whether a model has these weights still: the one in the folder that is named, or one of the run there."""
-    if whole_folder(named):
-        return bool(digest) and digest_in(named) == digest
-    return bool(model_with(named, digest))
+    return next((name for name in MODELS if weights_digest(run / name) == digest), "")
 
 
 def lines_digest(lines: Iterable[str]) -> str:
@@ -52,7 +45,7 @@ def note_origin(folder: Path, digest: str) -> None:
     (folder / NOTE).write_text(json.dumps({"weights": digest}, indent=2) + "\n", encoding="utf-8")
 
 
-def digest_in(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights of the model in a folder; empty without a readable one."""
     whole = whole_folder(folder)
     if whole is None:

@@ -31,7 +31,6 @@ from recipes.translation.run_folder.numbered import (
     check_ours,
     kept_models,
     model_at,
-    models_in,
     numbered_folders,
     numbered_in,
     step_of,
@@ -120,7 +119,7 @@ def check_nothing_to_lose(config: RunConfig) -> None:
         raise CheckpointError(
             f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
         )
-    for folder in (run / "best", *models_in(run)):
+    for folder in (run / "best", *(each for each in numbered_folders(run) if each.name.startswith("step-"))):
         made = saved_config(folder)
         if made is None:
             continue

@@ -21,7 +21,8 @@ import torch
 
 from recipes.translation.commands import main
 from recipes.translation.files.atomic_folder import sha256
-from recipes.translation.run_folder.checkpoint import load_translator, save_model, weights_digest
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.evaluate import Evaluation
 from recipes.translation.scores.scores import score, scores_in_words
 from recipes.translation.translating.translate import translate
