@@ -202,8 +202,7 @@ def score(argv: Sequence[str]) -> int:
         sources = [pair.source for pair in pairs]
         targets = [pair.target for pair in pairs]
         with loaded([options.run], options, ranks) as ((translator,), searching):
-            decoding = translator.config.decoding
-            for found in score_pairs(translator, sources, targets, decoding, searching, "score"):
+            for found in score_pairs(translator, sources, targets, searching, "score"):
                 print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
     return 0
 
