@@ -165,6 +165,6 @@ def average(argv: Sequence[str]) -> int:
 
     with joined(LayoutConfig().timeout) as ranks:
         made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
-        steps = ", ".join(f"{step:,}" for step in made.steps)
-        print(f"[average] {made.folder} is the average of {len(made.steps)} models, of the steps {steps}")
+        steps = ", ".join(f"{step:,}" for step in made)
+        print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, of the steps {steps}")
     return 0
