@@ -119,7 +119,8 @@ def _translated(options: argparse.Namespace, translator: Translator, ranks: Rank
 
 def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
     """Add the scores of a COMET model, which only rank 0 computes, for all test sets together."""
-    from recipes.translation.scores.comet import comet_scores, measured_comet
+    from recipes.translation.scores.comet import comet_scores
+    from recipes.translation.scores.statistics import mean_of
 
     sources = [pair.source for evaluation in evaluations for pair in evaluation.pairs]
     references = [pair.target for evaluation in evaluations for pair in evaluation.pairs]
@@ -127,7 +128,8 @@ def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) ->
     scores = iter(ranks.run_on_main(lambda: comet_scores(model, sources, translations, references)))
     found = []
     for evaluation in evaluations:
-        measured = measured_comet(model, list(islice(scores, len(evaluation.pairs))))
+        own = list(islice(scores, len(evaluation.pairs)))
+        measured = mean_of("comet", f"mean of the sentences x 100, by {model}", own)
         found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
     return found
 

@@ -267,15 +267,13 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
         shapes |= {f"optimizer/{name}/{what}": shape for what, shape in own.items()}
     if saved.state.step == 0:  # stopped before the first step
         shapes = {}
-    for key in sorted(shapes.keys() | saved.moments.keys()):
-        there = None
-        if key in saved.moments:
-            there = described(saved.moments)[key].shape
-        if there is None:
+    there = _shapes_of(saved.moments)
+    for key in sorted(shapes.keys() | there.keys()):
+        if key not in there:
             raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is missing there")
-        if there != shapes.get(key):
+        if there[key] != shapes.get(key):
             raise CheckpointError(
-                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there)} there"
+                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there[key])} there"
             )
 
 

@@ -197,7 +197,11 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
     state = saved.state
     run = Path(config.run)
     best = run / "best"
-    restore_best(run, state.step, state.best_step)
+    named = pointed_at(best)
+    saved_best = model_at(run, state.best_step)
+    if named and step_of(named) > state.step and whole_folder(saved_best):
+        # A process was killed before it had saved the state that belongs to a better model
+        replace_file(best, pointer_to([saved_best]))
     if (whole := whole_folder(best)) is not None:
         if whole != whole_folder(run / "last"):  # whose files have been read
             verified_folder(best)
@@ -208,13 +212,6 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
         state.best_score = None
         state.best_step = 0
         state.stale = 0
-
-
-def restore_best(run: Path, made: int, best_step: int) -> None:
-    """Let `best` name the best model of the `made` steps again, where a process was killed before it had saved more."""
-    found = pointed_at(run / "best")
-    if found and step_of(found) > made and whole_folder(model_at(run, best_step)):
-        replace_file(run / "best", pointer_to([model_at(run, best_step)]))
 
 
 def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> None:
