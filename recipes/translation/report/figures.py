@@ -63,7 +63,8 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
     unit, length_of = unit_of_length(shown[0][1]["references"])
     texts = [(runs[number].name, newest["translations"], number) for number, newest in shown]
     if not several:
-        texts = [(name, shown[0][1][name], color) for color, name in ((1, "references"), (0, "translations"))]
+        (_, newest) = shown[0]
+        texts = [("references", newest["references"], 1), ("translations", newest["translations"], 0)]
     groups = [(label, [float(length_of(text)) for text in each], number) for label, each, number in texts]
     return [
         Chart(
