@@ -112,9 +112,6 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a weight; raise CheckpointError if there is none, or one of another shape."""
         if name not in self._tensors:

@@ -36,13 +36,16 @@ def our_weights(
     """
     # The vocabulary first, whose file contradicts a width that could not be built
     found = dict(_of_vocabulary(theirs, sizes, source_ids, target_ids))
-    # Of more layers than there are weights, the first ones lack some
-    layers = {name: min(getattr(sizes, name), len(theirs) + 1) for name in ("encoder_layers", "decoder_layers")}
+    # With one layer: of as many as config.json may promise, no model need be built
+    one_layer = replace(sizes, encoder_layers=1, decoder_layers=1, tie="none")
     with torch.device("meta"):
-        model = make_transformer(replace(sizes, **layers, tie="none"), len(source_ids), len(target_ids))
-    for name, own in model.named_parameters():
-        if name not in found:
-            found[name] = _joined(theirs, name, own)
+        model = make_transformer(one_layer, len(source_ids), len(target_ids))
+    for first, own in model.named_parameters():
+        layers = getattr(sizes, f"{first.partition('.')[0]}_layers") if ".layers.0." in first else 1
+        for number in range(layers):
+            name = first.replace(".layers.0.", f".layers.{number}.")
+            if name not in found:
+                found[name] = _joined(theirs, name, own)
     if ARCHITECTURES[sizes.architecture].positions != "learned":
         for side in ("encoder", "decoder"):
             _check_positions(theirs, sizes, side)
