@@ -90,9 +90,8 @@ def folder_of(run: Path) -> Path:
 
 def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Sequence[int]) -> dict[str, System]:
     """Return the systems by name; what is exported is written to `folder`."""
-    own = teacher.config.decoding
-    in_torch = partial(translate, load_translator(teacher.folder), decoding=own)
-    made = {TEACHER: System(in_torch, own.beam, bytes_of(teacher.folder))}
+    in_torch = partial(translate, load_translator(teacher.folder))
+    made = {TEACHER: System(in_torch, teacher.config.decoding.beam, bytes_of(teacher.folder))}
     for who, saved, types in (("teacher", teacher, ("float32",)), ("student", student, ("float32", "int8"))):
         for kind in types:
             path = folder / f"{who}-{kind}"
@@ -105,7 +104,9 @@ def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Seque
                 name = f"{who}, CTranslate2, {kind}"
                 if search.beam != saved.config.decoding.beam:
                     name += f", beam {search.beam}"
-                way = partial(ctranslate2_engine.translate, engine, decoding=search)
+                way = partial(
+                    ctranslate2_engine.translate, engine._replace(config=replace(engine.config, decoding=search))
+                )
                 made[name] = System(way, search.beam, bytes_of(path))
     return made
 

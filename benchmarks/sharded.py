@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.loss.results import hardware
 from models.sharding import cut
-from models.transformer import DecoderLayer, EncoderLayer, make_transformer
+from models.transformer import Layer, make_transformer
 from recipes.translation import train as training
 from recipes.translation.commands import main as recipe
 from recipes.translation.data import sentence_pairs
@@ -188,7 +188,7 @@ def weights_of(config: RunConfig, vocab: int) -> tuple[int, int, int, int]:
     with torch.device("meta"):
         sizes: Any = training.model_sizes(config.model)
         model = make_transformer(sizes, vocab, vocab)
-    layers = [m for m in model.modules() if isinstance(m, EncoderLayer | DecoderLayer)]
+    layers = [m for m in model.modules() if isinstance(m, Layer)]
     of_layers = [sum(each.nbytes for each in layer.parameters()) for layer in layers]
     whole = sum(each.nbytes for each in model.parameters())
     return whole, max(of_layers), max(each.nbytes for each in model.parameters()), whole - sum(of_layers)

@@ -103,7 +103,11 @@ def constrained_beam_search(
                 finished[sentence] += [Hypothesis(one.tokens, one.score / norm, one.score) for one in ended]
                 limit = batch.limits[row]
                 if batch.step == limit:
-                    unfinished[sentence] = most_met_first(current[row], live[row], norm)
+                    met, unmet = current[row].met, current[row].unmet
+                    unfinished[sentence] = [
+                        Hypothesis(one.tokens, one.score / norm, one.score, unmet(one.state))
+                        for one in sorted(live[row], key=lambda one: (-met(one.state), -one.score))
+                    ]
                     continue
                 best = max((one.score for one in live[row]), default=-math.inf)
                 bound = best / length_normaliser(limit, length_penalty, length_norm)
@@ -212,12 +216,6 @@ def chosen(
         ended += [one for ends, one in bank[:slots] if ends]
         alive += [one for ends, one in bank if not ends][:slots]
     return ended, alive
-
-
-def most_met_first(constraints: Constraints, live: list[Live], norm: float) -> list[Hypothesis]:
-    """Return unfinished hypotheses, those with the most constraint tokens first."""
-    order = sorted(live, key=lambda one: (-constraints.met(one.state), -one.score))
-    return [Hypothesis(one.tokens, one.score / norm, one.score, constraints.unmet(one.state)) for one in order]
 
 
 def stacked(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Tensor]:

@@ -6,8 +6,9 @@ Long Sequences", section 4.2.3; Radford et al. 2019 for translation):
     x_1 ... x_S end start y_1 ... y_T end
 
 The source and its end symbol are the prompt. Hidden states, and so losses, are those of the cells from `start` on:
-they predict y_1 ... y_T and the end symbol. The layers are those of an encoder (Vaswani et al. 2017, section 3.1) with
-causal attention; one embedding reads both languages, and positions count through the whole sequence from 0.
+they predict y_1 ... y_T and the end symbol. The layers are those of a decoder (Vaswani et al. 2017, section 3.1)
+without attention to a memory; one embedding reads both languages, and positions count through the whole sequence from
+0.
 
 It has the interface of `EncoderDecoder`, and so the same loss, training and searches. `forward` packs the pairs of a
 batch into rows, without attention from one to another. `encode` computes the prompts, once for all steps of a search;
@@ -24,29 +25,19 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.attention import (
-    Attention,
-    KeyValues,
-    added_scores,
-    check_mask,
-    log_weights_of,
-    padding_mask,
-    subsequent_mask,
-)
-from models.cache import DecoderCache, LayerCache
+from models.attention import Attention, KeyValues, check_mask, log_weights_of, padding_mask, subsequent_mask
+from models.cache import DecoderCache
 from models.embedding import Embedding, sinusoidal_positions
-from models.presets import DecoderOnlyConfig, TransformerConfig
+from models.presets import DecoderOnlyConfig
 from models.sequence_packing import own_cells_mask, pack
 from models.transformer import (
     EncoderDecoder,
-    EncoderLayer,
     Generator,
+    Stack,
     check_beams,
     check_pairs,
     check_tokens,
-    final_norm,
     initialize,
-    keys_values_so_far,
     layer_of,
     tie_embeddings,
 )
@@ -56,67 +47,15 @@ ROW = 96
 rows of up to `attention.SHORT` tokens are computed by matrix products there."""
 
 
-class CausalLayer(EncoderLayer):
-    """Self-attention and feed-forward network, where keys and values may be kept from one call to the next."""
-
-    def forward(self, x: Tensor, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        """Transform the states x (R, T, D), whose mask has a row for each query."""
-        attention = self.self_attention
-
-        def attend_to_sequence(y: Tensor) -> Tensor:
-            sentences = y.size(0)
-            if cache is not None and cache.own is not None:
-                sentences = cache.own.keys.size(0)
-            lookup = keys_values_so_far(attention, y, sentences, cache)
-            attended: Tensor = attention(y, lookup, mask)
-            return attended
-
-        x = self.residuals[0](x, attend_to_sequence)
-        x = self.residuals[1](x, self.feed_forward)
-        return x
-
-
-class CausalDecoder(nn.Module):
-    """A stack of causal layers."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.decoder_layers))
-        self.norm = final_norm(config)
-
-    @property
-    def heads(self) -> int:
-        """Return the heads of an attention: those of this rank, if they are split."""
-        attention = self.layers[0].self_attention
-        assert isinstance(attention, Attention)
-        return attention.heads
-
-    def empty_cache(self) -> DecoderCache:
-        """Return a new cache for `DecoderOnly.decode` to decode step by step."""
-        return DecoderCache.empty(len(self.layers))
-
-    def forward(self, x: Tensor, mask: Tensor | None, cache: DecoderCache | None = None) -> Tensor:
-        """Transform the states x (R, T, D) in every layer."""
-        mask = added_scores(mask, x)
-        for index, layer in enumerate(self.layers):
-            layer_cache = None
-            if cache is not None:
-                layer_cache = cache.layers[index]
-            x = layer(x, mask, layer_cache)
-        x = self.norm(x)
-        return x
-
-
 class DecoderOnly(EncoderDecoder):
     """A model of p(target | source) whose `forward` returns hidden states, before the generator."""
 
-    decoder: CausalDecoder  # type: ignore[assignment]
     attention_read = (
         "the mean over the heads of the penultimate layer. A decoder-only model attends to source and translation at "
         "once: shown is the part on the source, divided by its sum"
     )
 
-    def __init__(self, decoder: CausalDecoder, embed: Embedding, generator: Generator, pad: int = 0) -> None:
+    def __init__(self, decoder: Stack, embed: Embedding, generator: Generator, pad: int = 0) -> None:
         nn.Module.__init__(self)  # without the encoder that EncoderDecoder has
         self.decoder = decoder
         self.tgt_embed = embed
@@ -144,7 +83,9 @@ class DecoderOnly(EncoderDecoder):
         check_pairs(src, tgt)
         check_no_mask(tgt_mask)
         prompt_BS = self._prompt(src, src_mask)
-        real_BT = up_to_the_last(tgt, self.pad)
+        # Up to the last token that is not padding; the first one always is read
+        real_BT = (tgt != self.pad).flip(1).cumsum(1).flip(1) > 0
+        real_BT[:, :1] = True
         real_BL = torch.cat((prompt_BS, real_BT), 1)
         place_BL = real_BL.cumsum(1) - 1  # of each token in its sequence
         places = pack(real_BL.sum(1).tolist(), self.row)
@@ -175,7 +116,7 @@ class DecoderOnly(EncoderDecoder):
         place_BS = (prompt_BS.cumsum(1) - 1).clamp(min=0)
         cache = self.decoder.empty_cache()
         mask = prompt_BS[:, None, None] & subsequent_mask(src.size(1), src.device)
-        self.decoder(self._embed(src, place_BS, stop=src.size(1)), mask, cache)
+        self.decoder(self._embed(src, place_BS, stop=src.size(1)), mask, cache=cache)
         held = []
         for layer in cache.layers:
             assert layer.own is not None
@@ -213,7 +154,7 @@ class DecoderOnly(EncoderDecoder):
         step_T = torch.arange(start, cache.length, device=tgt.device)
         place_RT = prompt_BS.sum(1).repeat_interleave(beams)[:, None] + step_T
         x = self._embed(tgt, place_RT, stop=source_time + cache.length)
-        hidden: Tensor = self.decoder(x, mask, cache)
+        hidden: Tensor = self.decoder(x, mask, cache=cache)
         return hidden
 
     def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
@@ -250,7 +191,9 @@ class DecoderOnly(EncoderDecoder):
 
     def _begin(self, cache: DecoderCache, memory: Tensor) -> None:
         """Put the prompts' keys and values into the first slots of a cache."""
-        held = [each_BSD.unflatten(2, (self.decoder.heads, -1)) for each_BSD in memory.chunk(2 * len(cache.layers), 2)]
+        attention = self.decoder.layers[0].self_attention
+        assert isinstance(attention, Attention)  # with the heads of this rank, if they are split
+        held = [each_BSD.unflatten(2, (attention.heads, -1)) for each_BSD in memory.chunk(2 * len(cache.layers), 2)]
         for layer, keys_BSHK, values_BSHK in zip(cache.layers, held[::2], held[1::2], strict=True):
             layer.extend(KeyValues(keys_BSHK.transpose(1, 2), values_BSHK.transpose(1, 2)))
 
@@ -274,13 +217,6 @@ def prompt_of(src_mask: Tensor | None, sentences: int, time: int, device: torch.
     return src_mask.expand(sentences, 1, 1, time)[:, 0, 0]
 
 
-def up_to_the_last(tokens: Tensor, pad: int) -> Tensor:
-    """Return which tokens (B, T) are not padding at the end; the first one never is."""
-    first_T = torch.arange(tokens.size(1), device=tokens.device) == 0
-    follows_BT = (tokens != pad).flip(1).cumsum(1).flip(1) > 0
-    return follows_BT | first_T
-
-
 def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> DecoderOnly:
     """Build a decoder-only Transformer with random weights for a joint vocabulary; `pad` is its padding id.
 
@@ -288,7 +224,7 @@ def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> De
     """
     sizes = config.layers()
     model = DecoderOnly(
-        CausalDecoder(sizes),
+        Stack(sizes, sizes.decoder_layers),
         Embedding(vocab, sizes),
         Generator(sizes.d_model, vocab),
         pad,

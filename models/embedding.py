@@ -20,18 +20,8 @@ def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -
     These are the positions of section 3.5. They are computed at each use, in float32 or wider: so no sentence is too
     long, and there is no buffer on which checkpoints, replicas or ranks could disagree.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    position = torch.arange(start, stop, device=like.device, dtype=wide)
-    angle = position[:, None] * frequencies(d_model, like=position)
     # (T, D/2, 2) -> (T, D): sine and cosine of a frequency alternate
-    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(like.dtype)
-
-
-def frequencies(d_model: int, *, like: Tensor) -> Tensor:
-    """Compute 1 / 10000^(2i/d), the angle from one position to the next: (D/2,)."""
-    pairs = torch.arange(0, d_model, 2, device=like.device, dtype=like.dtype)
-    # 1 / 10000^(2i/d) = exp(-2i ln(10000) / d)
-    return torch.exp(pairs * (-math.log(10_000.0) / d_model))
+    return torch.stack(waves(start, stop, d_model, like=like, steps=d_model / 2), dim=-1).flatten(-2).to(like.dtype)
 
 
 def positions_in_halves(start: int, stop: int, d_model: int, *, like: Tensor, steps: int) -> Tensor:
@@ -40,11 +30,17 @@ def positions_in_halves(start: int, stop: int, d_model: int, *, like: Tensor, st
     With D/2 steps the frequencies are those of `sinusoidal_positions`, as in Marian; tensor2tensor and fairseq have
     D/2 - 1, so that the lowest is 1 / 10000.
     """
+    return torch.cat(waves(start, stop, d_model, like=like, steps=steps), dim=-1).to(like.dtype)
+
+
+def waves(start: int, stop: int, d_model: int, *, like: Tensor, steps: float) -> tuple[Tensor, Tensor]:
+    """Compute sine and cosine of pos / 10000^(i / steps) for i below D/2: two (stop - start, D/2)."""
     wide = torch.promote_types(like.dtype, torch.float32)
     position = torch.arange(start, stop, device=like.device, dtype=wide)
     index = torch.arange(d_model // 2, device=like.device, dtype=wide)
+    # 1 / 10000^(i / steps) = exp(-i ln(10000) / steps)
     angle = position[:, None] * torch.exp(index * (-math.log(10_000.0) / steps))
-    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(like.dtype)
+    return angle.sin(), angle.cos()
 
 
 class Embedding(nn.Module):

@@ -22,6 +22,7 @@ RENAMED = (
     (r"feed_forward\.inner", "fc1"),
     (r"feed_forward\.outer", "fc2"),
     (r"lookup\.", "embed_tokens."),
+    (r"learned\.", "embed_positions."),
 )
 """What parts of a name become, one after the other."""
 

@@ -68,8 +68,10 @@ def sample(
             going = []
             for row, token in enumerate(beams.prefixes[:, 0, -1].tolist()):
                 if token == eos or batch.step == batch.limits[row]:
-                    key = (batch.sentences[row], numbers[row])
-                    found[key] = hypothesis_of(beams, row, eos)
+                    tokens = beams.prefixes[row, 0, 1:].tolist()
+                    score = beams.scores[row, 0].item()
+                    ended = len(tokens) - (token == eos)
+                    found[batch.sentences[row], numbers[row]] = Hypothesis(tokens[:ended], score, score)
                 else:
                     going.append(row)
             if len(going) < len(numbers):
@@ -229,12 +231,3 @@ def most_probable(scaled_RV: Tensor, top_k: int | None, top_p: float) -> tuple[T
 
 NUCLEUS = 64
 """Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
-
-
-def hypothesis_of(beams: Beams, row: int, eos: int) -> Hypothesis:
-    """Return a sample that is complete."""
-    tokens = beams.prefixes[row, 0, 1:].tolist()
-    if tokens[-1] == eos:
-        tokens.pop()
-    score = beams.scores[row, 0].item()
-    return Hypothesis(tokens, score, score)

@@ -71,51 +71,40 @@ class Residual(nn.Module):
         return x
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward network (section 3.1, figure 1 left)."""
+class Layer(nn.Module):
+    """Self-attention, attention to the memory if there is one, feed-forward network (section 3.1).
 
-    def __init__(self, config: TransformerConfig) -> None:
+    With a memory it is a layer of a decoder (figure 1 right). Without one it is a layer of an encoder (figure 1 left)
+    or, with causal attention, of a decoder-only model.
+    """
+
+    def __init__(self, config: TransformerConfig, has_memory: bool) -> None:
         super().__init__()
         self.self_attention = Attention(config.d_model, config.heads)
+        if has_memory:
+            self.memory_attention = Attention(config.d_model, config.heads)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
-        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
-
-    def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
-        """Transform the states (B, S, D) of a source."""
-        attention = self.self_attention
-        x = self.residuals[0](x, lambda y: attention(y, attention.keys_values(y), src_mask))
-        x = self.residuals[1](x, self.feed_forward)
-        return x
-
-
-class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the memory, feed-forward network (section 3.1, figure 1 right)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.self_attention = Attention(config.d_model, config.heads)
-        self.memory_attention = Attention(config.d_model, config.heads)
-        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
-        self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2 + has_memory))
 
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
-        src_mask: Tensor | None,
-        tgt_mask: Tensor | None,
+        mask: Tensor | None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Transform the states x (R, T, D) of a target, given the memory (B, S, D); causal without tgt_mask."""
+        """Transform the states x (R, T, D), given the memory (B, S, D), if there is one; causal without `mask`."""
 
         def attend_to_itself(y: Tensor) -> Tensor:
-            lookup = keys_values_so_far(self.self_attention, y, memory.size(0), cache)
+            lookup = keys_values_so_far(self.self_attention, y, memory, cache)
             # A single cached step attends to all steps so far, so there is nothing to mask
-            causal = tgt_mask is None and y.size(1) > 1
-            attended: Tensor = self.self_attention(y, lookup, tgt_mask, causal)
+            causal = mask is None and y.size(1) > 1
+            attended: Tensor = self.self_attention(y, lookup, mask, causal)
             return attended
 
         def attend_to_memory(y: Tensor) -> Tensor:
+            assert memory is not None
             if cache is None:
                 lookup = self.memory_attention.keys_values(memory)
             else:
@@ -123,55 +112,40 @@ class DecoderLayer(nn.Module):
                 if cache.memory is None:
                     cache.memory = self.memory_attention.keys_values(memory).contiguous()
                 lookup = cache.memory
-            attended: Tensor = self.memory_attention(y, lookup, src_mask)
+            attended: Tensor = self.memory_attention(y, lookup, memory_mask)
             return attended
 
         x = self.residuals[0](x, attend_to_itself)
-        x = self.residuals[1](x, attend_to_memory)
-        x = self.residuals[2](x, self.feed_forward)
+        if memory is not None:
+            x = self.residuals[1](x, attend_to_memory)
+        x = self.residuals[-1](x, self.feed_forward)
         return x
 
 
-def keys_values_so_far(attention: Attention, y: Tensor, sentences: int, cache: LayerCache | None) -> KeyValues:
-    """Project the states y (R, T, D) of further steps of so many sentences; return them after those in the cache."""
+def keys_values_so_far(attention: Attention, y: Tensor, memory: Tensor | None, cache: LayerCache | None) -> KeyValues:
+    """Project the states y (R, T, D) of further steps; return them after those in the cache."""
     if cache is None:
         return attention.keys_values(y)
+    sentences = y.size(0)
+    if memory is not None:
+        sentences = memory.size(0)
+    elif cache.own is not None:
+        sentences = cache.own.keys.size(0)
     # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
     steps = y.size(0) // max(1, sentences) * y.size(1)
     return cache.extend(attention.keys_values(y.reshape(sentences, steps, y.size(2))))
 
 
-def final_norm(config: TransformerConfig) -> nn.Module:
-    """Return the norm after a stack of layers: pre-norm layers do not normalise their sum (Xiong et al. 2020)."""
-    if config.norm == "pre":
-        return nn.LayerNorm(config.d_model)
-    return nn.Identity()
+class Stack(nn.Module):
+    """The layers of an encoder or a decoder (section 3.1)."""
 
-
-class Encoder(nn.Module):
-    """A stack of encoder layers (section 3.1)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layers: int, has_memory: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
-        self.norm = final_norm(config)
-
-    def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
-        """Transform the states (B, S, D) of a source in every layer."""
-        src_mask = added_scores(src_mask, x)
-        for layer in self.layers:
-            x = layer(x, src_mask)
-        x = self.norm(x)
-        return x
-
-
-class Decoder(nn.Module):
-    """A stack of decoder layers (section 3.1)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
-        self.norm = final_norm(config)
+        self.layers = nn.ModuleList(Layer(config, has_memory) for _ in range(layers))
+        # Pre-norm layers do not normalise their sum (Xiong et al. 2020)
+        self.norm: nn.Module = nn.Identity()
+        if config.norm == "pre":
+            self.norm = nn.LayerNorm(config.d_model)
 
     def empty_cache(self) -> DecoderCache:
         """Return a new cache for `EncoderDecoder.decode` to decode step by step."""
@@ -180,19 +154,19 @@ class Decoder(nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
-        src_mask: Tensor | None,
-        tgt_mask: Tensor | None,
+        mask: Tensor | None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Transform the states x (R, T, D) of a target in every layer, given the memory (B, S, D)."""
-        src_mask = added_scores(src_mask, x)
-        tgt_mask = added_scores(tgt_mask, x)
+        """Transform the states x (R, T, D) in every layer, with arguments as in `Layer`."""
+        mask = added_scores(mask, x)
+        memory_mask = added_scores(memory_mask, x)
         for index, layer in enumerate(self.layers):
             layer_cache = None
             if cache is not None:
                 layer_cache = cache.layers[index]
-            x = layer(x, memory, src_mask, tgt_mask, layer_cache)
+            x = layer(x, mask, memory, memory_mask, layer_cache)
         x = self.norm(x)
         return x
 
@@ -213,8 +187,8 @@ class EncoderDecoder(nn.Module):
 
     def __init__(
         self,
-        encoder: Encoder,
-        decoder: Decoder,
+        encoder: Stack,
+        decoder: Stack,
         src_embed: Embedding,
         tgt_embed: Embedding,
         generator: Generator,
@@ -278,7 +252,7 @@ class EncoderDecoder(nn.Module):
             start = cache.length
             sentences = memory.size(0)
             tgt_mask = cache.grow(sentences, tgt.size(0) // max(1, sentences), tgt.size(1), tgt.device)
-        hidden: Tensor = self.decoder(self.tgt_embed(tgt, start), memory, src_mask, tgt_mask, cache)
+        hidden: Tensor = self.decoder(self.tgt_embed(tgt, start), tgt_mask, memory, src_mask, cache)
         return hidden
 
     def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
@@ -335,8 +309,8 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
     Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
     """
     model = EncoderDecoder(
-        Encoder(config),
-        Decoder(config),
+        Stack(config, config.encoder_layers),
+        Stack(config, config.decoder_layers, has_memory=True),
         Embedding(src_vocab, config),
         Embedding(tgt_vocab, config),
         Generator(config.d_model, tgt_vocab),

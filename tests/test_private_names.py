@@ -24,7 +24,7 @@ WORDS = {"_enabled", "_fsdp_param_groups", "_global", "_reverse", "_signature", 
 """Parts of names that are put together, what only a type checker imports, and what only some versions have."""
 
 LIBRARIES = {
-    ("argparse", "recipes/translation/commands/searching.py"): {"_ActionsContainer"},
+    ("argparse", "recipes/translation/commands/arguments.py"): {"_ActionsContainer"},
     ("argparse", "recipes/translation/settings/options.py"): {"_ArgumentGroup", "_option_string_actions"},
     ("sacrebleu", "recipes/translation/scores/statistics.py"): {
         "_aggregate_and_compute",

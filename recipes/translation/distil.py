@@ -14,8 +14,8 @@ import torch
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import load_saved
 from recipes.translation.run_folder.lock import sole_writer
+from recipes.translation.run_folder.other_model import teacher_folder, teacher_subwords
 from recipes.translation.run_folder.resume import check_others_stay
-from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwords
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.loaded_models import loaded_models

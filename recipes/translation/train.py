@@ -30,12 +30,15 @@ from recipes.translation.files.tensors import described
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, check_moments, saved_config
-from recipes.translation.run_folder.jumps import check_jumps
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
+from recipes.translation.run_folder.other_model import (
+    check_same_teacher,
+    load_teacher,
+    run_subwords,
+    starting_weights,
+)
+from recipes.translation.run_folder.resume import begin, check_jumps, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
-from recipes.translation.run_folder.start import run_subwords, starting_weights
-from recipes.translation.run_folder.teacher import check_same_teacher, load_teacher
 from recipes.translation.run_folder.translator import (
     WEIGHTS,
     Translator,

@@ -76,7 +76,7 @@ def test_by_keyboard_alone_every_model_shows_translation_alternatives_and_alignm
     translated(page, text)
     for model, translator in zip(page.locator(".model").all(), translators, strict=True):
         lines = model.locator(".output p").all_text_contents()
-        assert lines == translate(translator, text.split("\n"), translator.config.decoding)
+        assert lines == translate(translator, text.split("\n"))
         assert lines[2]
         rows = model.locator("tbody tr")
         assert rows.count() == 3
@@ -123,7 +123,7 @@ def test_lines_are_translated_beside_those_that_cannot_be_which_are_named(
     alert = page.get_by_role("alert").first
     rows = page.locator(".model").first.locator(".output p")
     good = [f"{number} trains." for number in range(3, 25)]
-    expected = translate(translators[0], good, translators[0].config.decoding)
+    expected = translate(translators[0], good)
     for first in ("Two.", "a " * 300):
         text = [first, *good[:2], "", "b " * 300, *good[2:], "c " * 300]
         page.get_by_role("textbox").fill("\n".join(text))
@@ -147,7 +147,7 @@ def test_lines_are_translated_beside_one_that_the_service_refuses_or_fails_at(
     page.goto(service.url)
     page.locator(".model").first.wait_for()
     good = [f"{number} trains." for number in range(3, 25)]
-    expected = translate(translators[0], good, translators[0].config.decoding)
+    expected = translate(translators[0], good)
 
     def fail(route: sync_api.Route) -> None:
         if "poison" in (route.request.post_data or ""):

@@ -15,7 +15,7 @@ from models import PRESETS, EncoderDecoder, TransformerConfig, make_transformer,
 from models.attention import Attention
 from models.dropout import Dropout
 from models.embedding import positions_in_halves
-from models.transformer import DecoderLayer, EncoderLayer
+from models.transformer import Layer
 from tests.models.examples import random_batch
 
 PAD = 3  # not 0, which is what a forgotten argument would be
@@ -50,12 +50,12 @@ def scaled_model(norm: str) -> EncoderDecoder:
     return model
 
 
-def torchs_encoder_layer(layer: EncoderLayer, norm: str) -> nn.TransformerEncoderLayer:
+def torchs_encoder_layer(layer: Layer, norm: str) -> nn.TransformerEncoderLayer:
     theirs = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, norm_first=norm == "pre", batch_first=True).double()
     return fill(theirs, layer, [layer.self_attention], [theirs.self_attn])
 
 
-def torchs_decoder_layer(layer: DecoderLayer, norm: str) -> nn.TransformerDecoderLayer:
+def torchs_decoder_layer(layer: Layer, norm: str) -> nn.TransformerDecoderLayer:
     theirs = nn.TransformerDecoderLayer(16, 4, 24, dropout=0.0, norm_first=norm == "pre", batch_first=True).double()
     ours = [layer.self_attention, layer.memory_attention]
     return fill(theirs, layer, ours, [theirs.self_attn, theirs.multihead_attn])

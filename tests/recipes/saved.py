@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.run_folder.checkpoint import save_model, state_of
-from recipes.translation.run_folder.numbered import model_at, point_at
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.numbered import model_at, point_at, state_of
 from recipes.translation.run_folder.translator import Translator
 
 

@@ -20,7 +20,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.run_folder.teacher import load_teacher
+from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
@@ -76,7 +76,7 @@ def test_the_files_have_the_sentences_and_the_teachers_translations_line_by_line
     broken = [*SENTENCES, "one\u2028line", "", "two\nlines"]
     source, target = write_translations(teacher, broken, tmp_path, "1")
     assert read_lines(source) == [*SENTENCES, "one line", "", "two lines"]
-    assert read_lines(target) == translate(teacher, read_lines(source), teacher.config.decoding)
+    assert read_lines(target) == translate(teacher, read_lines(source))
     assert read_lines(target)[-2] == ""
     assert len(set(read_lines(target))) > 5
 
@@ -142,7 +142,7 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     pairs = load_pairs(corpus.data, "train")
     sources = [pair.source for pair in load_pairs(taught.config.data, "train")]
     assert [pair.source for pair in pairs] == sources
-    assert [pair.target for pair in pairs] == translate(taught, sources, taught.config.decoding)
+    assert [pair.target for pair in pairs] == translate(taught, sources)
     for name in ("evaluate", "export", "translate"):
         assert f"-m recipes.translation {name} --run {student}" in told
     # The same command goes on with the student; with --fresh the translations are kept

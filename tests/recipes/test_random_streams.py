@@ -63,7 +63,7 @@ def test_no_two_seeds_and_sentences_have_the_same_samples(tmp_path: Path) -> Non
     found = []
     for seed in range(3):
         how = SearchOptions(sampling=Sampling(2, temperature=3.0, seed=seed))
-        rows = alternatives(translator, ["The dog is red."] * 4, decoding, how)
+        rows = alternatives(translator.with_decoding(decoding), ["The dog is red."] * 4, how)
         found += [one.text for row in rows for one in row]
     assert len(set(found)) == 3 * 4 * 2
 

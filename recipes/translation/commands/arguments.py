@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, undisturbed, whole_folder
@@ -68,35 +68,48 @@ def path(word: str) -> str:
     return word
 
 
-def add_config_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        type=path,
-        help="YAML file with settings, which options override (default: the settings of --run, if it is a run)",
-    )
+SHARED: dict[str, dict[str, Any]] = {
+    "--config": {
+        "metavar": "FILE",
+        "type": path,
+        "help": "YAML file with settings, which options override (default: the settings of --run, if it is a run)",
+    },
+    "--processes": {  # for its help: `main` has taken it from the command line before
+        "metavar": "N",
+        "help": "start so many processes on this machine, as torchrun does; auto starts one for each GPU or, without "
+        "one, for each core, at most 4 (default: 1)",
+    },
+    "--run": {"metavar": "FOLDER", "type": path, "default": "runs/demo", "help": "the run (default: runs/demo)"},
+    "--checkpoint": {
+        "choices": ("best", "last", "averaged"),
+        "help": "the model of the best validation, the newest, or what the command average made (default: best)",
+    },
+    "--ensemble": {
+        "metavar": "FOLDER",
+        "type": path,
+        "action": "append",
+        "help": "another run that translates together with --run; can be given several times",
+    },
+    "--tokenize": {
+        "metavar": "NAME",
+        "help": "sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: "
+        "the setting data.tokenize, which follows the target language; for files, by their script)",
+    },
+}
+"""Options of several commands."""
 
 
-def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Add --processes for its help; `main` has taken it from the command line before."""
-    parser.add_argument(
-        "--processes",
-        metavar="N",
-        help="start so many processes on this machine, as torchrun does; auto starts one for each GPU or, without one, "
-        "for each core, at most 4 (default: 1)",
-    )
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run", ALSO["run"], metavar="FOLDER", type=path, default="runs/demo", help="the run (default: runs/demo)"
-    )
+def add(options: argparse._ActionsContainer, *names: str) -> None:
+    """Add some of the shared options."""
+    for name in names:
+        also = [spelling for setting, spelling in ALSO.items() if name == f"--{setting}"]
+        options.add_argument(name, *also, **SHARED[name])
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add the names of one run or several, which may also be given as other commands take them, by --run."""
     parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="a run's folder, or several")
-    add_run(parser)
+    add(parser, "--run")
 
 
 def runs_of(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
@@ -104,20 +117,6 @@ def runs_of(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
     if options.runs and options.run != parser.get_default("run"):
         parser.error("name the runs with --run or without, not both")
     return options.runs or [options.run]
-
-
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        choices=("best", "last", "averaged"),
-        help="the model of the best validation, the newest, or what the command average made (default: best)",
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_checkpoint(parser)
-    add_decoding_options(parser)
 
 
 DECODING = tuple(field.name for field in fields(DecodingConfig))
@@ -293,10 +292,13 @@ def load_exported(run: str, options: argparse.Namespace) -> ExportedTranslator:
 
 def outdated(run: str) -> str:
     """Return that a run's export says it was made from a model which the run has no longer; empty otherwise."""
-    from recipes.translation.run_folder.made_from import exported_from, is_current
+    from recipes.translation.run_folder.made_from import exported_from, model_with, weights_digest
 
+    named = Path(run)
     folder = exported_folder(run)
     weights = exported_from(folder)
-    if folder == Path(run) or not weights or not whole_folder(model_folder(run)) or is_current(Path(run), weights):
+    if folder == named or not weights or not whole_folder(model_folder(run)):
+        return ""
+    if model_with(named, weights) or weights_digest(named) == weights:  # a run, or a model's own folder
         return ""
     return f"{folder} was made from an earlier model than {model_folder(run)}: export it again"

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.translation.commands.arguments import (
-    add_config_file,
-    add_processes,
+    add,
     config_file,
     number,
     parser_of,
@@ -54,7 +53,7 @@ def distil(argv: Sequence[str]) -> int:
     python -m recipes.translation distil --config recipes/translation/configs/multi30k_student.yaml
     """
     parser = parser_of(distil)
-    add_config_file(parser)
+    add(parser, "--config")
     parser.add_argument(
         "--teacher",
         dest="training.teacher",
@@ -72,7 +71,7 @@ def distil(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="start the training over; translations that still fit are kept"
     )
-    add_processes(parser)
+    add(parser, "--processes")
     add_config_options(parser)
     options = parser.parse(argv)
     given = overrides(options)
@@ -110,7 +109,7 @@ def distil(argv: Sequence[str]) -> int:
 
 def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     """Return the student's settings: those of its run, if it is resumed, or of --config, or else the teacher's."""
-    from recipes.translation.run_folder.teacher import teacher_folder
+    from recipes.translation.run_folder.other_model import teacher_folder
 
     if resumed:
         return run_config(options)

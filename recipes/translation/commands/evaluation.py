@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
     DECODING,
-    add_checkpoint,
+    add,
     add_decoding_options,
-    add_model_options,
-    add_processes,
-    add_run,
     as_option,
     loaded,
     parser_of,
     path,
 )
-from recipes.translation.commands.searching import add_ensemble, loaded_ensemble
+from recipes.translation.commands.searching import loaded_ensemble
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import results_folder
 from recipes.translation.settings.config import LayoutConfig
@@ -46,11 +43,11 @@ def evaluate(argv: Sequence[str]) -> int:
     python -m recipes.translation evaluate --hypotheses translations.txt --references references.txt
     """
     parser = parser_of(evaluate)
-    add_processes(parser)
-    add_model_options(parser)
-    add_ensemble(parser)
+    add(parser, "--processes", "--run", "--checkpoint")
+    add_decoding_options(parser)
+    add(parser, "--ensemble")
     parser.add_argument("--split", choices=("valid", "test"), help="which data of the run (default: test)")
-    add_tokenize(parser)
+    add(parser, "--tokenize")
     parser.add_argument(
         "--hypotheses", metavar="FILE", type=path, help="translations, one a line, to score without a model"
     )
@@ -122,7 +119,8 @@ def _translated(options: argparse.Namespace, translator: Translator, ranks: Rank
 
 def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
     """Add the scores of a COMET model, which only rank 0 computes, for all test sets together."""
-    from recipes.translation.scores.comet import comet_scores, measured_comet
+    from recipes.translation.scores.comet import comet_scores
+    from recipes.translation.scores.statistics import mean_of
 
     sources = [pair.source for evaluation in evaluations for pair in evaluation.pairs]
     references = [pair.target for evaluation in evaluations for pair in evaluation.pairs]
@@ -130,7 +128,8 @@ def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) ->
     scores = iter(ranks.run_on_main(lambda: comet_scores(model, sources, translations, references)))
     found = []
     for evaluation in evaluations:
-        measured = measured_comet(model, list(islice(scores, len(evaluation.pairs))))
+        own = list(islice(scores, len(evaluation.pairs)))
+        measured = mean_of("comet", f"mean of the sentences x 100, by {model}", own)
         found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
     return found
 
@@ -156,7 +155,7 @@ def compare(argv: Sequence[str]) -> int:
         help="reference translations, one a line (default: those of the runs' data)",
     )
     parser.add_argument("--split", choices=("valid", "test"), help="which data of the runs (default: test)")
-    add_tokenize(parser)
+    add(parser, "--tokenize")
     options = parser.parse(argv)
     if len(options.systems) < 2:
         parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
@@ -188,8 +187,7 @@ def score(argv: Sequence[str]) -> int:
     python -m recipes.translation score --run runs/demo --sources news.en --targets news.de
     """
     parser = parser_of(score)
-    add_run(parser)
-    add_checkpoint(parser)
+    add(parser, "--run", "--checkpoint")
     add_decoding_options(parser, ("length_penalty", "length_norm"))
     parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
     parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
@@ -206,8 +204,7 @@ def score(argv: Sequence[str]) -> int:
         sources = [pair.source for pair in pairs]
         targets = [pair.target for pair in pairs]
         with loaded([options.run], options, ranks) as ((translator,), searching):
-            decoding = translator.config.decoding
-            for found in score_pairs(translator, sources, targets, decoding, searching, "score"):
+            for found in score_pairs(translator, sources, targets, searching, "score"):
                 print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
     return 0
 
@@ -232,12 +229,3 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
     if options.split and options.references:
         parser.error("--split is data of the run, and --references are a file; give one of them")
-
-
-def add_tokenize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokenize",
-        metavar="NAME",
-        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
-        "setting data.tokenize, which follows the target language; for files, by their script)",
-    )

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.translation.commands.arguments import (
-    add_checkpoint,
-    add_run,
+    add,
     checkpoint_folder,
     load,
     parser_of,
@@ -48,8 +47,7 @@ def export(argv: Sequence[str]) -> int:
     python -m recipes.translation export --run runs/demo --to hf --out demo-hf
     """
     parser = parser_of(export)
-    add_run(parser)
-    add_checkpoint(parser)
+    add(parser, "--run", "--checkpoint")
     parser.add_argument("--to", choices=tuple(PACKAGES), required=True, help="the format")
     parser.add_argument(
         "--quantization",
@@ -98,7 +96,8 @@ def write(folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
 
 def facts_of(saved: SavedModel, checkpoint: Path) -> dict[str, Any]:
     """Return the facts that are saved with a model; raise CheckpointError where training has replaced it since."""
-    from recipes.translation.run_folder.checkpoint import load_facts, weights_digest
+    from recipes.translation.run_folder.checkpoint import load_facts
+    from recipes.translation.run_folder.made_from import weights_digest
 
     facts = load_facts(checkpoint)
     if weights_digest(checkpoint) != saved.digest:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.translation.commands.arguments import PROGRAM, add_run, parser_of, path
+from recipes.translation.commands.arguments import PROGRAM, add, parser_of, path
 from recipes.translation.run_folder.outputs import check_run
 
 
@@ -22,7 +22,7 @@ def import_(argv: Sequence[str]) -> int:
     """
     parser = parser_of(import_)
     parser.add_argument("model", metavar="FOLDER", type=path, help="the folder of the published model")
-    add_run(parser)
+    add(parser, "--run")
     parser.add_argument(
         "--source", metavar="LANGUAGE", default="", help="the language to translate from, as the model calls it"
     )

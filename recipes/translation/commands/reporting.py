@@ -44,17 +44,13 @@ def report(argv: Sequence[str]) -> int:
 
     output = folders[0] / "report.html"
     if len(folders) > 1:
-        output = parent_of(folders[0]) / "comparison.html"
+        first = folders[0]
+        if first.name in ("", ".."):  # which have no parent by name
+            first = first.resolve()
+        output = first.parent / "comparison.html"
         check_no_link(output)  # which nobody has named
     if options.output:
         output = Path(options.output)
     size = write_report(folders, output)
     print(f"[report] {output}: {size / 1e3:.0f} kB")
     return 0
-
-
-def parent_of(folder: Path) -> Path:
-    """Return the folder that a run is in, also where the run is the current folder, whose name has no parent."""
-    if folder.name in ("", ".."):
-        return folder.resolve().parent
-    return folder.parent

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import as_option, count, loaded, number, path
+from recipes.translation.commands.arguments import add, as_option, count, loaded, number, path
 from recipes.translation.errors import CheckpointError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.translating.search_options import Sampling, SearchOptions
@@ -34,7 +34,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="words or phrases that each translation must contain: a line for each sentence, separated by tabs, or "
         "empty; --beam 10 or more is advised",
     )
-    add_ensemble(search)
+    add(search, "--ensemble")
     search.add_argument(
         "--mbr",
         choices=("chrf", "bleu"),
@@ -73,17 +73,6 @@ share = number(float, lambda found: 0 < found <= 1, "a number above 0 and at mos
 whole = number(int, lambda found: found >= 0, "a whole number from 0 up")
 
 
-def add_ensemble(options: argparse._ActionsContainer) -> None:
-    """Add the option for further models."""
-    options.add_argument(
-        "--ensemble",
-        metavar="FOLDER",
-        type=path,
-        action="append",
-        help="another run that translates together with --run; can be given several times",
-    )
-
-
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 OF_SEARCH = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
 OF_TORCH = ("n_best", "scores", "prefixes", "constraints", "ensemble", "mbr", "alignments", "sample", "checkpoint")
@@ -97,11 +86,6 @@ def clashing(options: argparse.Namespace) -> str | None:
         return f"{as_option(names[0])} has no effect on a search: add --sample N, or leave it out"
     if options.sample and (names := given(options, OF_SEARCH)):
         return f"{as_option(names[0])} has no effect on --sample, which does not search: leave one of them out"
-    return clashing_outputs(options)
-
-
-def clashing_outputs(options: argparse.Namespace) -> str | None:
-    """Return why options on what is printed do not go together; None if they do."""
     many = options.n_best or options.sample
     if options.mbr and not many:
         return "--mbr chooses among several translations: add --n-best N or --sample N"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.models import Model
-from recipes.translation.translating.alignments import Link, align
+from recipes.translation.translating.alignments import align
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import refusals
 from recipes.translation.translating.translate import Translation, alternatives
@@ -39,7 +39,7 @@ def served_models(name: str, translator: Translator | None, exported: ExportedTr
             config.decoding.batch_sentences,
             refusals=partial(refusals, given.source, config),
             search=partial(search, in_torch, exported and exported._replace(config=config)),
-            align=partial(links, in_torch) if in_torch else None,
+            align=partial(align, in_torch) if in_torch else None,
         )
         found.append(model)
     return found
@@ -52,11 +52,6 @@ def search(
     if exported:
         from recipes.translation.export import ctranslate2_engine
 
-        return ctranslate2_engine.alternatives(exported, lines, exported.config.decoding, n_best)
+        return ctranslate2_engine.alternatives(exported, lines, n_best)
     assert translator is not None
-    return alternatives(translator, lines, translator.config.decoding, SearchOptions(n_best=n_best))
-
-
-def links(translator: Translator, lines: Sequence[str], translations: Sequence[str]) -> list[list[Link]]:
-    """Link the words of lines and translations."""
-    return align(translator, lines, translations, translator.config.decoding)
+    return alternatives(translator, lines, SearchOptions(n_best=n_best))

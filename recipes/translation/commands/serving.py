@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    add_checkpoint,
+    add,
     add_decoding_options,
     add_runs,
     exported_folder,
@@ -42,7 +42,7 @@ def serve(argv: Sequence[str]) -> int:
     """
     parser = parser_of(serve)
     add_runs(parser)
-    add_checkpoint(parser)
+    add(parser, "--checkpoint")
     parser.add_argument(
         "--engine",
         choices=("torch", "ctranslate2"),

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    add_config_file,
-    add_processes,
-    add_run,
+    add,
     count,
     parser_of,
     run_config,
@@ -36,7 +34,7 @@ def demo(argv: Sequence[str]) -> int:
     python -m recipes.translation demo --run runs/short --training.steps 100
     """
     parser = parser_of(demo)
-    add_processes(parser)
+    add(parser, "--processes")
     add_config_options(parser, load_config(DEMO_CONFIG))
     config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
 
@@ -54,14 +52,14 @@ def prepare(argv: Sequence[str]) -> int:
     python -m recipes.translation prepare --config recipes/translation/configs/demo.yaml --run runs/mine
     """
     parser = parser_of(prepare)
-    add_config_file(parser)
+    add(parser, "--config")
     add_config_options(parser)
     config = run_config(parser.parse(argv))
 
     from recipes.translation.data.corpora import Corpora
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
-    from recipes.translation.run_folder.start import run_subwords
+    from recipes.translation.run_folder.other_model import run_subwords
 
     def make() -> tuple[int, int]:
         with sole_writer(Path(config.run)):
@@ -87,7 +85,7 @@ def train(argv: Sequence[str]) -> int:
     python -m recipes.translation train --run runs/mine
     """
     parser = parser_of(train)
-    add_config_file(parser)
+    add(parser, "--config")
     parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
     parser.add_argument(
         "--insist",
@@ -95,7 +93,7 @@ def train(argv: Sequence[str]) -> int:
         help="train where the data (the same file twice, names of other languages) or a new number of steps looks like "
         "a mistake",
     )
-    add_processes(parser)
+    add(parser, "--processes")
     add_config_options(parser)
     options = parser.parse(argv)
     config = run_config(options)
@@ -155,7 +153,7 @@ def average(argv: Sequence[str]) -> int:
     python -m recipes.translation average --run runs/mine --last 5
     """
     parser = parser_of(average)
-    add_run(parser)
+    add(parser, "--run")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")
     which.add_argument("--best", metavar="K", type=count, help="average the K of the best validations")
@@ -167,6 +165,6 @@ def average(argv: Sequence[str]) -> int:
 
     with joined(LayoutConfig().timeout) as ranks:
         made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
-        steps = ", ".join(f"{step:,}" for step in made.steps)
-        print(f"[average] {made.folder} is the average of {len(made.steps)} models, of the steps {steps}")
+        steps = ", ".join(f"{step:,}" for step in made)
+        print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, of the steps {steps}")
     return 0

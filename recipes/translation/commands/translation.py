@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    add_model_options,
-    add_processes,
+    add,
+    add_decoding_options,
     load_exported,
     outdated,
     parser_of,
@@ -55,8 +55,8 @@ def translate(argv: Sequence[str]) -> int:
         help="ctranslate2 is for a model written by export --to ctranslate2: --run is its folder, or the run that has "
         "one (default: torch)",
     )
-    add_processes(parser)
-    add_model_options(parser)
+    add(parser, "--processes", "--run", "--checkpoint")
+    add_decoding_options(parser)
     add_search_options(parser)
     options = parser.parse(argv)
     if options.sentences and options.file:
@@ -117,11 +117,10 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
 
     if note := outdated(options.run):
         print(f"[translate] {note}", file=sys.stderr, flush=True)
-    decoding = translator.config.decoding
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):
-            print_text("".join(ctranslate2_engine.translate(translator, [sentence], decoding)), flush=True)
-    for translation in ctranslate2_engine.translate(translator, sentences, decoding):
+            print_text("".join(ctranslate2_engine.translate(translator, [sentence])), flush=True)
+    for translation in ctranslate2_engine.translate(translator, sentences):
         print_text(translation)
 
 
@@ -141,7 +140,7 @@ def printed(
     """Return the lines that show the translations."""
     from recipes.translation.translating.translate import alternatives
 
-    found = alternatives(translator, sentences, translator.config.decoding, search, ranks, "translate")
+    found = alternatives(translator, sentences, search, ranks, "translate")
     if options.mbr:
         from recipes.translation.scores.rerank import chosen_by_mbr
 
@@ -170,7 +169,7 @@ def write_alignments(
     """Write a line of links for each sentence; only rank 0 writes."""
     from recipes.translation.translating.alignments import align, pharaoh
 
-    found = align(translator, sentences, translations, translator.config.decoding, ranks)
+    found = align(translator, sentences, translations, ranks)
     if ranks.is_main:
         write_output(file, "".join(f"{pharaoh(links)}\n" for links in found).encode())
 

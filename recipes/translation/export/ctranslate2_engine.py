@@ -59,23 +59,22 @@ def _vocabulary(folder: Path, side: str) -> object:
     return noted_in(path)
 
 
-def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig) -> list[str]:
+def translate(translator: ExportedTranslator, sentences: Sequence[str]) -> list[str]:
     """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
     Greedy translations (beam 1) are those of the model in torch, up to rounding. With a wider beam CTranslate2 searches
-    until `beam` hypotheses are finished; the best of them by `decoding`'s own length normalisation is taken.
+    until `beam` hypotheses are finished; the best of them by the length normalisation of the settings is taken.
     """
-    return [row[0].text for row in alternatives(translator, sentences, decoding, 1)]
+    return [row[0].text for row in alternatives(translator, sentences, 1)]
 
 
-def alternatives(
-    translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig, n_best: int
-) -> list[list[Translation]]:
-    """Return the `n_best` translations of each sentence, best first, at most `decoding.beam` of them.
+def alternatives(translator: ExportedTranslator, sentences: Sequence[str], n_best: int) -> list[list[Translation]]:
+    """Return the `n_best` translations of each sentence, best first, at most as many as the beam is wide.
 
     An empty sentence has one translation, which is empty.
     """
-    ids = source_ids(translator.source, translator.config, sentences, decoding)
+    decoding = translator.config.decoding
+    ids = source_ids(translator.source, translator.config, sentences)
     rows = [row for row in range(len(ids)) if ids[row]]
     limits = [most_steps(Task(ids[row]), decoding) for row in rows]
     pieces = translator.source.pieces()

@@ -14,18 +14,18 @@ from typing import Any
 import numpy
 import torch
 from ctranslate2 import specs
-from ctranslate2.specs import attention_spec, common_spec, model_spec
+from ctranslate2.specs import common_spec, model_spec
 from torch import Tensor, nn
 
 from models.attention import Attention
 from models.presets import Activation
-from models.transformer import EncoderLayer, FeedForward
+from models.transformer import FeedForward
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import described
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.made_from import note_origin
-from recipes.translation.run_folder.translator import build_model
+from recipes.translation.run_folder.translator import model_on_meta
 from recipes.translation.text.subwords import EOS, UNK
 
 ACTIVATIONS: dict[Activation, Any] = {
@@ -109,8 +109,7 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
     """Return the model as CTranslate2 describes one, with its weights in float32."""
     config = saved.config
     sizes = transformer_sizes(saved)
-    with torch.device("meta"):
-        model = build_model(sizes, saved.source, saved.target)
+    model = model_on_meta(sizes, saved.source, saved.target)
     variables = SavedVariables(saved, model)
     spec = specs.TransformerSpec.from_config(
         (sizes.encoder_layers, sizes.decoder_layers),
@@ -152,10 +151,14 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
 def fill_layer(spec: Any, layer: nn.Module, variables: SavedVariables) -> None:
     """Fill the description of an encoder's or a decoder's layer."""
     norms = [residual.norm for residual in layer.residuals]  # type: ignore[union-attr]
-    fill_self_attention(spec.self_attention, layer.self_attention, variables)  # type: ignore[arg-type]
+    # Queries, keys and values are one matrix there, in this order
+    attention: Attention = layer.self_attention  # type: ignore[assignment]
+    both = (attention.query, attention.key_value)
+    spec.self_attention.linear[0].weight = variables.of(*(linear.weight for linear in both))
+    spec.self_attention.linear[0].bias = variables.of(*(linear.bias for linear in both))
+    fill_linear(spec.self_attention.linear[1], attention.output, variables)
     fill_norm(spec.self_attention.layer_norm, norms[0], variables)
-    if not isinstance(layer, EncoderLayer):
-        memory: Attention = layer.memory_attention  # type: ignore[assignment]
+    if memory := getattr(layer, "memory_attention", None):
         for part, linear in zip(spec.attention.linear, (memory.query, memory.key_value, memory.output), strict=True):
             fill_linear(part, linear, variables)
         fill_norm(spec.attention.layer_norm, norms[1], variables)
@@ -163,16 +166,6 @@ def fill_layer(spec: Any, layer: nn.Module, variables: SavedVariables) -> None:
     fill_linear(spec.ffn.linear_0, network.inner, variables)
     fill_linear(spec.ffn.linear_1, network.outer, variables)
     fill_norm(spec.ffn.layer_norm, norms[-1], variables)
-
-
-def fill_self_attention(
-    spec: attention_spec.MultiHeadAttentionSpec, attention: Attention, variables: SavedVariables
-) -> None:
-    """Fill a self-attention, in which queries, keys and values are one matrix, in this order."""
-    both = (attention.query, attention.key_value)
-    spec.linear[0].weight = variables.of(*(linear.weight for linear in both))
-    spec.linear[0].bias = variables.of(*(linear.bias for linear in both))
-    fill_linear(spec.linear[1], attention.output, variables)
 
 
 def fill_linear(spec: common_spec.LinearSpec, linear: nn.Linear, variables: SavedVariables) -> None:

@@ -36,7 +36,7 @@ from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import OneByOne, write_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel
-from recipes.translation.run_folder.translator import build_model
+from recipes.translation.run_folder.translator import model_on_meta
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 
@@ -157,8 +157,7 @@ def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
 
 def origins_of(saved: SavedModel) -> dict[str, Origin]:
     """Return, by its name in transformers, what each weight is made from, tied ones under each of their names."""
-    with torch.device("meta"):
-        model = build_model(transformer_sizes(saved), saved.source, saved.target)
+    model = model_on_meta(transformer_sizes(saved), saved.source, saved.target)
     first = {id(weight): name for name, weight in model.named_parameters()}
     found = {}
     for name, weight in model.named_parameters(remove_duplicate=False):

@@ -43,7 +43,11 @@ def _lines_in(plain: io.BufferedReader, where: str) -> Iterator[str]:
     try:
         for number, line in enumerate(file, start=1):
             if number == 1:
-                line = _without_mark(line, where)
+                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise DataError(
+                        f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8"
+                    )
+                line = line.removeprefix(codecs.BOM_UTF8)
             text = _decoded(line, where, number)
             if number == 1 and "\n" not in text and "\r" in text.rstrip("\r"):
                 raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
@@ -51,13 +55,6 @@ def _lines_in(plain: io.BufferedReader, where: str) -> Iterator[str]:
                 yield text.removesuffix("\r\n").removesuffix("\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
-
-
-def _without_mark(line: bytes, where: str) -> bytes:
-    """Return the first line of a file without its byte order mark; raise DataError for that of another encoding."""
-    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8")
-    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _decoded(line: bytes, where: str, number: int) -> str:

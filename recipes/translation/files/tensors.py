@@ -48,16 +48,6 @@ class OneByOne(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.described)
 
-    def under(self, prefix: str) -> OneByOne:
-        """Return the tensors whose names begin with `prefix`, by the rest of their names."""
-        own = {name.removeprefix(prefix): each for name, each in self.described.items() if name.startswith(prefix)}
-        return OneByOne(own, lambda name: self[prefix + name])
-
-    def without(self, prefix: str) -> OneByOne:
-        """Return the tensors whose names do not begin with `prefix`."""
-        own = {name: each for name, each in self.described.items() if not name.startswith(prefix)}
-        return OneByOne(own, self.__getitem__)
-
 
 class AskedOnce(OneByOne):
     """The same, of which each must be asked for once, as other processes take part in making it."""
@@ -83,6 +73,12 @@ def described(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors
 
 
+def renamed(tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> OneByOne:
+    """Return some of the tensors by new names, each of which has its old one in `old_names`."""
+    shapes = {name: described(tensors)[old] for name, old in old_names.items()}
+    return OneByOne(shapes, lambda name: tensors[old_names[name]])
+
+
 def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names in the order in which the package writes tensors: wide numbers come first, and are aligned."""
     return sorted(tensors, key=lambda name: ([*DTYPES].index(described(tensors)[name].dtype), name))
@@ -100,7 +96,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
         for part in _parts(tensors, metadata):
             hashed = beside.submit(digest.update, part)
-            _write_all(file.fileno(), part)
+            written = 0
+            while written < len(part):
+                written += os.write(file.fileno(), part[written:])
             hashed.result()  # before the next part is in memory
     return digest.hexdigest()
 
@@ -122,11 +120,6 @@ def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) ->
     for name in names:
         # As bytes, since numpy has no bfloat16
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, part: memoryview) -> None:
-    while part:
-        part = part[os.write(descriptor, part) :]
 
 
 def read_tensors(path: Path) -> OneByOne:

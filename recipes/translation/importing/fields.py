@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.json_fields import (
@@ -21,15 +20,13 @@ from recipes.translation.files.json_fields import (
     value,
 )
 
-
-def _is_finite(found: Any) -> bool:
-    return (isinstance(found, float) or is_whole(found)) and abs(found) <= sys.float_info.max
-
-
 # Larger sizes would fill the memory before the weights contradict them
 WHOLE = value("a whole number of 32 bits", lambda found: is_whole(found) and -(2**31) <= found < 2**31)
 BEAM = value("a whole number from 1 to 1,000", lambda found: is_whole(found) and 1 <= found <= 1_000)
-NUMBER = value("a number", _is_finite)
+NUMBER = value(
+    "a number",
+    lambda found: (isinstance(found, float) or is_whole(found)) and abs(found) <= sys.float_info.max,
+)
 YES_OR_NO = value("true or false", lambda found: isinstance(found, bool))
 SYMBOL = either(TEXT, fields({"content": unless_missing(TEXT)}))
 """A special subword, which earlier versions of transformers write as an object."""

@@ -67,8 +67,11 @@ class Folder:
         index = self.json_or_nothing(f"{WEIGHTS}.index.json")
         if index:
             names = sorted(set(index["weight_map"].values()))
-        elif not (self.path / WEIGHTS).is_file():
-            self._refuse_pickled()
+        elif not (self.path / WEIGHTS).is_file() and (pickled := sorted(self.path.glob("pytorch_model*.bin"))):
+            raise CheckpointError(
+                f"{pickled[0]} is pickled, and reading it could run any code: convert it to {WEIGHTS} first, where you "
+                "trust it, by transformers' from_pretrained and save_pretrained"
+            )
         found: dict[str, Tensor] = {}
         for name in names:
             found |= self._tensors_of(name)
@@ -88,14 +91,6 @@ class Folder:
                 )
         half = (torch.float16, torch.bfloat16)
         return {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in tensors.items()}
-
-    def _refuse_pickled(self) -> None:
-        pickled = sorted(self.path.glob("pytorch_model*.bin"))
-        if pickled:
-            raise CheckpointError(
-                f"{pickled[0]} is pickled, and reading it could run any code: convert it to {WEIGHTS} first, where you "
-                "trust it, by transformers' from_pretrained and save_pretrained"
-            )
 
 
 def check_subwords(model: bytes, otherwise: str) -> None:

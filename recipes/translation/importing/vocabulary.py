@@ -8,7 +8,7 @@ end symbol first, then all others as they were.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from recipes.translation.errors import CheckpointError
@@ -84,7 +84,8 @@ def pieces_in_order(model: bytes, vocabulary: Vocabulary, order: Sequence[int], 
             f"{vocabulary.where} has {len(absent):,} pieces that {where} does not have, such as {absent[0]!r}; "
             f"a unigram model can be imported all the same, but it is a {kind_of_model(model)} one"
         )
-    return [*found, *_unknown(own, vocabulary)]
+    never = (Kind.CONTROL, Kind.UNKNOWN)
+    return [*found, *(piece for name, piece in own.items() if name not in vocabulary.ids and piece.kind not in never)]
 
 
 def _piece(name: str | None, number: int, own: Mapping[str, Piece], vocabulary: Vocabulary) -> Piece:
@@ -98,12 +99,6 @@ def _piece(name: str | None, number: int, own: Mapping[str, Piece], vocabulary: 
     if re.fullmatch(">>.+<<", name):  # the tag of a target language in Marian's models, a word before the sentence
         return Piece(BLANK + name, kind=Kind.USER_DEFINED)
     return own.get(name, Piece(name, kind=Kind.UNUSED))
-
-
-def _unknown(own: Mapping[str, Piece], vocabulary: Vocabulary) -> Iterator[Piece]:
-    for name, piece in own.items():
-        if name not in vocabulary.ids and piece.kind not in (Kind.CONTROL, Kind.UNKNOWN):
-            yield piece
 
 
 def names_of(special: Special) -> dict[int, str]:

@@ -1,16 +1,17 @@
 """The weights of a published model under the names of the models here.
 
-Shapes: V vocabulary, D model width, F inner width of a feed-forward network.
+Shapes: V vocabulary, D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from models import TransformerConfig
+from models import TransformerConfig, make_transformer
 from models.embedding import positions_in_halves
 from models.huggingface_names import huggingface_names
 from models.presets import ARCHITECTURES
@@ -33,13 +34,32 @@ def our_weights(
 
     Raises CheckpointError for a weight that is missing, has another shape, or is left over.
     """
+    # The vocabulary first, whose file contradicts a width that could not be built
     found = dict(_of_vocabulary(theirs, sizes, source_ids, target_ids))
-    for side, layers in (("encoder", sizes.encoder_layers), ("decoder", sizes.decoder_layers)):
+    # With one layer: of as many as config.json may promise, no model need be built
+    one_layer = replace(sizes, encoder_layers=1, decoder_layers=1, tie="none")
+    with torch.device("meta"):
+        model = make_transformer(one_layer, len(source_ids), len(target_ids))
+    for first, own in model.named_parameters():
+        layers = getattr(sizes, f"{first.partition('.')[0]}_layers") if ".layers.0." in first else 1
         for number in range(layers):
-            found |= _of_layer(theirs, sizes, side, number)
-        found |= _around_layers(theirs, sizes, side)
+            name = first.replace(".layers.0.", f".layers.{number}.")
+            if name not in found:
+                found[name] = _joined(theirs, name, own)
+    if ARCHITECTURES[sizes.architecture].positions != "learned":
+        for side in ("encoder", "decoder"):
+            _check_positions(theirs, sizes, side)
     theirs.check_all_used()
     return found
+
+
+def _joined(theirs: Weights, name: str, own: Tensor) -> Tensor:
+    """Return a weight that has the shape of `own` and is divided into one part or several there."""
+    names = huggingface_names(name)
+    if name.endswith("learned.weight"):
+        return theirs.take(names[0], own.size(0) + OFFSET, own.size(1))[OFFSET:]
+    parts = zip(names, own.chunk(len(names)), strict=True)
+    return torch.cat([theirs.take(each, *part.shape) for each, part in parts])
 
 
 def _of_vocabulary(
@@ -67,40 +87,6 @@ def _of_vocabulary(
     if "final_logits_bias" in theirs:
         bias_V = theirs.take("final_logits_bias", 1, len(target_ids))[0]
     yield "generator.bias", bias_V[list(target_ids)]
-
-
-def _of_layer(theirs: Weights, sizes: TransformerConfig, side: str, number: int) -> Iterator[Entry]:
-    attentions = ("self_attention", "memory_attention")[: 1 + (side == "decoder")]
-    parts = [f"{attention}.{part}" for attention in attentions for part in ("query", "key_value", "output")]
-    norms = [f"residuals.{place}.norm" for place in range(len(attentions) + 1)]
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(parts, (sizes.d_model, sizes.d_model)),
-        "feed_forward.inner": (sizes.d_ff, sizes.d_model),
-        "feed_forward.outer": (sizes.d_model, sizes.d_ff),
-        **dict.fromkeys(norms, (sizes.d_model,)),
-    }
-    for name, shape in shapes.items():
-        yield from _of_module(theirs, f"{side}.layers.{number}.{name}", *shape)
-
-
-def _of_module(theirs: Weights, module: str, *shape: int) -> Iterator[Entry]:
-    """Yield a module's weight, each part of it of this shape, and bias."""
-    for name, size in ((f"{module}.weight", shape), (f"{module}.bias", shape[:1])):
-        yield name, torch.cat([theirs.take(each, *size) for each in huggingface_names(name)])
-
-
-def _around_layers(theirs: Weights, sizes: TransformerConfig, side: str) -> Iterator[Entry]:
-    how = ARCHITECTURES[sizes.architecture]
-    embedding = {"encoder": "src_embed", "decoder": "tgt_embed"}[side]
-    if how.positions == "learned":
-        name = f"model.{side}.embed_positions.weight"
-        yield f"{embedding}.learned.weight", theirs.take(name, sizes.max_positions + OFFSET, sizes.d_model)[OFFSET:]
-    else:
-        _check_positions(theirs, sizes, side)
-    if how.norm:
-        yield from _of_module(theirs, f"{embedding}.norm", sizes.d_model)
-    if sizes.norm == "pre":
-        yield from _of_module(theirs, f"{side}.norm", sizes.d_model)
 
 
 def _check_positions(theirs: Weights, sizes: TransformerConfig, side: str) -> None:

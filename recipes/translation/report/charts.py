@@ -179,7 +179,7 @@ def svg_of(figure: Figure, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
-    text = re.sub(r' d="[^"]*"', _rounded, text)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"\s+", " ", re.sub(r"(\.\d)\d+", r"\1", path[0])), text)
     text = re.sub(r' style="[^"]*"', _styled, text)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r">\s+<", "><", text)
@@ -237,10 +237,6 @@ def _plain(text: str) -> str:
     return "".join(
         each if unicodedata.category(each) not in ("Cc", "Cs") else "\N{REPLACEMENT CHARACTER}" for each in text
     )
-
-
-def _rounded(found: re.Match[str]) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"(\.\d)\d+", r"\1", found[0]))
 
 
 def _styled(found: re.Match[str]) -> str:

@@ -8,17 +8,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from recipes.translation.processes.status_line import duration
 from recipes.translation.report.charts import SERIES, dashes_of
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
-from recipes.translation.report.page import page
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
+from recipes.translation.scores.bootstrap import Interval
 from recipes.translation.scores.statistics import TITLES
 from recipes.translation.settings.metrics import METRICS
 
+_templates = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+page: Any = _templates.get_template("page.html").module
+"""The pieces of HTML around charts, each a macro that escapes whatever comes from data: `page.note(text)` returns a
+`Markup`."""
 WORST = 10
 """Sentences that are shown as the worst."""
+MACHINE = ("hardware", "software")
+"""What a start of training says of the machine."""
 SHOWN_VALIDATIONS = 6
 """Validations of which a sample's translation is shown: the first, the newest, and some between them."""
 
@@ -118,7 +132,8 @@ def _evaluation(runs: Sequence[RunRecords]) -> list[str]:
             if any(cells):
                 rows.append([title, *(cell or "none" for cell in cells)])
         rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
-        heads = [_test_set(name), *(f"{run.name}{_scored_by(run, name)}" for run in having)]
+        title = "test set" if name == "test" else f"test set {name.removeprefix('test.')}"
+        heads = [title, *(f"{run.name}{_scored_by(run, name)}" for run in having)]
         parts.append(page.table(heads, rows, numbers=True))
         signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
@@ -130,13 +145,6 @@ def _evaluation(runs: Sequence[RunRecords]) -> list[str]:
     if not parts:
         parts = [page.note("There are no results of the command evaluate yet.")]
     return parts
-
-
-def _test_set(name: str) -> str:
-    """Return a heading; `test` is the name of a run's own test set, and `test.news` that of its corpus news."""
-    if name == "test":
-        return "test set"
-    return f"test set {name.removeprefix('test.')}"
 
 
 def _scored_by(run: RunRecords, name: str) -> str:
@@ -158,14 +166,13 @@ def _made_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(side["sha256"] for side in sides)
 
 
-def _score(record: Mapping[str, object], field: str) -> str:
+def _score(record: Mapping[str, Any], field: str) -> str:
     value = record.get(field)
     if not is_number(value):
         return ""
-    intervals = record.get("intervals")
-    if isinstance(intervals, dict) and isinstance(intervals.get(field), list) and len(intervals[field]) == 2:
-        low, high = intervals[field]
-        return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+    bounds = (record.get("intervals") or {}).get(field)
+    if bounds:
+        return f"{value:.2f} {Interval(*bounds)}"
     return f"{value:.2f}"
 
 
@@ -218,32 +225,30 @@ def _sentences(run: RunRecords) -> list[str]:
         page.listed(
             [
                 ("chrF", f"{scores[row]:.1f}"),
-                ("source", newest.sources[row]),
-                ("translation", newest.translations[row]),
-                ("reference", newest.references[row]),
+                ("source", newest["sources"][row]),
+                ("translation", newest["translations"][row]),
+                ("reference", newest["references"][row]),
             ]
         )
         for row in scores.argsort(kind="stable")[:WORST].tolist()
     ]
-    said = f"The lowest chrF of {len(scores):,} validation sentences, step {newest.step:,}."
+    said = f"The lowest chrF of {len(scores):,} validation sentences, step {newest['step']:,}."
     return [*parts, page.heading("The worst sentences"), page.note(said), page.cards(worst)]
 
 
 def _origin(run: RunRecords) -> list[str]:
     """Return where the run comes from: command, machine, versions and settings."""
     parts = []
-    starts = [each for each in run.machine if isinstance(each.get("began"), dict)]
     began = [
         {"after step": f"{each['step']:,}", **{name: str(each["began"].get(name, "")) for name in ("time", "command")}}
-        for each in starts
+        for each in run.machine
+        if each.get("began") is not None
     ]
     if began:
         parts.append(page.cards(page.listed(each.items()) for each in began))
         about = {name: str(run.began[name]) for name in ("model", "layout") if name in run.began}
-        facts = [
-            each for each in (about, run.began.get("hardware"), run.began.get("software")) if isinstance(each, dict)
-        ]
-        parts.append(page.cards(page.listed((str(name), str(value)) for name, value in each.items()) for each in facts))
+        facts = [about, *(each for name in MACHINE if (each := run.began.get(name)) is not None)]
+        parts.append(page.cards(page.listed((name, str(value)) for name, value in each.items()) for each in facts))
     else:
         parts.append(page.note("Command, machine and versions are not recorded (resources.jsonl)."))
     settings = [(name, _shown(value)) for name, value in run.settings.items()]
@@ -279,10 +284,8 @@ def _differences(runs: Sequence[RunRecords]) -> list[str]:
 
 def _facts(run: RunRecords) -> dict[str, str]:
     found = {name: _shown(value) for name, value in run.settings.items()}
-    for title in ("hardware", "software"):
-        facts = run.began.get(title)
-        if isinstance(facts, dict):
-            found |= {f"{title}: {name}": _shown(value) for name, value in facts.items()}
+    for title in MACHINE:
+        found |= {f"{title}: {name}": _shown(value) for name, value in (run.began.get(title) or {}).items()}
     return found
 
 

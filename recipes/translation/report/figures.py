@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
-from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
+from recipes.translation.report.records import Record, RunRecords, is_number
 from recipes.translation.scores.statistics import Array, measured, metrics, unit_of_length
 from recipes.translation.settings.metrics import METRICS
 
@@ -60,10 +60,11 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
         return [Chart("Scores of sentences", NO_TRANSLATIONS)]
     scores = [(runs[number].name, chrf_of_sentences(newest).tolist(), number) for number, newest in shown]
     # In some scripts no spaces separate words
-    unit, length_of = unit_of_length(shown[0][1].references)
-    texts = [(runs[number].name, newest.translations, number) for number, newest in shown]
+    unit, length_of = unit_of_length(shown[0][1]["references"])
+    texts = [(runs[number].name, newest["translations"], number) for number, newest in shown]
     if not several:
-        texts = [("references", shown[0][1].references, 1), ("translations", shown[0][1].translations, 0)]
+        (_, newest) = shown[0]
+        texts = [("references", newest["references"], 1), ("translations", newest["translations"], 0)]
     groups = [(label, [float(length_of(text)) for text in each], number) for label, each, number in texts]
     return [
         Chart(
@@ -92,9 +93,9 @@ def attention_maps(run: RunRecords) -> list[tuple[Chart, Record]]:
     return found
 
 
-def chrf_of_sentences(newest: Sentences) -> Array:
+def chrf_of_sentences(newest: Record) -> Array:
     """Compute the chrF of each sentence."""
-    found = measured("chrf", metrics()["chrf"], newest.translations, newest.references)
+    found = measured("chrf", metrics()["chrf"], newest["translations"], newest["references"])
     return found.of_sums(found.statistics)
 
 
@@ -215,7 +216,7 @@ def _speed(runs: Sequence[RunRecords]) -> Chart:
 def _memory(runs: Sequence[RunRecords]) -> Chart:
     series = []
     for number, run in enumerate(runs):
-        found = [(each["step"], each["memory"]) for each in run.machine if isinstance(each.get("memory"), dict)]
+        found = [(each["step"], each["memory"]) for each in run.machine if each.get("memory") is not None]
         devices = list(dict.fromkeys(name for _, memory in found for name in memory))
         for place, device in enumerate(devices):
             points = [(step, memory[device] / 2**30) for step, memory in found if is_number(memory.get(device))]

@@ -22,16 +22,6 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Sentences:
-    """The translations of a validation."""
-
-    step: int
-    sources: Sequence[str]
-    references: Sequence[str]
-    translations: Sequence[str]
-
-
-@dataclass(frozen=True)
 class RunRecords:
     """A run, as its files describe it."""
 
@@ -42,8 +32,8 @@ class RunRecords:
     """Of the same file, one for each validation."""
     machine: Sequence[Record]
     samples: Sequence[Record]
-    newest: Sentences | None
-    """All translations of the newest validation."""
+    newest: Record | None
+    """All translations of the newest validation, as `validation.json` has them."""
     scores: Mapping[str, Record]
     """What `evaluate` wrote, by the name of the test set."""
     scored: Mapping[str, str] = field(default_factory=dict)
@@ -57,10 +47,7 @@ class RunRecords:
     @property
     def planned(self) -> int:
         """Return the steps after which training ends; 0 where they are not recorded."""
-        planned = self.began.get("steps")
-        if isinstance(planned, int) and is_number(planned):
-            return planned
-        return 0
+        return self.began.get("steps") or 0
 
     @property
     def parts(self) -> list[str]:
@@ -71,7 +58,7 @@ class RunRecords:
     @property
     def began(self) -> Record:
         """Return what the newest start of training said of itself; empty if it said nothing."""
-        return next((each["began"] for each in reversed(self.machine) if isinstance(each.get("began"), dict)), {})
+        return next((each["began"] for each in reversed(self.machine) if each.get("began") is not None), {})
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -138,14 +125,14 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _newest(path: Path) -> Sentences | None:
+def _newest(path: Path) -> Record | None:
     found = _json(path)
     if not found:
         return None
     check_record(found, SENTENCES, str(path))
     if not found["sources"]:
         return None
-    return Sentences(found["step"], found["sources"], found["references"], found["translations"])
+    return found
 
 
 def _scores(folder: Path) -> dict[str, Record]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +30,10 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 
 
-class Averaged(NamedTuple):
-    """An average that was written."""
-
-    folder: Path
-    steps: list[int]
-    """The steps whose models were averaged, in their order."""
-
-
-def average(run: Path, last: int | None = None, best: int | None = None) -> Averaged:
+def average(run: Path, last: int | None = None, best: int | None = None) -> list[int]:
     """Write `<run>/averaged`, the mean of the `last` kept models, of the `best` by their validation, or of all.
+
+    Return the steps of these models, in their order.
 
     Raises CheckpointError if fewer models are kept than asked for, or they do not belong together.
     """
@@ -54,7 +47,7 @@ def average(run: Path, last: int | None = None, best: int | None = None) -> Aver
             # Otherwise training has kept a later model meanwhile, and removed the earliest
 
 
-def average_of_kept(run: Path, kept: Sequence[Path], last: int | None, best: int | None) -> Averaged:
+def average_of_kept(run: Path, kept: Sequence[Path], last: int | None, best: int | None) -> list[int]:
     """Do the same with these models, of which none may be removed meanwhile."""
     check_enough(kept, last, best, run)
     chosen = kept
@@ -93,7 +86,7 @@ def best_first(folders: Sequence[Path]) -> list[Path]:
     return sorted(folders, key=values.__getitem__)
 
 
-def write_average(target: Path, folders: Sequence[Path]) -> Averaged:
+def write_average(target: Path, folders: Sequence[Path]) -> list[int]:
     """Write the mean of the models in `folders` to `target`, with the settings and subwords of the last one."""
     weights = mean_of_weights(folders)
     config, source, target_subwords = load_belongings(verified_folder(folders[-1], BELONGINGS))
@@ -103,7 +96,7 @@ def write_average(target: Path, folders: Sequence[Path]) -> Averaged:
     # Only what belongs to it is written
     newest = Translator(config, model_on_meta(sizes, source, target_subwords), source, target_subwords)
     write_model(target, newest, weights, {"step": steps[-1], "averaged_steps": steps})
-    return Averaged(target, steps)
+    return steps
 
 
 def mean_of_weights(folders: Sequence[Path]) -> OneByOne:
@@ -170,10 +163,6 @@ def identity_of(folder: Path) -> dict[str, object]:
     """Return what all models of a run share: its settings, except those in MAY_CHANGE, and its subwords' SHA-256."""
     config = config_of(folder)
     settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
-    return {**settings, **subwords_in(folder, config)}
-
-
-def subwords_in(folder: Path, config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of each subword model in a model's folder."""
     whole = whole_folder(folder) or folder
-    return {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}
+    subwords = {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}
+    return {**settings, **subwords}

@@ -44,8 +44,9 @@ from recipes.translation.files.atomic_folder import (
     whole_folder,
 )
 from recipes.translation.files.json_fields import Check, WrongFieldError, parsed
-from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, write_tensors
+from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, renamed, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
+from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
     check_sizes,
@@ -127,11 +128,6 @@ class SavedTraining:
     """The moving averages of the weights, with `training.ema`."""
 
 
-def state_of(model: Path) -> Path:
-    """Return the folder of the state that belongs to a model's."""
-    return model.with_name(model.name.replace("step-", "state-"))
-
-
 def load_training(folder: Path) -> SavedTraining:
     """Read and verify a model and the state that belongs to it."""
     whole = verified_folder(folder)
@@ -150,13 +146,16 @@ def load_training(folder: Path) -> SavedTraining:
         raise CheckpointError(
             f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
         )
-    state = _as_state(record, there / "training.json")
-    trained = moments.under(TRAINED)
+    if record.keys() != {field.name for field in fields(TrainingState)}:
+        raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
+    _check(record, STATE, there / "training.json")
+    state = TrainingState(**record)
+    trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
         return SavedTraining(weights, moments, state)
     if _shapes_of(trained) != _shapes_of(weights):
         raise CheckpointError(f"{whole} has weights that do not fit their averages; {MIXED}")
-    moments = moments.without(TRAINED)
+    moments = renamed(moments, {name: name for name in moments if not name.startswith(TRAINED)})
     return SavedTraining(trained, moments, state, averages=weights)
 
 
@@ -166,13 +165,6 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 TRAINED = "weights/"
 """What the names of weights begin with in `training.safetensors`."""
-
-
-def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
-    if record.keys() != {field.name for field in fields(TrainingState)}:
-        raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
-    _check(record, STATE, path)
-    return TrainingState(**record)
 
 
 def _check(record: Mapping[str, Any], check: Check, path: Path) -> None:
@@ -258,11 +250,6 @@ def load_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of the weights of the model in `folder`, as it was saved with them."""
-    return _listed_in(whole_folder(folder) or folder)[WEIGHTS_FILE]
-
-
 def saved_config(folder: Path) -> RunConfig | None:
     """Read the settings of a checkpoint; None if there is no checkpoint."""
     if whole_folder(folder) is None:
@@ -280,15 +267,13 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
         shapes |= {f"optimizer/{name}/{what}": shape for what, shape in own.items()}
     if saved.state.step == 0:  # stopped before the first step
         shapes = {}
-    for key in sorted(shapes.keys() | saved.moments.keys()):
-        there = None
-        if key in saved.moments:
-            there = described(saved.moments)[key].shape
-        if there is None:
+    there = _shapes_of(saved.moments)
+    for key in sorted(shapes.keys() | there.keys()):
+        if key not in there:
             raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is missing there")
-        if there != shapes.get(key):
+        if there[key] != shapes.get(key):
             raise CheckpointError(
-                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there)} there"
+                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there[key])} there"
             )
 
 

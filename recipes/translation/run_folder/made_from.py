@@ -19,19 +19,7 @@ def model_with(run: Path, digest: str) -> str:
     """Return the name of the run's model with these weights; empty if a later model has replaced it."""
     if not digest:
         return ""
-    return next((name for name in MODELS if digest_in(run / name) == digest), "")
-
-
-def is_current(named: Path, digest: str) -> bool:
-    """Return whether a model has these weights still: the one in the folder that is named, or one of the run there."""
-    if whole_folder(named):
-        return bool(digest) and digest_in(named) == digest
-    return bool(model_with(named, digest))
-
-
-def translated_by(scores: Path) -> str:
-    """Return the SHA-256 of the weights that `evaluate` noted beside its scores; empty if it did not."""
-    return str(noted_in(scores, "weights", 0) or "")
+    return next((name for name in MODELS if weights_digest(run / name) == digest), "")
 
 
 def lines_digest(lines: Iterable[str]) -> str:
@@ -42,14 +30,14 @@ def lines_digest(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def translated_from(scores: Path) -> str:
-    """Return the SHA-256 of the sentences whose translations have these scores; empty if `evaluate` did not note it."""
-    return str(noted_in(scores, "sources", "sha256") or "")
+def noted_digest(path: Path, *names: str | int) -> str:
+    """Return a SHA-256 that a JSON file notes, by its name and those around it; empty if it does not."""
+    return str(noted_in(path, *names) or "")
 
 
 def exported_from(folder: Path) -> str:
     """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
-    return str(noted_in(folder / NOTE, "weights") or "")
+    return noted_digest(folder / NOTE, "weights")
 
 
 def note_origin(folder: Path, digest: str) -> None:
@@ -57,9 +45,9 @@ def note_origin(folder: Path, digest: str) -> None:
     (folder / NOTE).write_text(json.dumps({"weights": digest}, indent=2) + "\n", encoding="utf-8")
 
 
-def digest_in(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights of the model in a folder; empty without a readable one."""
     whole = whole_folder(folder)
     if whole is None:
         return ""
-    return str(noted_in(whole / "model.json", "of", WEIGHTS_FILE) or "")
+    return noted_digest(whole / "model.json", "of", WEIGHTS_FILE)

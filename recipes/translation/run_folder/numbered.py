@@ -44,9 +44,9 @@ def model_at(run: Path, step: int) -> Path:
     return numbered_in(run) / f"step-{step:08d}"
 
 
-def state_at(run: Path, step: int) -> Path:
-    """Return the folder of the state after a step."""
-    return numbered_in(run) / f"state-{step:08d}"
+def state_of(model: Path) -> Path:
+    """Return the folder of the state that belongs to a model's."""
+    return model.with_name(model.name.replace("step-", "state-"))
 
 
 def step_of(folder: Path) -> int:
@@ -61,11 +61,6 @@ def numbered_folders(run: Path) -> list[Path]:
     names = (NAME.fullmatch(path.name) for path in numbered_in(run).iterdir())
     found = {(name[1], int(name[2])) for name in names if name}
     return [numbered_in(run) / f"{kind}-{step:08d}" for kind, step in sorted(found)]
-
-
-def models_in(run: Path) -> list[Path]:
-    """Return the folders of all complete models by step."""
-    return [folder for folder in numbered_folders(run) if folder.name.startswith("step-") and whole_folder(folder)]
 
 
 def kept_models(run: Path) -> list[Path]:
@@ -97,7 +92,7 @@ def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
 def remove_unnamed(run: Path) -> None:
     """Remove the numbered folders that no pointer names, except those to which others have added files."""
     models = [folder for name in POINTERS for folder in all_pointed_at(run / name)]
-    needed = {*models, *(state_at(run, step_of(folder)) for folder in all_pointed_at(run / "last"))}
+    needed = {*models, *map(state_of, all_pointed_at(run / "last"))}
     for folder in numbered_folders(run):
         if folder not in needed:
             with suppress(CheckpointError):  # it is not ours, or not ours alone

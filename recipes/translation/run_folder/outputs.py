@@ -90,7 +90,9 @@ def owner_of(inside: Path) -> Path | None:
     if inside.name == MANIFEST or inside.name in _listed(inside.parent):
         return whole_folder(inside.parent)
     for folder in inside.parents:
-        if is_own(inside.relative_to(folder)) and is_run(folder):
+        path = inside.relative_to(folder)
+        own = any(path.match(pattern) and len(path.parts) == len(Path(pattern).parts) for pattern in OWN)
+        if (own or path.parts[0] in TRACKED) and is_run(folder):
             return folder
     return None
 
@@ -103,12 +105,6 @@ def results_folder(named: Path) -> Path:
     if whole_folder(named) is None:
         return named
     return owner_of(named.resolve()) or named
-
-
-def is_own(path: Path) -> bool:
-    """Return whether a run has a file or folder of this name; `path` begins at the run's folder."""
-    known = any(path.match(pattern) and len(path.parts) == len(Path(pattern).parts) for pattern in OWN)
-    return known or path.parts[0] in TRACKED
 
 
 def is_run(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -18,13 +19,18 @@ from recipes.translation.files.atomic_folder import (
 )
 from recipes.translation.files.pointers import pointed_at, pointer_to
 from recipes.translation.files.writing import replace_file
-from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
+from recipes.translation.run_folder.checkpoint import (
+    SavedTraining,
+    TrainingState,
+    load_facts,
+    load_training,
+    saved_config,
+)
 from recipes.translation.run_folder.numbered import (
     POINTERS,
     check_ours,
     kept_models,
     model_at,
-    models_in,
     numbered_folders,
     numbered_in,
     step_of,
@@ -113,7 +119,7 @@ def check_nothing_to_lose(config: RunConfig) -> None:
         raise CheckpointError(
             f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
         )
-    for folder in (run / "best", *models_in(run)):
+    for folder in (run / "best", *(each for each in numbered_folders(run) if each.name.startswith("step-"))):
         made = saved_config(folder)
         if made is None:
             continue
@@ -191,7 +197,11 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
     state = saved.state
     run = Path(config.run)
     best = run / "best"
-    restore_best(run, state.step, state.best_step)
+    named = pointed_at(best)
+    saved_best = model_at(run, state.best_step)
+    if named and step_of(named) > state.step and whole_folder(saved_best):
+        # A process was killed before it had saved the state that belongs to a better model
+        replace_file(best, pointer_to([saved_best]))
     if (whole := whole_folder(best)) is not None:
         if whole != whole_folder(run / "last"):  # whose files have been read
             verified_folder(best)
@@ -202,13 +212,6 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
         state.best_score = None
         state.best_step = 0
         state.stale = 0
-
-
-def restore_best(run: Path, made: int, best_step: int) -> None:
-    """Let `best` name the best model of the `made` steps again, where a process was killed before it had saved more."""
-    found = pointed_at(run / "best")
-    if found and step_of(found) > made and whole_folder(model_at(run, best_step)):
-        replace_file(run / "best", pointer_to([model_at(run, best_step)]))
 
 
 def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> None:
@@ -263,3 +266,45 @@ def flat(config: RunConfig) -> dict[str, object]:
         else:
             values[name] = value
     return values
+
+
+def check_jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> None:
+    """Raise ConfigError for a setting that may be meant, and makes numbers jump or loses models without a word."""
+    for what in jumps(before, now, state):
+        raise ConfigError(f"{what}; keep the setting, begin another --run with training.start_from, or add --insist")
+
+
+def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[str]:
+    """Yield what would jump, of a run that has been saved with the settings `before`."""
+    was, will_be = before.training, now.training
+    if was.precision != will_be.precision:
+        yield (
+            f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "
+            "weights and losses are rounded differently"
+        )
+    if was.patience and will_be.patience and was.validate_every != will_be.validate_every:
+        yield (
+            f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: training.patience "
+            f"{will_be.patience} counts validations, and would end the run after a different number of steps"
+        )
+    asked = [(each.patience, each.steps, each.epochs) for each in (was, will_be)]
+    if asked[0] != asked[1] and 0 < will_be.patience <= state.stale:
+        yield (
+            f"training.patience is {will_be.patience}, and the last {state.stale} validations were not better than "
+            f"that of step {state.best_step:,}: the run would end without another step"
+        )
+    kept = len(kept_models(Path(now.run)))
+    if 0 < will_be.keep_checkpoints < min(was.keep_checkpoints, kept):
+        yield (
+            f"training.keep_checkpoints was {was.keep_checkpoints} and is {will_be.keep_checkpoints}: the next "
+            f"validation would remove {kept + 1 - will_be.keep_checkpoints} of the {kept} models in {now.run}/kept"
+        )
+    if not was.validate_bleu or not will_be.validate_bleu:
+        return
+    old, new = flat(before), flat(now)
+    for name in sorted(SCORING):
+        if old[name] != new[name]:
+            yield (
+                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations could not be compared "
+                "with the earlier ones"
+            )

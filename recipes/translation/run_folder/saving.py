@@ -16,7 +16,7 @@ from torch import Tensor
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.tensors import AskedOnce
 from recipes.translation.run_folder.checkpoint import TrainingState, write_model, write_state
-from recipes.translation.run_folder.numbered import model_at, point_at, state_at
+from recipes.translation.run_folder.numbered import model_at, point_at, state_of
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.training import TrainingConfig, save_interval
 
@@ -95,8 +95,9 @@ class Saver:
         def write() -> None:
             if not self.writes:
                 return
-            digest = write_model(model_at(self.run, state.step), translator, weights, facts)
-            write_state(state_at(self.run, state.step), digest, moments, state)
+            model = model_at(self.run, state.step)
+            digest = write_model(model, translator, weights, facts)
+            write_state(state_of(model), digest, moments, state)
             point_at(self.run, state.step, better=better, keep=keep)
 
         self._saved_at = time.monotonic()

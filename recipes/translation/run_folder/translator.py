@@ -21,7 +21,7 @@ from models import (
 from models.presets import Sizes
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import described
-from recipes.translation.settings.config import ModelConfig, RunConfig
+from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
 
 WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
@@ -45,6 +45,10 @@ class Translator:
     def models(self) -> list[EncoderDecoder]:
         """Return the models whose probabilities are averaged in translation: most often one."""
         return [self.model, *self.others]
+
+    def with_decoding(self, decoding: DecodingConfig) -> Translator:
+        """Return the same models, which translate by these settings."""
+        return replace(self, config=replace(self.config, decoding=decoding))
 
 
 def model_sizes(config: ModelConfig) -> Sizes:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.scores.statistics import Measured, mean_of
 
 BATCH = 16
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -47,11 +46,6 @@ def comet_scores(
     ]
     found = model.predict(data, batch_size=BATCH, gpus=int(torch.cuda.is_available()), progress_bar=False)
     return [100 * float(score) for score in found.scores]
-
-
-def measured_comet(path: Path, scores: Sequence[float]) -> Measured:
-    """Return the metric whose sentences have these scores."""
-    return mean_of("comet", f"mean of the sentences x 100, by {path}", scores)
 
 
 def _loaded(checkpoint: Path) -> Any:

@@ -15,7 +15,7 @@ from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import MODELS, whole_folder
 from recipes.translation.files.lines import read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
-from recipes.translation.run_folder.made_from import lines_digest, model_with, translated_by, translated_from
+from recipes.translation.run_folder.made_from import lines_digest, model_with, noted_digest
 from recipes.translation.scores.bootstrap import SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
 from recipes.translation.scores.scores import drawn, measure
@@ -144,12 +144,13 @@ def _system(name: str, split: HeldOutSplit) -> System:
     if not file.exists():
         raise DataError(f"there is no {file}: make it with {again}")
     scores = path / f"{split}.scores.json"
-    by = model_with(path, translated_by(scores))
+    by = model_with(path, noted_digest(scores, "weights", 0))
     if not by:
         raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
     pairs = data.pairs()
     # The references may have been corrected since: all systems are scored anew
-    if (sources := translated_from(scores)) and sources != lines_digest(pair.source for pair in pairs):
+    sources = noted_digest(scores, "sources", "sha256")
+    if sources and sources != lines_digest(pair.source for pair in pairs):
         raise DataError(
             f"{file} has the translations of other sentences than {data.setting} has now: {again}, or name the file "
             "itself"

@@ -160,7 +160,7 @@ def evaluate_pairs(
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, language, references)
     check_tokenizer(tokenize)  # before the work of translating
-    translations = translate(translator, [pair.source for pair in spoken], config.decoding, ranks, label)
+    translations = translate(translator, [pair.source for pair in spoken], ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
     return Evaluation(name, pairs, translations, measured, translator.digests)

@@ -8,17 +8,18 @@ Shapes: N sentences, K statistics of a sentence, R resamples or trials.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, resampled_scores
 from recipes.translation.scores.statistics import Array, Measured
 
 TRIALS = 10_000
 """Shuffles of a randomisation test, as many as sacreBLEU's."""
+CELLS = 2**22
+"""Choices that exist at a time as numbers."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,11 @@ def shuffled_differences(
     """
     one_NK = np.concatenate([measured.statistics for measured in baseline], axis=1)
     other_NK = np.concatenate([measured.statistics for measured in system], axis=1)
-    moved_RK = np.concatenate([picked @ (one_NK - other_NK) for picked in _picked(len(one_NK), trials, seed)])
+    # Which sentences each trial exchanges
+    picked_RN = np.random.default_rng(seed).integers(2, size=(trials, len(one_NK)), dtype=bool)
+    block = max(1, CELLS // len(one_NK))
+    starts = range(0, trials, block)
+    moved_RK = np.concatenate([picked_RN[start : start + block] @ (one_NK - other_NK) for start in starts])
     mixed_RK = other_NK.sum(0) + moved_RK
     rest_RK = one_NK.sum(0) - moved_RK
     ends = np.cumsum([measured.statistics.shape[1] for measured in baseline])[:-1]
@@ -102,15 +107,3 @@ def shuffled_differences(
             baseline, np.split(mixed_RK, ends, axis=1), np.split(rest_RK, ends, axis=1), strict=True
         )
     ]
-
-
-CELLS = 2**22
-"""Choices that exist at a time as numbers."""
-
-
-def _picked(sentences: int, trials: int, seed: int) -> Iterator[NDArray[np.bool_]]:
-    """Yield which sentences each trial exchanges, some trials at a time: (some of R, N)."""
-    chosen: NDArray[np.bool_] = np.random.default_rng(seed).integers(2, size=(trials, sentences), dtype=bool)
-    block = max(1, CELLS // sentences)
-    for start in range(0, trials, block):
-        yield chosen[start : start + block]

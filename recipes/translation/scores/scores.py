@@ -11,11 +11,6 @@ from recipes.translation.scores.statistics import TITLES, Measured, mean_of, mea
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
 
-def score(hypotheses: Sequence[str], references: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Compare translations with one reference each; arguments and errors are those of `measure`."""
-    return record_of(measure(hypotheses, references, **options))
-
-
 def record_of(found: Sequence[Measured]) -> dict[str, Any]:
     """Return the scores of the metrics that `measure` returned, in percent, as they are written to a file.
 

@@ -92,7 +92,7 @@ class Guard:
     def refusal(self, method: str, headers: Headers) -> JSONResponse | None:
         """Return why a request is not answered; None if it is."""
         host = headers.get("host", "")
-        if self.loopback and not is_local(name_of(host)):
+        if self.loopback and not is_local(host):
             # Another site's name that was made to mean this machine ("DNS rebinding")
             message = "this service answers only this machine: call it localhost, 127.0.0.1 or [::1]"
             return error_response(421, message, CLOSE)
@@ -113,16 +113,11 @@ def is_from_elsewhere(headers: Headers) -> bool:
     return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
 
-def name_of(host: str) -> str:
-    """Return the name of a Host header, without the port."""
-    name, colon, port = host.rpartition(":")
-    if colon and (port.isdecimal() or not port):
-        return name.lower()
-    return host.lower()
-
-
-def is_local(name: str) -> bool:
-    """Return whether a name can mean nothing but this machine."""
+def is_local(host: str) -> bool:
+    """Return whether the name in a Host header can mean nothing but this machine."""
+    name, colon, port = host.lower().rpartition(":")
+    if not colon or not (port.isdecimal() or not port):
+        name = host.lower()
     try:
         return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:

@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from models.transformer import DecoderLayer, EncoderLayer
+from models.transformer import Layer
 from recipes.translation.run_folder.translator import allocate
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of encoder and decoder, in the order in which they are called."""
-    return [module for module in model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]
+    return [module for module in model.modules() if isinstance(module, Layer)]
 
 
 def shard_layers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:

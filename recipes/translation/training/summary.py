@@ -148,7 +148,7 @@ def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]
     in_turn = chain.from_iterable(zip_longest(*(valid.pairs[:SAMPLES] for valid in corpus.valid)))
     pairs = [pair for pair in in_turn if pair is not None][:SAMPLES]
     with loaded_models([lambda: load_saved(folder)], ranks) as ((translator,), searching):
-        found = translate(translator, [pair.source for pair in pairs], translator.config.decoding, searching)
+        found = translate(translator, [pair.source for pair in pairs], searching)
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
 
 

@@ -52,7 +52,7 @@ def write_translations(
     with StatusLine(sys.stdout) as status:
         for first in range(done, len(lines), BLOCK):
             block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
-            found = translate(teacher, block, teacher.config.decoding, ranks)
+            found = translate(teacher, block, ranks)
             written = "".join(f"{text}\n" for text in found).encode()
             ranks.run_on_main(lambda written=written: add_to(target, written))  # type: ignore[misc]
             finished = first + len(block)

@@ -155,8 +155,8 @@ def _of_set(
     if not pairs:
         return Validation(step, values_of(loss, None))
     # A beam would take several times as long, and the score only compares validations with each other
-    greedy = replace(config.decoding, beam=1)
-    translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
+    greedy = translator.with_decoding(replace(config.decoding, beam=1))
+    translations = translate(greedy, [pair.source for pair in pairs], ranks)
     references = [pair.target for pair in pairs]
     translated = Translated(translations, references, config.subwords.lowercase, valid.tokenize)
     return Validation(step, values_of(loss, translated), translations, pairs)

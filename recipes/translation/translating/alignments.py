@@ -11,7 +11,6 @@ from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.sentences import check_unicode, longest_source
@@ -21,11 +20,7 @@ Link = tuple[int, int]
 
 
 def align(
-    translator: Translator,
-    sources: Sequence[str],
-    targets: Sequence[str],
-    decoding: DecodingConfig,
-    ranks: Ranks = ALONE,
+    translator: Translator, sources: Sequence[str], targets: Sequence[str], ranks: Ranks = ALONE
 ) -> list[list[Link]]:
     """Return the links between the words of each source and its translation, each rank some of the pairs.
 
@@ -40,7 +35,7 @@ def align(
     read = [source_text(config, source) for source in sources]
     written = [target_text(config, target) for target in targets]
     source_words, source_rows = _subwords_of(translator.source, read, sources)
-    longest = longest_source(config, decoding)
+    longest = longest_source(config)
     source_words = [words[:longest] for words in source_words]
     source_rows = [row[:longest] for row in source_rows]
     target_words, target_rows = _subwords_of(translator.target, written, targets)
@@ -56,7 +51,7 @@ def align(
             for row, weights_TS in zip(some, weights_BTS, strict=True)
         ]
 
-    everyone = in_batches(translator, rows, decoding.batch_sentences, link_rows, ranks)
+    everyone = in_batches(translator, rows, link_rows, ranks)
     return [everyone.get(row, []) for row in range(len(sources))]
 
 

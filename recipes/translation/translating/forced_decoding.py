@@ -17,7 +17,6 @@ from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator, model_sizes
-from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.positions import most_subwords
 from recipes.translation.text.subwords import EOS, ORDINARY, PAD, Symbols
 from recipes.translation.translating.in_batches import in_batches
@@ -41,12 +40,7 @@ class PairScore(NamedTuple):
 
 
 def score_pairs(
-    translator: Translator,
-    sources: Sequence[str],
-    targets: Sequence[str],
-    decoding: DecodingConfig,
-    ranks: Ranks = ALONE,
-    label: str = "",
+    translator: Translator, sources: Sequence[str], targets: Sequence[str], ranks: Ranks = ALONE, label: str = ""
 ) -> list[PairScore]:
     """Compute log p(target | source) of each pair, each rank some of the pairs.
 
@@ -54,7 +48,7 @@ def score_pairs(
     `translate`. Raises DataError for text that is not Unicode.
     """
     config = translator.config
-    source_rows = source_ids(translator.source, config, sources, decoding)
+    source_rows = source_ids(translator.source, config, sources)
     target_rows = target_ids(translator, targets)
     check_lengths(translator, target_rows)
 
@@ -64,10 +58,10 @@ def score_pairs(
         return log_probabilities(translator.model, some_sources, some_targets, translator.source.symbols)
 
     pairs = [[*source, *target] for source, target in zip(source_rows, target_rows, strict=True)]
-    everyone = in_batches(translator, pairs, decoding.batch_sentences, score_rows, ranks, label)
+    everyone = in_batches(translator, pairs, score_rows, ranks, label)
     scores = []
     for row, ids in enumerate(target_rows):
-        norm = length_normaliser(len(ids), decoding.length_penalty, decoding.length_norm)
+        norm = length_normaliser(len(ids), config.decoding.length_penalty, config.decoding.length_norm)
         scores.append(PairScore(everyone[row], len(ids), everyone[row] / norm))
     return scores
 

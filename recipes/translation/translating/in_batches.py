@@ -21,12 +21,11 @@ T = TypeVar("T")
 def in_batches(
     translator: Translator,
     ids: list[list[int]],
-    size: int,
     search: Callable[[list[int]], list[T]],
     ranks: Ranks,
     label: str = "",
 ) -> Mapping[int, T]:
-    """Search in batches of `size` sentences of similar length; return what was found by row, except empty sentences'.
+    """Search in batches of sentences of similar length; return what was found by row, except empty sentences'.
 
     `search` takes the rows of a batch, the longest sentence first. Each rank has some sentences of every length, and
     returns what all have found. `label` is as in `translate`.
@@ -34,6 +33,7 @@ def in_batches(
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
     # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
     mine = longest_first[ranks.rank :: ranks.world]
+    size = translator.config.decoding.batch_sentences
     found: dict[int, T] = {}
     progress = SentenceProgress(label, [len(ids[row]) for row in mine], len(longest_first))
     with evaluating(translator.models), progress:

@@ -13,7 +13,7 @@ from recipes.translation.files.atomic_folder import model_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.checks import check_decoding
-from recipes.translation.settings.config import SCHEMA, DecodingConfig
+from recipes.translation.settings.config import SCHEMA
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import Translation, alternatives, translate
 
@@ -40,7 +40,7 @@ class LoadedTranslator:
         for an option that does not exist or has an invalid value.
         """
         check_sentences(sentences)
-        return translate(self.translator, sentences, self._decoding(options))
+        return translate(self._with(options), sentences)
 
     def n_best(self, sentences: Sequence[str], n: int, **options: object) -> list[list[Translation]]:
         """Return up to `n` translations of each sentence, the best first.
@@ -51,21 +51,22 @@ class LoadedTranslator:
         Raises as `translate` does, and ConfigError for an `n` below 1 or above the beam.
         """
         check_sentences(sentences)
-        decoding = self._decoding(options)
+        translator = self._with(options)
+        beam = translator.config.decoding.beam
         if not isinstance(n, int):
             raise TypeError(f"n is {n!r}, not a whole number: ask for 1 or more")
         if n < 1:
             raise ConfigError(f"n is {n}, below 1: ask for at least one translation")
-        if n > decoding.beam:
-            raise ConfigError(f"n is {n}, above the beam of {decoding.beam}: ask for fewer, or give beam={n}")
-        return alternatives(self.translator, sentences, decoding, SearchOptions(n_best=n))
+        if n > beam:
+            raise ConfigError(f"n is {n}, above the beam of {beam}: ask for fewer, or give beam={n}")
+        return alternatives(translator, sentences, SearchOptions(n_best=n))
 
-    def _decoding(self, options: dict[str, object]) -> DecodingConfig:
+    def _with(self, options: dict[str, object]) -> Translator:
         given = SCHEMA.read_overrides({f"decoding.{name}": value for name, value in options.items()}, "this call")
         changes = {key.removeprefix("decoding."): setting.value for key, setting in given.items()}
         decoding = dataclasses.replace(self.translator.config.decoding, **changes)
         check_decoding(decoding)
-        return decoding
+        return self.translator.with_decoding(decoding)
 
 
 def check_sentences(sentences: Sequence[str]) -> None:

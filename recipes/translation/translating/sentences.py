@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from recipes.translation.data.model_text import source_text
 from recipes.translation.data.tags import tags_of
 from recipes.translation.errors import DataError
-from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import UNK, Subwords
 
 
-def source_ids(
-    subwords: Subwords, config: RunConfig, sentences: Sequence[str], decoding: DecodingConfig
-) -> list[list[int]]:
+def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str]) -> list[list[int]]:
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
-    longest = longest_source(config, decoding)
+    longest = longest_source(config)
     check_unicode(sentences)
     ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
     tags = {tag for row in subwords.encode(list(tags_of(config))) for tag in row} - {UNK}
@@ -37,16 +35,16 @@ def source_ids(
     return [row[:longest] for row in ids]
 
 
-def longest_source(config: RunConfig, decoding: DecodingConfig) -> int:
+def longest_source(config: RunConfig) -> int:
     """Return the most subwords of a sentence that are translated."""
-    return max(config.training.max_length, decoding.max_length)
+    return max(config.training.max_length, config.decoding.max_length)
 
 
 def refusals(subwords: Subwords, config: RunConfig, lines: Sequence[str]) -> dict[int, str]:
     """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
     found = {place: reason for place, line in enumerate(lines) if (reason := not_unicode(line))}
     readable = [place for place in range(len(lines)) if place not in found]
-    longest = longest_source(config, config.decoding)
+    longest = longest_source(config)
     ids = subwords.encode([source_text(config, lines[place]) for place in readable])
     for place, row in zip(readable, ids, strict=True):
         if len(row) > longest:

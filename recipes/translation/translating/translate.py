@@ -56,13 +56,7 @@ class Translation(NamedTuple):
     log_probability: float
 
 
-def translate(
-    translator: Translator,
-    sentences: Sequence[str],
-    decoding: DecodingConfig,
-    ranks: Ranks = ALONE,
-    label: str = "",
-) -> list[str]:
+def translate(translator: Translator, sentences: Sequence[str], ranks: Ranks = ALONE, label: str = "") -> list[str]:
     """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
     A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut to the larger of them,
@@ -71,17 +65,12 @@ def translate(
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
-    found = alternatives(translator, sentences, decoding, SearchOptions(scores=False), ranks, label)
+    found = alternatives(translator, sentences, SearchOptions(scores=False), ranks, label)
     return [row[0].text for row in found]
 
 
 def alternatives(
-    translator: Translator,
-    sentences: Sequence[str],
-    decoding: DecodingConfig,
-    options: SearchOptions,
-    ranks: Ranks = ALONE,
-    label: str = "",
+    translator: Translator, sentences: Sequence[str], options: SearchOptions, ranks: Ranks = ALONE, label: str = ""
 ) -> list[list[Translation]]:
     """Translate each sentence under `options`, best first; an empty sentence has one translation, which is empty.
 
@@ -91,14 +80,14 @@ def alternatives(
     Raises ConfigError or DataError for options and sentences that do not fit together, and where the rules leave a
     sentence no translation.
     """
-    options.check(sentences, decoding)
-    tasks = tasks_of(translator, sentences, decoding, options)
+    options.check(sentences, translator.config.decoding)
+    tasks = tasks_of(translator, sentences, options)
 
     def search(rows: list[int]) -> list[list[Hypothesis]]:
-        return search_rows(translator, tasks, decoding, options, rows)
+        return search_rows(translator, tasks, options, rows)
 
     sources = [task.source for task in tasks]
-    found = in_batches(translator, sources, decoding.batch_sentences, search, ranks, label)
+    found = in_batches(translator, sources, search, ranks, label)
     note_unmet(found, options.constraints or [])
     empty = [Hypothesis([], 0.0, 0.0)]
     rows = [found.get(row, empty) for row in range(len(sentences))]
@@ -111,11 +100,10 @@ def in_words(rows: Sequence[Sequence[Hypothesis]], subwords: Subwords) -> list[l
     return [[Translation(one_line(next(texts)), one.score, one.log_probability) for one in row] for row in rows]
 
 
-def tasks_of(
-    translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, options: SearchOptions
-) -> list[Task]:
+def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOptions) -> list[Task]:
     """Return sentences and demands in subwords; raise DataError for a beginning that leaves no step to go on."""
-    sources = source_ids(translator.source, translator.config, sentences, decoding)
+    sources = source_ids(translator.source, translator.config, sentences)
+    longest = translator.config.decoding.max_length
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:
@@ -129,10 +117,10 @@ def tasks_of(
                 f"{option}: line {number:,} is not empty, but sentence {number:,} has no subwords: remove one of them"
             )
     for number, prefix in enumerate(prefixes, start=1):
-        if len(prefix) >= decoding.max_length:
+        if len(prefix) >= longest:
             raise DataError(
                 f"--prefixes: line {number:,} has {len(prefix):,} subwords, and a translation at most "
-                f"{decoding.max_length:,} steps, the run's decoding.max_length, with one for the end: shorten it"
+                f"{longest:,} steps, the run's decoding.max_length, with one for the end: shorten it"
             )
     return [Task(*each) for each in zip(sources, prefixes, phrases, strict=True)]
 
@@ -150,10 +138,11 @@ def most_steps(task: Task, decoding: DecodingConfig) -> int:
 
 
 def search_rows(
-    translator: Translator, tasks: Sequence[Task], decoding: DecodingConfig, options: SearchOptions, rows: list[int]
+    translator: Translator, tasks: Sequence[Task], options: SearchOptions, rows: list[int]
 ) -> list[list[Hypothesis]]:
     """Translate the sentences of these rows, the longest first; without `options.scores` they may be nan."""
     models = translator.models
+    decoding = translator.config.decoding
     some = [tasks[row] for row in rows]
     src = as_batch(translator, [task.source for task in some])
     shared: dict[str, Any] = {

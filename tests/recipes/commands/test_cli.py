@@ -360,7 +360,7 @@ def test_sentences_come_from_words_a_file_a_pipe_or_a_person(
     capsys.readouterr()
     assert main(["translate", "--run", str(run), *words]) == 0
     translator = load_translator(run / "best")
-    expected = translate(translator, sentences, translator.config.decoding)
+    expected = translate(translator, sentences)
     assert all(expected)
     printed = capsys.readouterr().out.splitlines()
     assert printed == (["Type a sentence and press Enter; an empty line ends."] if way == "typed" else []) + expected
@@ -500,7 +500,7 @@ def test_alignments_are_written_line_by_line(run: Path, tmp_path: Path, capsys: 
     assert main(words) == 0
     texts = capsys.readouterr().out.split("\n")[:-1]
     translator = load_translator(run / "best")
-    found = align(translator, [SENTENCE, "", "The number is six."], texts, translator.config.decoding)
+    found = align(translator, [SENTENCE, "", "The number is six."], texts)
     assert [bool(links) for links in found] == [True, False, True]
     assert (tmp_path / "a").read_text() == "".join(f"{pharaoh(links)}\n" for links in found)
 
@@ -518,7 +518,7 @@ def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
     (line,) = [line for line in first.splitlines() if " translate --run " in line]
     found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
     translator = load_translator(tmp_path / "demo" / "best")
-    assert found.stdout.splitlines() == translate(translator, [SENTENCE], translator.config.decoding)
+    assert found.stdout.splitlines() == translate(translator, [SENTENCE])
 
     assert main(["demo", *words]) == 0
     second = capsys.readouterr().out

@@ -21,12 +21,14 @@ import torch
 
 from recipes.translation.commands import main
 from recipes.translation.files.atomic_folder import sha256
-from recipes.translation.run_folder.checkpoint import load_translator, save_model, weights_digest
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.evaluate import Evaluation
-from recipes.translation.scores.scores import score, scores_in_words
+from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.translating.translate import translate
 from tests.recipes.command_line import SENTENCE, refusal
 from tests.recipes.random_translator import random_translator
+from tests.recipes.scores.scored import score
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +197,7 @@ def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
     assert main(["evaluate", "--run", str(run), "--ensemble", str(tmp_path / "other"), *files]) == 0
     first = load_translator(run / "best")
     second = load_translator(tmp_path / "other" / "best")
-    texts = translate(replace(first, others=(second.model,)), [SENTENCE, "The number is six."], first.config.decoding)
+    texts = translate(replace(first, others=(second.model,)), [SENTENCE, "The number is six."])
     found = (run / "news.en.ensemble.translations.txt").read_text()
     assert found == "".join(f"{text}\n" for text in texts)
     assert found != alone
@@ -229,7 +231,7 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     assert main(["evaluate", "--run", str(run), *files]) == 0
     printed = capsys.readouterr().out
     translator = load_translator(run / "best")
-    texts = translate(translator, [SENTENCE, "", "The number is six."], translator.config.decoding)
+    texts = translate(translator, [SENTENCE, "", "The number is six."])
     assert (run / "wmt.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
     expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
     assert json.loads((run / "wmt.en.scores.json").read_text()) == {

@@ -61,7 +61,7 @@ def test_a_pair_of_languages_needs_nothing_but_its_names_and_files(
     assert corpus.target.decode(corpus.train.plain.targets) == sentences(target)
     train(config, insist=True)
     translator = load_translator(tmp_path / "run" / "last")
-    assert len(translate(translator, sentences(source)[:3], config.decoding)) == 3
+    assert len(translate(translator, sentences(source)[:3])) == 3
     assert evaluate(translator, "test").scores["sentences"] == 60
 
 

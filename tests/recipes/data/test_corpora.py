@@ -63,12 +63,12 @@ def test_a_sentence_is_translated_into_data_target_unless_it_names_another_langu
     train(config)
     translator = load_translator(tmp_path / "run" / "last")
     sentences = ["One dog.", "<2en> Ein Hund.", "<2de> One dog.", ""]
-    found = source_ids(translator.source, translator.config, sentences, config.decoding)
+    found = source_ids(translator.source, translator.config, sentences)
     assert [pieces(translator.source, ids[:1]) for ids in found] == [
         ["\u2581<2de>"], ["\u2581<2en>"], ["\u2581<2de>"], []
     ]  # fmt: skip
     assert found[0] == found[2]
-    (linked,) = align(translator, ["One dog."], ["Ein Hund."], config.decoding)
+    (linked,) = align(translator, ["One dog."], ["Ein Hund."])
     assert {source for source, _ in linked} <= {0, 1}
 
 

@@ -60,7 +60,7 @@ def test_a_sentence_has_lower_case_and_a_tag_unless_it_has_one(translator: Trans
     assert source_text(config, "<2zh-Hant> See 12") == "<2zh-Hant> see 12"
     assert source_text(config, " ") == " "
     assert target_text(config, "Siehe HTTPS://X.org/7") == "siehe https://x.org/7"
-    (ids,) = source_ids(translator.source, config, [SENTENCE], DECODING)
+    (ids,) = source_ids(translator.source, config, [SENTENCE])
     assert pieces(translator.source, ids)[0] == BLANK + "<2de>"
 
 
@@ -71,12 +71,12 @@ def test_beginnings_phrases_and_scores_are_of_text_in_lower_case(translator: Tra
     ((phrase,), _) = phrases_of(translator, [["Diese 12"], []])
     assert translator.target.decode([list(phrase.tokens)]) == ["diese 12"]
     assert phrase.whole  # 12 must not be the beginning of 123
-    (score,) = score_pairs(translator, [SENTENCE], ["Siehe 12"], DECODING)
-    (source,) = source_ids(translator.source, translator.config, [SENTENCE], DECODING)
+    (score,) = score_pairs(translator.with_decoding(DECODING), [SENTENCE], ["Siehe 12"])
+    (source,) = source_ids(translator.source, translator.config, [SENTENCE])
     (target,) = translator.target.encode(["siehe 12"])
     assert [score.log_prob] == log_probabilities(translator.model, [source], [[*target, EOS]])
     demands = SearchOptions(n_best=2, prefixes=["Siehe HTTPS://X.org/7"], constraints=[["12"]])
-    (found,) = alternatives(translator, [SENTENCE], replace(DECODING, max_length=60), demands)
+    (found,) = alternatives(translator.with_decoding(replace(DECODING, max_length=60)), [SENTENCE], demands)
     assert all(one.text.startswith("siehe https://x.org/7") for one in found)
     assert "12" in found[0].text.split("/7")[1]
 
@@ -95,9 +95,9 @@ def test_alignments_count_the_words_of_the_sentence_and_never_link_the_tag(
 
     monkeypatch.setattr(alignments, "attention_weights", to_the_tag)
     for sentence, last in ((SENTENCE, 3), ("<2zh-Hant> " + SENTENCE, 0)):
-        found = alignments.align(translator, [sentence], ["Siehe 12 Seiten"], DECODING)
+        found = alignments.align(translator.with_decoding(DECODING), [sentence], ["Siehe 12 Seiten"])
         assert found == [[(last, 0), (last, 1), (last, 2)]]
-        assert read[-1][:-1] == source_ids(translator.source, translator.config, [sentence], DECODING)[0]
+        assert read[-1][:-1] == source_ids(translator.source, translator.config, [sentence])[0]
 
 
 @pytest.mark.parametrize(

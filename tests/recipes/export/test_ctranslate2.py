@@ -20,7 +20,7 @@ from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.forced_decoding import log_probabilities
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded
+from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded, under
 from tests.recipes.random_translator import fingerprint
 
 pytestmark = pytest.mark.formats
@@ -52,8 +52,8 @@ def test_each_thread_translates_batches_of_its_own(
     assert three.engine.num_translators == 3
     for count in (1, 2, 7, len(SENTENCES)):
         some = SENTENCES[:count]
-        found = ctranslate2_engine.translate(three, some, translator.config.decoding)
-        assert found == translate(translator, some, translator.config.decoding)
+        found = ctranslate2_engine.translate(three, some)
+        assert found == translate(translator, some)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -63,8 +63,8 @@ def test_log_probabilities_and_greedy_translations_are_those_of_the_model(
 ) -> None:
     translator = random_translator(subwords, tmp_path / "run", {"model.norm": norm, "model.tie": tie}, end=0.0)
     found = exported(translator, tmp_path / "exported")
-    ours = translate(translator, SENTENCES, translator.config.decoding)
-    assert ctranslate2_engine.translate(found, SENTENCES, translator.config.decoding) == ours
+    ours = translate(translator, SENTENCES)
+    assert ctranslate2_engine.translate(found, SENTENCES) == ours
     assert len(set(ours)) > 1
     pieces = subwords.pieces()
     sources = subwords.encode(SENTENCES[:8])
@@ -88,15 +88,15 @@ def test_minimum_length_and_ngrams_are_those_of_the_model(
     translator = random_translator(subwords, tmp_path / "run", {"decoding.max_length": 30}, end=1.0)
     found = exported(translator, tmp_path / "exported")
     decoding = translator.config.decoding
-    ours = translate(translator, SENTENCES, replace(decoding, **rule))  # type: ignore[arg-type]
-    assert ctranslate2_engine.translate(found, SENTENCES, replace(decoding, **rule)) == ours  # type: ignore[arg-type]
-    assert ours != translate(translator, SENTENCES, decoding)
+    ours = translate(translator.with_decoding(replace(decoding, **rule)), SENTENCES)  # type: ignore[arg-type]
+    assert ctranslate2_engine.translate(under(found, replace(decoding, **rule)), SENTENCES) == ours  # type: ignore[arg-type]
+    assert ours != translate(translator.with_decoding(decoding), SENTENCES)
 
 
 def test_no_setting_of_decoding_is_passed_over(subwords: Subwords, tmp_path: Path) -> None:
     translator = random_translator(subwords, tmp_path / "run", {})
     decoding, read = recorded(translator.config.decoding)
-    ctranslate2_engine.translate(exported(translator, tmp_path / "exported"), SENTENCES, decoding)
+    ctranslate2_engine.translate(under(exported(translator, tmp_path / "exported"), decoding), SENTENCES)
     assert read == {each.name for each in fields(DecodingConfig)}
 
 
@@ -107,8 +107,8 @@ def test_of_the_hypotheses_the_best_by_our_own_normalisation_is_taken(
     translator = random_translator(subwords, tmp_path / "run", {})
     found = exported(translator, tmp_path / "exported")
     decoding = replace(translator.config.decoding, beam=4, length_penalty=2.0, length_norm=norm)  # type: ignore[arg-type]
-    ours = ctranslate2_engine.translate(found, SENTENCES, decoding)
-    without = ctranslate2_engine.translate(found, SENTENCES, replace(decoding, length_penalty=0.0))
+    ours = ctranslate2_engine.translate(under(found, decoding), SENTENCES)
+    without = ctranslate2_engine.translate(under(found, replace(decoding, length_penalty=0.0)), SENTENCES)
     assert ours != without
     pieces = subwords.pieces()
     for sentence, translation in zip(SENTENCES[:8], ours, strict=False):
@@ -138,9 +138,9 @@ def test_the_n_best_are_distinct_sorted_and_scored_as_the_model_scores_them(subw
     found = exported(translator, tmp_path / "exported")
     decoding = replace(translator.config.decoding, beam=4, length_penalty=1.0, length_norm="length")
     some = SENTENCES[:6]
-    rows = ctranslate2_engine.alternatives(found, ["", *some], decoding, n_best=3)
+    rows = ctranslate2_engine.alternatives(under(found, decoding), ["", *some], n_best=3)
     assert [one.text for one in rows[0]] == [""]
-    assert [row[0].text for row in rows[1:]] == ctranslate2_engine.translate(found, some, decoding)
+    assert [row[0].text for row in rows[1:]] == ctranslate2_engine.translate(under(found, decoding), some)
     pieces = subwords.pieces()
     ids = subwords.encode(some)
     sources = [[pieces[token] for token in source] for source in ids]
@@ -163,9 +163,9 @@ def test_a_short_sentence_keeps_its_own_limit_beside_a_long_one(subwords: Subwor
     found = exported(translator, tmp_path / "exported")
     decoding = translator.config.decoding
     short = min(SENTENCES, key=len)
-    both = ctranslate2_engine.translate(found, [short, " ".join(SENTENCES[:3])], decoding)
-    assert both[0] == ctranslate2_engine.translate(found, [short], decoding)[0]
-    assert both[0] == translate(translator, [short], decoding)[0]
+    both = ctranslate2_engine.translate(under(found, decoding), [short, " ".join(SENTENCES[:3])])
+    assert both[0] == ctranslate2_engine.translate(under(found, decoding), [short])[0]
+    assert both[0] == translate(translator.with_decoding(decoding), [short])[0]
 
 
 @pytest.mark.parametrize("beam", [1, 2, 3, 5])
@@ -205,15 +205,15 @@ def test_a_source_and_a_translation_of_the_longest_lengths_are_translated(
     found = exported(translator, tmp_path / "exported")
     decoding = translator.config.decoding
     for sentence in (SENTENCES[0], " ".join(SENTENCES[:3])):
-        ours = translate(translator, [sentence], decoding)
-        assert ctranslate2_engine.translate(found, [sentence], decoding) == ours
+        ours = translate(translator.with_decoding(decoding), [sentence])
+        assert ctranslate2_engine.translate(under(found, decoding), [sentence]) == ours
 
 
 def test_an_empty_sentence_stays_empty(subwords: Subwords, tmp_path: Path) -> None:
     translator = random_translator(subwords, tmp_path / "run", {})
     found = exported(translator, tmp_path / "exported")
-    assert ctranslate2_engine.translate(found, ["", SENTENCES[0], ""], translator.config.decoding)[::2] == ["", ""]
-    assert ctranslate2_engine.translate(found, [], translator.config.decoding) == []
+    assert ctranslate2_engine.translate(found, ["", SENTENCES[0], ""])[::2] == ["", ""]
+    assert ctranslate2_engine.translate(found, []) == []
 
 
 def test_padding_and_the_start_symbol_are_never_output(subwords: Subwords, tmp_path: Path) -> None:
@@ -222,7 +222,9 @@ def test_padding_and_the_start_symbol_are_never_output(subwords: Subwords, tmp_p
         translator.model.generator.bias[[PAD, BOS]] = 100
     found = exported(translator, tmp_path / "exported")
     decoding = translator.config.decoding
-    assert ctranslate2_engine.translate(found, SENTENCES, decoding) == translate(translator, SENTENCES, decoding)
+    assert ctranslate2_engine.translate(under(found, decoding), SENTENCES) == translate(
+        translator.with_decoding(decoding), SENTENCES
+    )
 
 
 def test_eight_bits_make_the_folder_smaller_and_the_numbers_others(subwords: Subwords, tmp_path: Path) -> None:

@@ -100,9 +100,11 @@ def test_text_goes_in_and_the_same_translation_comes_out(
     batch = tokenizer(SENTENCES[:16], return_tensors="pt", padding=True)
     ids = model.generate(**batch)
     assert len(ids[0]) > 2
-    ours = translate(translator, SENTENCES[:16], translator.config.decoding)
+    ours = translate(translator, SENTENCES[:16])
     assert [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)] == ours
-    plain = translate(translator, SENTENCES[:16], replace(translator.config.decoding, min_length=0, no_repeat_ngram=0))
+    plain = translate(
+        translator.with_decoding(replace(translator.config.decoding, min_length=0, no_repeat_ngram=0)), SENTENCES[:16]
+    )
     assert (plain == ours) == (not rules)
 
 

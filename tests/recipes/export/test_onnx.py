@@ -27,7 +27,7 @@ from models import (
 from recipes.translation.data.batches import padded
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
-from recipes.translation.export import onnx_graphs, onnx_model
+from recipes.translation.export import onnx_model
 from recipes.translation.export.onnx_model import check
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import ModelConfig
@@ -61,8 +61,8 @@ class Exported:
 
     def __init__(self, model: EncoderDecoder, folder: Path) -> None:
         self.folder = folder
-        self.names = onnx_graphs.names_of(model)
-        onnx_graphs.save(model, self.names, folder)
+        self.names = onnx_model.names_of(model)
+        onnx_model.save(model, self.names, folder)
         for name in ("encoder", "decoder"):
             onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
         self.state = self.names["state"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.export.ctranslate2_engine import ExportedTranslator
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import DecodingConfig
@@ -40,6 +41,11 @@ def as_saved(translator: Translator) -> SavedModel:
     return SavedModel(
         Path("made"), translator.config, translator.source, translator.target, tensors_of(translator.model), ""
     )
+
+
+def under(found: ExportedTranslator, decoding: DecodingConfig) -> ExportedTranslator:
+    """The same export, which translates by these settings."""
+    return found._replace(config=replace(found.config, decoding=decoding))
 
 
 def recorded(decoding: DecodingConfig) -> tuple[DecodingConfig, set[str]]:

@@ -15,7 +15,7 @@ from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import PAD
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.translators import as_saved
+from tests.recipes.export.translators import as_saved, under
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats
@@ -38,9 +38,9 @@ def test_ctranslate2_translates_an_imported_marian_model_as_torch_does(imported:
     ctranslate2_model.write(as_saved(imported), tmp_path / "exported", None)
     found = ctranslate2_engine.load(tmp_path / "exported")
     decoding = replace(imported.config.decoding, beam=1)
-    expected = translate(imported, SENTENCES, decoding)
+    expected = translate(imported.with_decoding(decoding), SENTENCES)
     assert len(set(expected)) > 1
-    assert ctranslate2_engine.translate(found, SENTENCES, decoding) == expected
+    assert ctranslate2_engine.translate(under(found, decoding), SENTENCES) == expected
 
 
 def test_transformers_has_the_same_logits_of_an_imported_marian_model_again(

@@ -84,9 +84,9 @@ def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> Non
     """The tag of the target is given, and no part of either."""
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     ids = translator.source.encode(["A small dog!"])
-    ((best, *_),) = alternatives(translator, ["A small dog!"], translator.config.decoding, SearchOptions(n_best=2))
+    ((best, *_),) = alternatives(translator, ["A small dog!"], SearchOptions(n_best=2))
     task = Task(ids[0])
-    (((tokens, *_),),) = search_rows(translator, [task], translator.config.decoding, SearchOptions(), [0])
+    (((tokens, *_),),) = search_rows(translator, [task], SearchOptions(), [0])
     if len(tokens) < min(default_limit(len(ids[0]) + 1), translator.config.decoding.max_length):
         tokens = [*tokens, EOS]
     (found,) = log_probabilities(translator.model, ids, [tokens], translator.source.symbols)
@@ -112,13 +112,12 @@ def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training
 def test_a_target_longer_than_the_learned_positions_is_not_scored(tmp_path: Path) -> None:
     translator = read_model(published.mbart(tmp_path / "model"), tmp_path / "run", "en_XX", "de_DE").translator
     fits = max(range(1, 63), key=lambda words: (len(translator.target.encode(["one " * words])[0]) <= 62) * words)
-    decoding = translator.config.decoding
-    (found,) = score_pairs(translator, ["one"], ["one " * fits], decoding)
+    (found,) = score_pairs(translator, ["one"], ["one " * fits])
     assert found.tokens > 50
     with pytest.raises(
         DataError, match=r"^target 2 has \d+ subwords, and the model has learned positions for 62: split"
     ):
-        score_pairs(translator, ["one", "two"], ["one", "one " * 70], decoding)
+        score_pairs(translator, ["one", "two"], ["one", "one " * 70])
 
 
 def test_a_target_language_before_the_sentence_is_one_subword(tmp_path: Path) -> None:

@@ -259,8 +259,8 @@ def test_a_run_of_it_translates_as_before(pair: Pair, tmp_path: Path) -> None:
         30 - len(pair.ours.source.symbols.start),
     )
     assert loaded.source.symbols == pair.ours.source.symbols
-    found = translate(loaded, SENTENCES, decoding)
-    assert found == translate(pair.ours, SENTENCES, decoding)
+    found = translate(loaded.with_decoding(decoding), SENTENCES)
+    assert found == translate(pair.ours.with_decoding(decoding), SENTENCES)
     assert len(set(found)) > 1
     with pytest.raises(CheckpointError, match=r"has a model already, in .*best: name another folder with --run$"):
         import_model(pair.folder, run, *pair.languages)

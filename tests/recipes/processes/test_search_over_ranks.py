@@ -35,7 +35,7 @@ DECODING = DecodingConfig(beam=6, max_length=20, batch_sentences=2)
 
 def translated(rank: int, world: int, folder: Path, options: SearchOptions) -> list[list[Translation]]:
     with joined(30) as every:
-        return alternatives(load_translator(folder), SENTENCES, DECODING, options, every)
+        return alternatives(load_translator(folder).with_decoding(DECODING), SENTENCES, options, every)
 
 
 @pytest.mark.parametrize("options", ["samples", "demands"])
@@ -67,7 +67,7 @@ def translated_in_parts(
         translator = Translator(whole.config, model, whole.source, whole.target)
         with layout.independent() as searching:
             return {
-                name: alternatives(translator, SENTENCES, DECODING, options, searching)
+                name: alternatives(translator.with_decoding(DECODING), SENTENCES, options, searching)
                 for name, options in OPTIONS.items()
             }
 
@@ -76,7 +76,9 @@ def translated_in_parts(
 def test_a_model_in_parts_finds_what_the_whole_one_does(layout: str, tmp_path: Path) -> None:
     whole = random_translator(tmp_path)
     whole.model.double()
-    expected = {name: alternatives(whole, SENTENCES, DECODING, options) for name, options in OPTIONS.items()}
+    expected = {
+        name: alternatives(whole.with_decoding(DECODING), SENTENCES, options) for name, options in OPTIONS.items()
+    }
     assert len({one.score for row in expected["beam"] for one in row}) > 20
     world, changes = LAYOUTS[layout]
     for found in ranks(world, translated_in_parts, whole, changes):

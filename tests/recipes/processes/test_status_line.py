@@ -118,7 +118,8 @@ def test_several_processes_have_as_many_sentences_as_there_are(
         clock[0] += 15
         return rows
 
-    in_batches(load_translator(run / "best"), [[5]] * 5, 1, search, replace(ALONE, world=2), "translate")
+    one_by_one = load_translator(run / "best", overrides={"decoding.batch_sentences": 1})
+    in_batches(one_by_one, [[5]] * 5, search, replace(ALONE, world=2), "translate")
     # The first of two processes has three of the five
     assert [line.split("   ")[0] for line in piped.getvalue().splitlines()] == [
         "[translate] 1/5 sentences",

@@ -12,7 +12,8 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
-from recipes.translation.run_folder.checkpoint import save_model, weights_digest
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.made_from import weights_digest
 from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import SENTENCES, make_run

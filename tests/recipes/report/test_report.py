@@ -15,7 +15,8 @@ from recipes.translation.report.charts import Series, attention_chart, bins_of, 
 from recipes.translation.report.draw import report, shown, write_report
 from recipes.translation.report.figures import Chart, binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
-from recipes.translation.run_folder.checkpoint import save_model, weights_digest
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.scores import chrf
 from recipes.translation.settings.metrics import METRICS
 from tests.recipes.random_translator import random_translator

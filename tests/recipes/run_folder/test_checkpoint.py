@@ -202,7 +202,7 @@ def test_a_best_folder_alone_translates_as_the_run_did(run: Path, tmp_path: Path
     alone = shutil.copytree(model_in(run, "best"), tmp_path / "alone")
     sentences = ["The number is six.", "The teacher is thirty years old."]
     there, here = load_translator(run / "best"), load_translator(alone)
-    assert translate(here, sentences, here.config.decoding) == translate(there, sentences, there.config.decoding)
+    assert translate(here, sentences) == translate(there, sentences)
     assert {path.name for path in alone.iterdir()} == {
         "config.yaml",
         "joint.model",

@@ -12,8 +12,8 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.export import ctranslate2_model
-from recipes.translation.run_folder.checkpoint import save_model, weights_digest
-from recipes.translation.run_folder.made_from import exported_from
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.made_from import exported_from, weights_digest
 from recipes.translation.translating.translate import translate
 from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator

@@ -133,7 +133,7 @@ def test_without_sources_it_is_refused(files: list[str], capsys: pytest.CaptureF
 
 
 def test_scores_without_it_say_none() -> None:
-    from recipes.translation.scores.scores import score
+    from tests.recipes.scores.scored import score
 
     found = json.loads(json.dumps(score(["a"], ["a"])))
     assert found["comet"] is found["comet_signature"] is None

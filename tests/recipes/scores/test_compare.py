@@ -11,7 +11,8 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.run_folder.checkpoint import save_model, weights_digest
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.compare import compare
 from recipes.translation.scores.paired_tests import compared
 from recipes.translation.scores.scores import measure

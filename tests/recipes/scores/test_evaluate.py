@@ -23,13 +23,14 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.evaluate import evaluate
-from recipes.translation.scores.scores import score, scores_in_words
+from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.text.bleu_tokenizers import check_tokenizer
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
 from tests.recipes.scores.examples import damaged
 from tests.recipes.scores.examples import references as sentences
+from tests.recipes.scores.scored import score
 from tests.recipes.tiny import LEARNS, tiny
 
 HYPOTHESES = ["The cat sat on the mat.", "A Dog barks at the red moon, loudly!", "It costs 3.50 euros now."]
@@ -173,10 +174,10 @@ def test_a_sentence_is_translated_alike_in_any_company_and_order(translator: Tra
     decoding = replace(translator.config.decoding, batch_sentences=3)
     pairs = load_pairs(translator.config.data, "test")[:7]
     sentences = [pair.source for pair in pairs]
-    alone = [translate(translator, [sentence], decoding)[0] for sentence in sentences]
+    alone = [translate(translator.with_decoding(decoding), [sentence])[0] for sentence in sentences]
     assert len(set(alone)) > 2
-    assert translate(translator, sentences, decoding) == alone
-    assert translate(translator, sentences[::-1], decoding) == alone[::-1]
+    assert translate(translator.with_decoding(decoding), sentences) == alone
+    assert translate(translator.with_decoding(decoding), sentences[::-1]) == alone[::-1]
 
 
 def test_the_model_sees_a_sentence_as_it_did_in_training(translator: Translator) -> None:
@@ -184,26 +185,27 @@ def test_the_model_sees_a_sentence_as_it_did_in_training(translator: Translator)
     sentences = [pair.source for pair in pairs]
     batches = TokenBatches(translator.source.encode(sentences), [[]] * 20, batch_tokens=10_000, seed=0)
     found = greedy(translator.model, batches.batch(range(20)).src, bos=BOS, eos=EOS, max_length=30)
-    assert translate(translator, sentences, translator.config.decoding) == translator.target.decode(found)
+    assert translate(translator, sentences) == translator.target.decode(found)
 
 
 def test_an_empty_line_stays_an_empty_line(translator: Translator) -> None:
-    found = translate(translator, ["", "The number is six.", "   ", ""], translator.config.decoding)
+    found = translate(translator, ["", "The number is six.", "   ", ""])
     assert [bool(text) for text in found] == [False, True, False, False]
-    assert translate(translator, [], translator.config.decoding) == []
+    assert translate(translator, []) == []
 
 
 def test_a_wider_beam_is_used_where_it_is_asked_for(translator: Translator) -> None:
     sentences = [pair.source for pair in load_pairs(translator.config.data, "test")[:20]]
     greedy, beam = (
-        translate(translator, sentences, replace(translator.config.decoding, beam=width)) for width in (1, 4)
+        translate(translator.with_decoding(replace(translator.config.decoding, beam=width)), sentences)
+        for width in (1, 4)
     )
     assert greedy != beam
 
 
 def test_no_translation_is_longer_than_max_length(translator: Translator) -> None:
     short = replace(translator.config.decoding, max_length=3)
-    for text in translate(translator, ["The number is six.", "The teacher is thirty years old."], short):
+    for text in translate(translator.with_decoding(short), ["The number is six.", "The teacher is thirty years old."]):
         assert len(translator.target.encode([text])[0]) <= 3
 
 
@@ -211,7 +213,7 @@ def test_a_lower_case_model_sees_lower_case_text(translator: Translator) -> None
     config = translator.config
     lowercase = replace(translator, config=replace(config, subwords=replace(config.subwords, lowercase=True)))
     texts = ["the number is six.", "THE Number Is SIX."]
-    one, other = translate(lowercase, texts, config.decoding)
+    one, other = translate(lowercase, texts)
     assert one == other
 
 
@@ -225,7 +227,7 @@ def test_an_evaluation_scores_its_split_and_writes_what_it_translated(
     found = evaluate(translator, "valid")
     pairs = load_pairs(translator.config.data, "valid")
     references = [pair.target for pair in pairs]
-    assert found.translations == translate(translator, [pair.source for pair in pairs], translator.config.decoding)
+    assert found.translations == translate(translator, [pair.source for pair in pairs])
     assert found.scores == score(found.translations, references)
     texts, scores = replace(found, digests=("abc", "def")).write(tmp_path)
     assert texts.read_text().split("\n")[:-1] == found.translations

@@ -66,7 +66,7 @@ def translated(client: httpx.Client, q: object, **fields: object) -> Any:
 def test_concurrent_requests_are_answered_with_the_translations_of_the_command(
     service: Running, translator: Translator
 ) -> None:
-    expected = translate(translator, SENTENCES, translator.config.decoding)
+    expected = translate(translator, SENTENCES)
     assert len(set(expected)) > 5
 
     async def all_at_once() -> list[httpx.Response]:
@@ -81,7 +81,7 @@ def test_concurrent_requests_are_answered_with_the_translations_of_the_command(
 
 
 def test_a_document_keeps_its_lines(client: httpx.Client, translator: Translator) -> None:
-    one, two = translate(translator, SENTENCES[:2], translator.config.decoding)
+    one, two = translate(translator, SENTENCES[:2])
     text = f"{SENTENCES[0]}\r\n\r\n\n{SENTENCES[1]}\n"
     assert translated(client, text)["translatedText"] == f"{one}\r\n\r\n\n{two}\n"
     assert translated(client, "")["translatedText"] == ""
@@ -135,14 +135,14 @@ def test_the_page_gets_the_alternatives_and_alignments_of_the_command(
     asked = {"model": 1, "lines": SENTENCES[:4], "n_best": 3, "links": True}
     found = client.post("/lines", json=asked).json()["lines"]
     decoding = translator.config.decoding
-    expected = alternatives(translator, SENTENCES[:4], decoding, SearchOptions(n_best=3))
+    expected = alternatives(translator.with_decoding(decoding), SENTENCES[:4], SearchOptions(n_best=3))
     texts = [[one["text"] for one in line["translations"]] for line in found]
     assert texts == [[one.text for one in row] for row in expected]
     for line, row in zip(found, expected, strict=True):
         assert [one["score"] for one in line["translations"]] == pytest.approx([one.score for one in row], rel=1e-4)
         shown = [one["log_probability"] for one in line["translations"]]
         assert shown == pytest.approx([one.log_probability for one in row], rel=1e-4)
-    links = align(translator, SENTENCES[:4], [row[0] for row in texts], decoding)
+    links = align(translator.with_decoding(decoding), SENTENCES[:4], [row[0] for row in texts])
     assert any(links)
     assert [[tuple(link) for link in line["links"]] for line in found] == links
     assert [line["source_words"] for line in found] == [sentence.split() for sentence in SENTENCES[:4]]

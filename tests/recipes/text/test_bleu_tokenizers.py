@@ -19,12 +19,12 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.scores import evaluate as evaluate_module
 from recipes.translation.scores.evaluate import evaluate, evaluate_each
-from recipes.translation.scores.scores import score
 from recipes.translation.settings.config import SCHEMA, RunConfig, load_config
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.training import validation as validation_module
 from recipes.translation.training.validation import Validation, nothing, validate
 from recipes.translation.translating.translate import translate
+from tests.recipes.scores.scored import score
 from tests.recipes.tiny import tiny
 
 CHINESE = ["今天是星期一，天气很好。", "火车七点半开往维也纳。", "这张红色的桌子要五十欧元。"]
@@ -206,7 +206,7 @@ def test_evaluation_uses_the_tokeniser_of_the_settings_unless_another_is_asked_f
     set_char = replace(translator, config=replace(config, data=replace(config.data, tokenize="char")))
     found = evaluate(set_char, "test")
     assert "|tok:char|" in found.scores["bleu_signature"]
-    assert list(found.translations) == translate(translator, [pair.source for pair in found.pairs], config.decoding)
+    assert list(found.translations) == translate(translator, [pair.source for pair in found.pairs])
 
 
 @pytest.mark.parametrize("lowercase", [False, True])

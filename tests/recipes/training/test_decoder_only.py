@@ -61,7 +61,7 @@ def test_it_learns_and_translates_from_its_checkpoint(learned: Path) -> None:
     sentences = [pair.source for pair in pairs(8, 3)]
     plain = [plain_greedy(translator, ids, 8) for ids in translator.source.encode(sentences)]
     assert any(plain)
-    assert translate(translator, sentences, translator.config.decoding) == translator.target.decode(plain)
+    assert translate(translator, sentences) == translator.target.decode(plain)
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.processes.ranks import ALONE, joined
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.run_folder.teacher import load_teacher
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD

@@ -16,7 +16,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
-from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train

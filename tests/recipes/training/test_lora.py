@@ -20,7 +20,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.numbered import kept_models
-from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
@@ -155,7 +155,8 @@ def test_what_is_validated_is_what_is_saved(base: Path, tuned: Path) -> None:
 def test_the_average_of_a_run_is_that_of_its_whole_models(tuned: Path) -> None:
     folders = kept_models(tuned)
     expected = {name: sum(load_weights(each)[name] for each in folders) / 3 for name in load_weights(folders[0])}
-    assert_close(load_weights(average(tuned).folder), expected)  # type: ignore[arg-type]
+    average(tuned)
+    assert_close(load_weights(tuned / "averaged"), expected)  # type: ignore[arg-type]
 
 
 def test_another_run_begins_with_the_sum(tuned: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_it_learns_and_translates_from_its_checkpoint(precision: str, tmp_path: 
     found = losses(tmp_path / "run")
     assert found[-1] < 0.8 * found[0]
     translator = load_translator(tmp_path / "run" / "best")
-    assert any(translate(translator, [pair.source for pair in pairs(8, 3)], config.decoding))
+    assert any(translate(translator, [pair.source for pair in pairs(8, 3)]))
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:

@@ -25,10 +25,9 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
 from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.run_folder.translator import fill_model
+from recipes.translation.run_folder.translator import Translator, fill_model
 from recipes.translation.scores import evaluate
 from recipes.translation.scores.compare import compare
-from recipes.translation.scores.scores import score
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
@@ -36,6 +35,7 @@ from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
+from tests.recipes.scores.scored import score
 from tests.recipes.tiny import tiny
 
 FORWARD = {"train": ["train.en", "train.de"]}
@@ -189,9 +189,9 @@ def test_validations_translate_greedily_whatever_the_beam_of_the_run_is(
     wide = replace(both, decoding=replace(both.decoding, beam=5))
     asked = []
 
-    def noted(_: Any, sentences: Any, decoding: Any, ranks: Any) -> Any:
-        asked.append(decoding)
-        return translate(translator, sentences, decoding, ranks)
+    def noted(greedy: Translator, *given: Any) -> Any:
+        asked.append(greedy.config.decoding)
+        return translate(greedy, *given)
 
     monkeypatch.setattr(validation, "translate", noted)
     one = torch.tensor(1)
@@ -206,7 +206,7 @@ def test_sentences_are_translated_under_the_tags_of_their_corpus(both: RunConfig
     prefixes = [" ".join(source.split()[:2]) for source in newest["sources"]]
     assert [prefix.split()[0] for prefix in prefixes[:4]] == ["<2de>"] * 4
     assert prefixes[4:] == ["<2en> <back>"] * 4
-    assert newest["translations"] == translate(translator, newest["sources"], translator.config.decoding)
+    assert newest["translations"] == translate(translator, newest["sources"])
     sets = load_corpus(both).valid
     for valid in sets:
         read = {" ".join(text.split()[: len(valid.held_out.tags)]) for text in decoded(both, valid.batches.sources)}
@@ -253,7 +253,7 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
         pairs = each.pairs()
         texts = (run / f"test.{each.name}.translations.txt").read_text().splitlines()
         tagged = [" ".join((*each.tags, pair.source)) for pair in pairs]
-        assert texts == translate(translator, tagged, translator.config.decoding)
+        assert texts == translate(translator, tagged)
         expected = score(texts, [pair.target for pair in pairs])
         record = json.loads((run / f"test.{each.name}.scores.json").read_text())
         assert record["bleu"] == expected["bleu"]

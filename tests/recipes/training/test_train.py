@@ -26,13 +26,13 @@ from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
-from recipes.translation.scores.scores import score
 from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation
 from tests.recipes.saved import saved_file
+from tests.recipes.scores.scored import score
 from tests.recipes.tiny import options, tiny
 
 DROPOUT = {

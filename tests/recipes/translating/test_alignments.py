@@ -37,7 +37,7 @@ def test_pharaohs_format_is_source_target() -> None:
 def test_the_words_of_a_pair_are_those_between_spaces(translator: Translator) -> None:
     sources = [pair.source for pair in pairs(7, 5, "test")]
     targets = [pair.target for pair in pairs(7, 5, "test")]
-    found = align(translator, sources, targets, replace(translator.config.decoding, batch_sentences=3))
+    found = align(translator.with_decoding(replace(translator.config.decoding, batch_sentences=3)), sources, targets)
     source_pieces, target_pieces = translator.source.pieces(), translator.target.pieces()
     for source, target, linked in zip(sources, targets, found, strict=True):
         assert {word for _, word in linked} == set(range(len(target.split())))
@@ -54,4 +54,4 @@ def test_the_words_of_a_pair_are_those_between_spaces(translator: Translator) ->
 
 @pytest.mark.parametrize("pair", [("", "Ein Wort"), ("A word", ""), ("  ", " ")])
 def test_an_empty_side_has_no_links(translator: Translator, pair: tuple[str, str]) -> None:
-    assert align(translator, [pair[0], "six"], [pair[1], "sechs"], translator.config.decoding) == [[], [(0, 0)]]
+    assert align(translator, [pair[0], "six"], [pair[1], "sechs"]) == [[], [(0, 0)]]

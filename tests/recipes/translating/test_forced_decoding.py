@@ -98,7 +98,7 @@ def expected_of(translator: Translator, source: str, target: str) -> PairScore:
 
 
 def test_pairs_come_back_in_order_whatever_their_company(translator: Translator) -> None:
-    found = score_pairs(translator, *zip(*TEXTS, strict=True), translator.config.decoding)
+    found = score_pairs(translator, *zip(*TEXTS, strict=True))
     for pair, score in zip(TEXTS, found, strict=True):
         assert score == pytest.approx(expected_of(translator, *pair), rel=1e-12)
         assert score.per_token == score.log_prob / score.tokens
@@ -108,14 +108,14 @@ def test_pairs_come_back_in_order_whatever_their_company(translator: Translator)
 def test_a_lower_case_model_scores_lower_case_text(translator: Translator) -> None:
     config = translator.config
     lowercase = replace(translator, config=replace(config, subwords=replace(config.subwords, lowercase=True)))
-    one, other = score_pairs(lowercase, ["A word", "a WORD"], ["Ein Wort", "EIN wort"], config.decoding)
+    one, other = score_pairs(lowercase, ["A word", "a WORD"], ["Ein Wort", "EIN wort"])
     assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_a_target_that_is_not_unicode_is_refused(translator: Translator) -> None:
     broken = b"caf\xe9".decode("utf-8", "surrogateescape")
     with pytest.raises(DataError, match=r"^sentence 1 is not UTF-8 text"):
-        score_pairs(translator, ["A"], [broken], translator.config.decoding)
+        score_pairs(translator, ["A"], [broken])
 
 
 def test_score_prints_a_line_for_each_pair(
@@ -155,8 +155,7 @@ def divided(rank: int, world: int, folder: Path) -> tuple[list[PairScore], list[
         assert group.world == world
         translator = load_translator(folder)
         sides = [source for source, _ in TEXTS], [target for _, target in TEXTS]
-        decoding = translator.config.decoding
-        return score_pairs(translator, *sides, decoding, group), align(translator, *sides, decoding, group)
+        return score_pairs(translator, *sides, group), align(translator, *sides, group)
 
 
 def test_every_rank_returns_the_scores_and_alignments_of_all(translator: Translator, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_exported_model_is_the_best_of_the_run_to_the_last_bit(run: Path, el
 
 def test_it_translates_as_the_run_does(run: Path, moved: LoadedTranslator) -> None:
     parts = load_parts(run / "best")
-    ours = translate(parts, SENTENCES, parts.config.decoding)
+    ours = translate(parts, SENTENCES)
     assert moved.translate(SENTENCES) == ours
     assert load_translator(run).translate(SENTENCES) == ours
     assert ours[1] == ""
@@ -95,7 +95,7 @@ def test_options_of_a_call_replace_the_run_s_for_that_call(run: Path, moved: Loa
     parts = load_parts(run / "best")
     for options in ({"beam": 3}, {"max_length": 3}, {"beam": 5, "length_penalty": 2.0, "length_norm": "length"}):
         decoding = replace(parts.config.decoding, **options)  # type: ignore[arg-type]
-        assert moved.translate(SENTENCES, **options) == translate(parts, SENTENCES, decoding)
+        assert moved.translate(SENTENCES, **options) == translate(parts.with_decoding(decoding), SENTENCES)
     assert moved.translate(SENTENCES, max_length=1) != moved.translate(SENTENCES)
 
 

@@ -60,8 +60,8 @@ def test_what_is_cut_off_a_sentence_has_no_links(translator: Translator) -> None
     short = replace(translator, config=replace(config, training=training, decoding=decoding))
     long = " ".join(SENTENCES * 3)
     read = short.source.encode([long])[0][:8]
-    (found,) = align(short, [long], ["Der Zug hat acht Wagen"], decoding)
-    (alone,) = align(translator, short.source.decode([read]), ["Der Zug hat acht Wagen"], config.decoding)
+    (found,) = align(short.with_decoding(decoding), [long], ["Der Zug hat acht Wagen"])
+    (alone,) = align(translator.with_decoding(config.decoding), short.source.decode([read]), ["Der Zug hat acht Wagen"])
     assert found == alone
 
 
@@ -96,10 +96,10 @@ def test_results_never_replace_those_of_the_runs_own_data(
 def test_a_line_without_subwords_stays_empty_in_a_model_with_tags(tmp_path: Path) -> None:
     model = tagged(tmp_path)
     lines = [SENTENCES[0], INVISIBLE, "<2de>", "", SENTENCES[1]]
-    found = translate(model, lines, model.config.decoding)
+    found = translate(model, lines)
     assert [bool(text) for text in found] == [True, False, False, False, True]
-    assert found[::4] == translate(model, lines[::4], model.config.decoding)
-    assert align(model, lines[:2], ["Der Zug"] * 2, model.config.decoding)[1] == []
+    assert found[::4] == translate(model, lines[::4])
+    assert align(model, lines[:2], ["Der Zug"] * 2)[1] == []
 
 
 @pytest.mark.parametrize("option", ["prefixes", "constraints"])
@@ -108,8 +108,9 @@ def test_a_demand_on_a_line_without_subwords_is_refused(translator: Translator, 
     if option == "constraints":
         demands = [[], ["Der"]]
     options = SearchOptions(**{option: demands})
+    wide = translator.with_decoding(replace(translator.config.decoding, beam=2))
     with pytest.raises(DataError, match=f"--{option}: line 2 is not empty, but sentence 2 has no subwords"):
-        alternatives(translator, [SENTENCES[0], INVISIBLE], replace(translator.config.decoding, beam=2), options)
+        alternatives(wide, [SENTENCES[0], INVISIBLE], options)
 
 
 @pytest.mark.parametrize(("text", "whole"), [("Café", True), ("m\u00b2", True), ("(a)", False), ("\u4e2d", False)])
@@ -127,7 +128,8 @@ def test_no_temperature_is_too_high_or_too_low(
     translator: Translator, temperature: float, limits: dict[str, Any]
 ) -> None:
     options = SearchOptions(sampling=Sampling(3, seed=1, temperature=temperature, **limits))
-    found = alternatives(translator, SENTENCES, replace(translator.config.decoding, max_length=6), options)
+    short = translator.with_decoding(replace(translator.config.decoding, max_length=6))
+    found = alternatives(short, SENTENCES, options)
     assert [len(row) for row in found] == [3] * len(SENTENCES)
 
 

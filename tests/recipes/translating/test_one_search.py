@@ -53,7 +53,7 @@ def expected(runs: list[Path], settings: dict[str, str]) -> list[str]:
     overrides: dict[str, object] = {f"decoding.{field_of(name)}": value for name, value in settings.items()}
     first, *others = (load_translator(run / "best", overrides=overrides) for run in runs)
     together = dataclasses.replace(first, others=tuple(other.model for other in others))
-    return translate(together, SENTENCES, together.config.decoding)
+    return translate(together, SENTENCES)
 
 
 def field_of(option: str) -> str:

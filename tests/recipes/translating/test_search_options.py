@@ -119,7 +119,7 @@ def test_scores_alone_are_those_of_the_plain_translations(
 
 def test_an_empty_sentence_stays_empty(translator: Translator) -> None:
     demands = SearchOptions(n_best=2, prefixes=["", "I"], constraints=[[], ["six"]])
-    empty, full = alternatives(translator, ["", SENTENCES[0]], replace(DECODING, min_length=3), demands)
+    empty, full = alternatives(translator.with_decoding(replace(DECODING, min_length=3)), ["", SENTENCES[0]], demands)
     assert [tuple(one) for one in empty] == [("", 0.0, 0.0)]
     assert len(full) == 2
 
@@ -130,7 +130,7 @@ def test_each_translation_begins_as_its_line_demands(
     starts = ["The", "", "Nine of", "", "six", "It"]
     (tmp_path / "starts").write_text("".join(f"{start}\n" for start in starts))
     found = printed(capsys, "--run", runs[0], "--file", file, "--prefixes", tmp_path / "starts")
-    plain = translate(translator, SENTENCES, DECODING)
+    plain = translate(translator.with_decoding(DECODING), SENTENCES)
     for start, one, free in zip(starts, found, plain, strict=True):
         assert one.startswith(start)
         assert start or one == free
@@ -159,7 +159,8 @@ def test_a_word_stays_whole_where_the_model_would_add_letters(translator: Transl
     with torch.no_grad():
         model.generator.bias[letters] += 20
     demands = SearchOptions(constraints=[["six"], ["Vienna"]])
-    found = alternatives(replace(translator, model=model), SENTENCES[:2], replace(DECODING, beam=8), demands)
+    changed = replace(translator, model=model).with_decoding(replace(DECODING, beam=8))
+    found = alternatives(changed, SENTENCES[:2], demands)
     for word, row in zip(("six", "Vienna"), found, strict=True):
         assert re.search(rf"(?<!\w){word}(?!\w)", row[0].text)
 
@@ -180,7 +181,7 @@ def test_a_short_sentence_has_as_many_steps_as_is_demanded_of_it(
 ) -> None:
     assert 2 * len(translator.source.encode(["six"])[0]) + 12 < 25
     decoding = DecodingConfig(beam=beam, max_length=120, min_length=shortest)
-    ((found,),) = alternatives(translator, ["six"], decoding, demands)
+    ((found,),) = alternatives(translator.with_decoding(decoding), ["six"], demands)
     assert len(translator.target.encode([found.text])[0]) >= 25
     assert capsys.readouterr().err == ""
 
@@ -188,7 +189,7 @@ def test_a_short_sentence_has_as_many_steps_as_is_demanded_of_it(
 def test_a_phrase_that_does_not_fit_is_named(translator: Translator, capsys: pytest.CaptureFixture[str]) -> None:
     demands = SearchOptions(constraints=[["six"], ["six", "the train to Vienna leaves at half past seven"]])
     short = replace(DECODING, max_length=5)
-    found = alternatives(translator, SENTENCES[:2], short, demands)
+    found = alternatives(translator.with_decoding(short), SENTENCES[:2], demands)
     assert all(found)
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -233,10 +234,10 @@ def test_minimum_length_and_ngrams_hold_and_change_something(
         return ["" for _ in ids]
 
     monkeypatch.setattr(translator.target, "decode", spelled)
-    alternatives(translator, SENTENCES, decoding, options)
+    alternatives(translator.with_decoding(decoding), SENTENCES, options)
     free = seen.copy()
     seen.clear()
-    alternatives(translator, SENTENCES, replace(decoding, **rule), options)
+    alternatives(translator.with_decoding(replace(decoding, **rule)), SENTENCES, options)
     assert all(map(holds, seen))
     assert not all(map(holds, free))
 
@@ -244,7 +245,7 @@ def test_minimum_length_and_ngrams_hold_and_change_something(
 def test_samples_depend_on_seed_and_place_and_not_on_the_batch(translator: Translator) -> None:
     def draw(seed: int, size: int = 64, samples: int = 2) -> list[list[str]]:
         how = SearchOptions(sampling=Sampling(samples, temperature=1.3, seed=seed))
-        found = alternatives(translator, SENTENCES, replace(DECODING, batch_sentences=size), how)
+        found = alternatives(translator.with_decoding(replace(DECODING, batch_sentences=size)), SENTENCES, how)
         return [[one.text for one in row] for row in found]
 
     first = draw(0)
@@ -334,7 +335,7 @@ def test_a_bad_combination_is_answered_with_one_line(
 def test_demands_on_an_empty_sentence_are_refused(translator: Translator) -> None:
     for demands in (SearchOptions(prefixes=["a", ""]), SearchOptions(constraints=[["a"], []])):
         with pytest.raises(DataError, match="line 1 is not empty, but sentence 1 is"):
-            alternatives(translator, [" ", "six"], DECODING, demands)
+            alternatives(translator.with_decoding(DECODING), [" ", "six"], demands)
 
 
 def test_typed_sentences_have_no_lines_in_files(

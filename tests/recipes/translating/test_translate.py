@@ -49,8 +49,8 @@ def searched(monkeypatch: pytest.MonkeyPatch, name: str, answer: Any) -> list[di
 def test_the_limit_of_a_translation_does_not_depend_on_its_company(endless: Translator, beam: int) -> None:
     decoding = DecodingConfig(beam=beam, max_length=60)
     short, long = WORDS, " ".join([WORDS] * 9)
-    (alone,) = translate(endless, [short], decoding)
-    assert translate(endless, [short, long], decoding)[0] == alone
+    (alone,) = translate(endless.with_decoding(decoding), [short])
+    assert translate(endless.with_decoding(decoding), [short, long])[0] == alone
 
 
 def test_no_translation_has_more_steps_than_twice_its_source_plus_10_or_max_length(
@@ -58,7 +58,7 @@ def test_no_translation_has_more_steps_than_twice_its_source_plus_10_or_max_leng
 ) -> None:
     calls = searched(monkeypatch, "greedy", [])
     sentences = ["six", WORDS, " ".join([WORDS] * 9)]
-    translate(translator, sentences, DecodingConfig(beam=1, max_length=100))
+    translate(translator.with_decoding(DecodingConfig(beam=1, max_length=100)), sentences)
     lengths = sorted((len(ids) + 1 for ids in translator.source.encode(sentences)), reverse=True)
     assert [call["max_length"] for call in calls] == [[min(100, 2 * length + 10) for length in lengths]]
     assert len(set(calls[0]["max_length"])) == 3
@@ -68,7 +68,7 @@ def test_no_translation_has_more_steps_than_twice_its_source_plus_10_or_max_leng
 def test_beam_and_length_penalty_reach_the_search(translator: Translator, length_penalty: float) -> None:
     decoding = DecodingConfig(beam=3, length_penalty=length_penalty, max_length=12)
     sentences = [pair.source for pair in pairs(12, 5, "test")]
-    found = translate(translator, sentences, decoding)
+    found = translate(translator.with_decoding(decoding), sentences)
     for sentence, translation in zip(sentences, found, strict=True):
         src = torch.tensor([[*translator.source.encode([sentence])[0], EOS]])
         expected = beam_search(
@@ -80,7 +80,7 @@ def test_beam_and_length_penalty_reach_the_search(translator: Translator, length
 def test_the_length_penalty_changes_translations(translator: Translator) -> None:
     sentences = [pair.source for pair in pairs(12, 5, "test")]
     found = [
-        translate(translator, sentences, DecodingConfig(beam=3, length_penalty=alpha, max_length=12))
+        translate(translator.with_decoding(DecodingConfig(beam=3, length_penalty=alpha, max_length=12)), sentences)
         for alpha in (0.0, 0.6, 3.0)
     ]
     assert found[0] != found[1] != found[2]
@@ -101,7 +101,7 @@ def test_a_translation_is_one_line_whatever_the_model_says(
     spelled = [piece(f"<0x{byte:02X}>") for byte in broken.encode()]
     word = translator.target.encode(["six"])[0]
     searched(monkeypatch, "greedy", [*spelled, *word, *spelled, *word, *spelled])
-    (found,) = translate(translator, [WORDS], DecodingConfig(beam=1))
+    (found,) = translate(translator.with_decoding(DecodingConfig(beam=1)), [WORDS])
     assert found.split() == ["six", "six"]
     assert len(found.splitlines()) == 1
 
@@ -109,7 +109,7 @@ def test_a_translation_is_one_line_whatever_the_model_says(
 def test_text_that_is_not_unicode_is_refused_with_its_number(translator: Translator) -> None:
     bytes_of_an_argument = b"caf\xe9".decode("utf-8", "surrogateescape")
     with pytest.raises(DataError, match=r"^sentence 2 is not UTF-8 text: 'caf\\udce9'"):
-        translate(translator, [WORDS, bytes_of_an_argument], translator.config.decoding)
+        translate(translator, [WORDS, bytes_of_an_argument])
 
 
 def lengths_of(translator: Translator, monkeypatch: pytest.MonkeyPatch, sentences: Sequence[str]) -> list[int]:
@@ -121,7 +121,7 @@ def lengths_of(translator: Translator, monkeypatch: pytest.MonkeyPatch, sentence
         return [[] for _ in range(len(src))]
 
     monkeypatch.setattr(translating, "greedy", search)
-    translate(translator, sentences, replace(translator.config.decoding, beam=1))
+    translate(translator.with_decoding(replace(translator.config.decoding, beam=1)), sentences)
     return seen
 
 
@@ -154,6 +154,6 @@ def test_a_longer_max_length_of_translations_allows_longer_sources(
 def test_ten_megabytes_in_one_line_are_one_translation(
     translator: Translator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = translate(translator, [WORDS, "six " * 2_500_000], DecodingConfig(beam=1, max_length=8))
+    found = translate(translator.with_decoding(DecodingConfig(beam=1, max_length=8)), [WORDS, "six " * 2_500_000])
     assert len(found) == 2
     assert "sentence 2 has" in capsys.readouterr().err

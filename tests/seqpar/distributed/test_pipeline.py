@@ -65,7 +65,7 @@ class DecoderStage(nn.Module):
         self.decoder, self.tgt_embed, self.generator = model.decoder, model.tgt_embed, model.generator
 
     def forward(self, memory, src, tgt):
-        return self.decoder(self.tgt_embed(tgt), memory, models.padding_mask(src, PAD), None)
+        return self.decoder(self.tgt_embed(tgt), None, memory, models.padding_mask(src, PAD))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The start of a run whose weights or subwords are another run's, by `training.start_from` or `training.teacher`."""
+"""The model of another run that a run starts from, by `training.start_from`, or learns from, by `training.teacher`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,41 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
-from recipes.translation.files.tensors import OneByOne, described
-from recipes.translation.run_folder.checkpoint import BELONGINGS, load_belongings, load_weights, saved_config
-from recipes.translation.run_folder.teacher import teacher_subwords
+from recipes.translation.files.tensors import OneByOne, renamed
+from recipes.translation.run_folder.checkpoint import (
+    BELONGINGS,
+    SavedModel,
+    TrainingState,
+    load_belongings,
+    load_saved,
+    load_weights,
+    saved_config,
+)
 from recipes.translation.run_folder.translator import check_layers, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
+
+
+def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
+    """Return the folder and the settings of the model that a setting names; raise CheckpointError if there is none.
+
+    It is named by its own folder, or by a run, whose `best` it is.
+    """
+    folder = model_folder(name)
+    config = saved_config(folder)
+    if config is None:
+        raise CheckpointError(
+            f"{setting} is {name}, but there is no trained model in {folder}: name the folder of a run, or of one of "
+            "its checkpoints"
+        )
+    return folder, config
 
 
 def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:
     """Return the weights of the model that a new run starts from; None if it starts from random ones."""
     if not config.training.start_from:
         return None
-    folder = fitting_start(config)
-    theirs = saved_config(folder)
-    assert theirs is not None  # `fitting_start` has checked it
+    folder, theirs = fitting_start(config)
     weights = load_weights(folder)
     check_layers(model_sizes(theirs.model), weights, folder)
     own_layers = _layers(config)
@@ -51,8 +71,7 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
             old_names[name] = name
         elif ".".join(layer) in new:
             old_names[f"{new['.'.join(layer)]}.{rest}"] = name
-    shapes = {name: described(weights)[old] for name, old in old_names.items()}
-    return OneByOne(shapes, lambda name: weights[old_names[name]])
+    return renamed(weights, old_names)
 
 
 def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
@@ -69,23 +88,17 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
         folder = whole_folder(Path(config.run) / "last")
     if folder is None and not settings.start_from:
         return teacher_subwords(config)
-    _, source, target = load_belongings(verified_folder(folder or fitting_start(config), BELONGINGS))
+    _, source, target = load_belongings(verified_folder(folder or fitting_start(config)[0], BELONGINGS))
     return source, target
 
 
-def fitting_start(config: RunConfig) -> Path:
-    """Return the folder of the model to start from, a run's `best` or a checkpoint itself, if the settings fit it.
+def fitting_start(config: RunConfig) -> tuple[Path, RunConfig]:
+    """Return the folder and the settings of the model to start from, if the settings of the run fit it.
 
     A Transformer with fewer layers fits (see `spaced_layers`). Raises CheckpointError if there is no model, and
     ConfigError, naming the setting, if its subwords or other sizes differ.
     """
-    folder = model_folder(config.training.start_from)
-    theirs = saved_config(folder)
-    if theirs is None:
-        raise CheckpointError(
-            f"training.start_from is {config.training.start_from}, but there is no trained model in {folder}: name "
-            "the folder of a run, or of one of its checkpoints"
-        )
+    folder, theirs = other_model("training.start_from", config.training.start_from)
     given = sizes_and_subwords(config)
     needed = sizes_and_subwords(theirs)
     layers = _layers(theirs)
@@ -98,7 +111,7 @@ def fitting_start(config: RunConfig) -> Path:
                 f"{name} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with all "
                 f"its settings by --config {folder / 'config.yaml'}"
             )
-    return folder
+    return folder, theirs
 
 
 def _layers(config: RunConfig) -> dict[str, int]:
@@ -116,3 +129,66 @@ def sizes_and_subwords(config: RunConfig) -> dict[str, object]:
     del sizes["dropout"]
     subwords = {f"subwords.{name}": getattr(config.subwords, name) for name in SHAPING}
     return {**subwords, **{f"model.{name}": value for name, value in sizes.items()}}
+
+
+def teacher_folder(name: str) -> Path:
+    """Return the folder of the model that `training.teacher` names; raises as `other_model` does."""
+    return other_model("training.teacher", name)[0]
+
+
+def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
+    """Return the subwords of the teacher; raise ConfigError if the settings ask for others."""
+    folder, theirs = other_model("training.teacher", config.training.teacher)
+    for name in SHAPING:
+        own = getattr(config.subwords, name)
+        other = getattr(theirs.subwords, name)
+        if own != other:
+            raise ConfigError(
+                f"subwords.{name} is {own!r}, but the teacher {folder} has {other!r}, and a student has its teacher's "
+                "subwords: set it to the same"
+            )
+    _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
+    return source, target
+
+
+def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> SavedModel:
+    """Open the model to learn from.
+
+    Raises CheckpointError if it is missing or damaged, and ConfigError unless its subwords are `source` and `target`.
+    """
+    saved = load_saved(teacher_folder(config.training.teacher))
+    if saved.config.data.language_tags != config.data.language_tags:
+        raise ConfigError(
+            f"data.language_tags is {config.data.language_tags}, and {saved.config.data.language_tags} of the teacher "
+            f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn only "
+            "from its translations, with training.teacher_weight 0"
+        )
+    for side, own, other in (("source", source, saved.source), ("target", target, saved.target)):
+        if own.digest != other.digest:
+            raise ConfigError(
+                f"training.teacher {saved.folder} has other {side} subwords than this run ({len(other):,} and "
+                f"{len(own):,}), and predictions of other subwords cannot be compared: choose a teacher with the same "
+                "ones, or begin a new run without training.start_from, which takes the teacher's"
+            )
+    return saved
+
+
+def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Path) -> None:
+    """Raise ConfigError if a run that has begun learnt from another model."""
+    digest = ""
+    if teacher is not None:
+        digest = teacher.digest
+    if digest == state.teacher:
+        return
+    what = "another model"
+    if not state.teacher:
+        what = "none"
+    elif teacher is None:
+        what = "one"
+    here = "none"
+    if teacher is not None:
+        here = str(teacher.folder)
+    raise ConfigError(
+        f"training.teacher is {here}, but {run} has learnt from {what}, by the SHA-256 of its weights: restore the "
+        "teacher, choose another --run, or start over with --fresh"
+    )
