@@ -37,7 +37,7 @@ from recipes.translation.settings.config import LayoutConfig, RunConfig, Trainin
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.gathering import gathered_together
-from recipes.translation.training.objective import Objective, objective_of
+from recipes.translation.training.objective import Objective
 from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.parts import Axes, Parts
 from recipes.translation.training.shards import layers_of, shard, shard_layers
@@ -193,7 +193,7 @@ class Layout:
         if teacher is not None:
             self._fill_teacher(teacher)
             beside = Teacher(teacher.model, devices, self.groups.sequence)
-        objective = objective_of(config.training, beside)
+        objective = Objective(config.training, beside, config.training.r_drop)
         if ranks.world == 1:
             allocate(model, self.device)
             self.parts.fill_model(self.model, weights)

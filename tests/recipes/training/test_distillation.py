@@ -107,7 +107,7 @@ def test_value_and_every_gradient_are_those_of_plain_pytorch(
     criterion = seqpar.LabelSmoothing(smoothing, "torch", ignore_index=PAD)
     usual = seqpar.LossCompute(generator, criterion, cpus or None, chunk)
     beside = Teacher(head, cpus or [torch.device("cpu")])  # type: ignore[arg-type]
-    engine = DistillationLoss(usual, generator, beside, weight=weight, temperature=temperature, chunk_tokens=chunk)
+    engine = DistillationLoss(usual, beside, weight=weight, temperature=temperature)
     if devices:
         shards = seqpar.scatter((hidden, states), cpus)
         found = engine([shard[0] for shard in shards], target, teacher=[shard[1] for shard in shards])
