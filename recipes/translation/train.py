@@ -121,7 +121,7 @@ def train_on(
         ranks.run_on_main(lambda: average.check(saved.averages, run / "last"))
         if saved.state.step:
             layout.fill_moments(optimizer, saved.moments)
-        average.fill(saved.averages)
+        layout.parts.receive(average.averages, saved.averages)
     announce(config, settings, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)

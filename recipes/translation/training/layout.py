@@ -41,7 +41,7 @@ from recipes.translation.training.objective import Objective
 from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.parts import Axes, Parts
 from recipes.translation.training.shards import layers_of, shard, shard_layers
-from seqpar.distributed.collectives import group_sum, world_size
+from seqpar.distributed.collectives import group_sum
 from seqpar.multi_device.devices import check_devices
 
 
@@ -344,7 +344,7 @@ class Layout:
         return float(norm)
 
     def _is_cut(self, name: str) -> bool:
-        return world_size(self.groups.vocab) > 1 and cut_of(name) is not None
+        return self.axes.vocab > 1 and cut_of(name) is not None
 
     @property
     def has_whole_model(self) -> bool:
@@ -366,23 +366,12 @@ class Layout:
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
         """Set the optimizer's moments from rank 0's whole ones, as `parts.copied` makes them of `moments`."""
-        described: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for parameter in self.model.parameters():
             if parameter.requires_grad:
                 # In the weights' dtype, which differs if the run is resumed in another precision
-                like = torch.empty(self.parts.shapes[name], dtype=parameter.dtype, device="meta")
-                of_step = torch.empty((), device="meta")
-                described |= {f"optimizer/{name}/{what}": like for what in ("exp_avg", "exp_avg_sq")}
-                described[f"optimizer/{name}/step"] = of_step
-        parameters = dict(self.model.named_parameters())
-        for key, whole in self.parts.ranks.tensors_of_main(saved, described):
-            _, name, what = key.split("/")
-            parameter = parameters[name]
-            if what == "step":
-                optimizer.state[parameter][what] = whole.to(parameter.device)
-                continue
-            optimizer.state[parameter][what] = torch.zeros_like(parameter, requires_grad=False)
-            self.parts.fill(name, optimizer.state[parameter][what], whole)
+                moments = {what: torch.zeros_like(parameter, requires_grad=False) for what in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        self.parts.receive(self.moments(optimizer), saved)
 
 
 def _whole(tensor: Tensor) -> Tensor:

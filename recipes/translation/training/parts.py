@@ -71,6 +71,11 @@ class Parts:
             self.fill(name, parameters.pop(name), whole)
         assert not parameters, f"without weights: {', '.join(parameters)}"
 
+    def receive(self, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of rank 0's whole tensors into its own, by keys as those of `copied`."""
+        for key, whole in self.ranks.tensors_of_main(saved, self._described(own)):
+            self.fill(_parameter_of(key), own[key], whole)
+
     def copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy this rank's parts to the CPU; return the whole tensors, which rank 0 receives when it asks for them.
 
@@ -85,17 +90,18 @@ class Parts:
             return copies(tensors)
         if self.ranks.rank >= self.shards * self.cuts:
             return AskedOnce({}, tensors.__getitem__)
-        described = {}
-        own = {}
-        for key, tensor in tensors.items():
-            name = _parameter_of(key)
-            shape = tensor.shape
-            if tensor.dim():
-                shape = self.shapes[name]
-            described[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            if self.mine in self._owners(name, described[key]):
-                own[key] = local_of(tensor).to("cpu", copy=True)
+        described = self._described(tensors)
+        own = {
+            key: local_of(tensor).to("cpu", copy=True)
+            for key, tensor in tensors.items()
+            if self.mine in self._owners(_parameter_of(key), described[key])
+        }
         return AskedOnce(described, lambda key: self._gathered(_parameter_of(key), described[key], own.pop(key, None)))
+
+    def _described(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the whole tensors of which these are parts, on "meta"."""
+        shapes = {key: self.shapes[_parameter_of(key)] if part.dim() else part.shape for key, part in tensors.items()}
+        return {key: torch.empty(shapes[key], dtype=part.dtype, device="meta") for key, part in tensors.items()}
 
     def _owners(self, name: str, whole: Tensor) -> list[tuple[int, int]]:
         """Return who has a part of a tensor that no other one has, cut by cut."""
