@@ -14,6 +14,7 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, HeldOut
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
+from recipes.translation.data.model_text import source_text
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
 from recipes.translation.data.tags import check_known
@@ -22,7 +23,7 @@ from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.bleu_tokenizers import check_tokenizer
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 
@@ -94,7 +95,7 @@ def _prepared(
     for tokenize in check_data(corpora):
         if tokenize != "13a":
             print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    corpora.text.read()  # before the subwords, which may be made from it
+    corpora.read()  # before the subwords, which may be made from it
     source, target = subwords_of(corpora)
     check_known(config, source, target)
     return source, target
@@ -108,9 +109,8 @@ def check_data(corpora: Corpora) -> list[str]:
     config = corpora.config
     corpora.check_training()
     _check_temperature(corpora)
-    pairs = corpora.check_held_out()
-    tokenizers = [_tokenizer(each, valid) for each, valid in zip(corpora.valid, pairs, strict=True)]
-    names = list(dict.fromkeys(tokenizers))
+    corpora.check_held_out()
+    names = list(dict.fromkeys(each.tokenizer for each in corpora.valid))
     if config.training.validate_bleu:
         for tokenize in names:
             check_tokenizer(tokenize)
@@ -124,15 +124,11 @@ def _check_temperature(corpora: Corpora) -> None:
         check_unset(corpora.config, ("data.temperature",), why)
 
 
-def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
-    return tokenizer_for(held_out.data.tokenize, held_out.data.target, [pair.target for pair in valid])
-
-
 def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
     ids: _Tokenised | TokenStore
     if store is None:
         ids = _tokenised(corpora, source, target)
-        corpora.text.forget()
+        corpora.forget()
         digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
     else:
         ids = TokenStore.open(store, len(corpora.training), (len(source), len(target)))
@@ -163,19 +159,19 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
 
 
 def _validation_set(held_out: HeldOut, source: Subwords, target: Subwords) -> ValidationSet:
-    settings = held_out.config.training
-    pairs = held_out.pairs()
+    config = held_out.config
+    pairs = held_out.spoken(held_out.pairs())
     # Validation has every pair, or its scores would be of easier sentences
     batches = TokenBatches(
-        source.encode([held_out.read_as(pair.source) for pair in pairs]),
+        source.encode([source_text(config, pair.source) for pair in pairs]),
         target.encode([pair.target for pair in pairs]),
-        batch_tokens=settings.batch_tokens,
-        seed=settings.seed,
+        batch_tokens=config.training.batch_tokens,
+        seed=config.training.seed,
         symbols=source.symbols,
     )
     if not len(batches):
         raise DataError(f"there is no pair to validate on; see {held_out.setting}")
-    return ValidationSet(held_out, batches, held_out.spoken(pairs), _tokenizer(held_out, pairs))
+    return ValidationSet(held_out, batches, pairs, held_out.tokenizer)
 
 
 class _Tokenised(NamedTuple):
@@ -188,7 +184,7 @@ class _Tokenised(NamedTuple):
 
 def _tokenised(corpora: Corpora, source: Subwords, target: Subwords) -> _Tokenised:
     found = _Tokenised([], [], [])
-    for corpus, each_pair in corpora.text.each_corpus():
+    for corpus, each_pair in corpora.each_corpus():
         pairs = list(each_pair)
         found.sources.extend(source.encode([corpus.source(pair) for pair in pairs]))
         found.targets.extend(target.encode([pair.target for pair in pairs]))
@@ -200,7 +196,7 @@ def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
     """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
     config = corpora.config
     made_from = {
-        "data": corpora.text.identity(),
+        "data": corpora.identity(),
         "tags": [corpus.tags for corpus in corpora.training],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,
@@ -215,6 +211,6 @@ def prepare_store(corpora: Corpora, folder: Path, source: Subwords, target: Subw
     if check_store(folder):
         print(f"[data] tokenised pairs of {folder} reused", flush=True)
         return
-    each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.text.each_corpus())
+    each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.each_corpus())
     write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
     print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

@@ -34,7 +34,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     config = corpora.config
     folder = Path(config.run) / "subwords"
     if not folder.exists():
-        corpora.text.read()  # which then is not read once for its identity, and once for the subwords
+        corpora.read()  # which then is not read once for its identity, and once for the subwords
     settings = made_from(corpora)
     ready = _reusable(folder, settings)
     if ready is None:
@@ -54,7 +54,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     """
     config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
-    settings: dict[str, object] = {"data": corpora.text.identity(), "subwords": subwords}
+    settings: dict[str, object] = {"data": corpora.identity(), "subwords": subwords}
     if config.subwords.symbols:
         settings["symbols"] = list(config.subwords.symbols)
     if config.subwords.train_pairs:
@@ -80,7 +80,7 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
 def of_other_data(folder: Path, config: RunConfig) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
     data = noted_in(folder / SETTINGS, "data")
-    return data is not None and bool(data != Corpora(config).text.identity())
+    return data is not None and bool(data != Corpora(config).identity())
 
 
 def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
@@ -88,7 +88,7 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     config = corpora.config
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
-    pairs = drawn((pair for _, pairs in corpora.text.each_corpus() for pair in pairs), config.subwords.train_pairs)
+    pairs = drawn((pair for _, pairs in corpora.each_corpus() for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}

@@ -190,7 +190,7 @@ def test_a_mistake_in_the_cleaning_of_a_corpus_names_it(tmp_path: Path) -> None:
     write(tmp_path, "a", 3)
     corpora = {"a": {"train": ["a.en", "a.de"], "source": "qqq"}}
     with pytest.raises(ConfigError, match=r"^corpora\.a: cleaning\.script does not know the script of 'qqq'"):
-        Corpora(files(tmp_path, corpora, **{"cleaning.script": True})).text.read()
+        Corpora(files(tmp_path, corpora, **{"cleaning.script": True})).read()
 
 
 def test_data_train_beside_corpora_is_refused(tmp_path: Path) -> None:
