@@ -36,11 +36,10 @@ from recipes.translation.run_folder.translator import allocate
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
-from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.parts import Axes, Parts
-from recipes.translation.training.shards import layers_of, shard, shard_layers
+from recipes.translation.training.shards import gathered_together, shard, shard_layers
 from seqpar.distributed.collectives import group_sum
 from seqpar.multi_device.devices import check_devices
 
@@ -296,8 +295,7 @@ class Layout:
             held.enter_context(whole_outputs(self.model))
             if self.groups.shards is not None:
                 assert self.reducer is not None
-                shards = self.groups.shards.get_group("shard")
-                together = gathered_together([self.reducer], layers_of(self.model), shards)
+                together = gathered_together([self.reducer], self.groups.shards.get_group("shard"))
                 ranks = replace(ranks, meet=held.enter_context(together))
             yield ranks
 
