@@ -25,6 +25,7 @@ from models import EncoderDecoder
 from models.drawn_later import drawn_later
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.data.positions import check_positions
 from recipes.translation.errors import TrainingError
 from recipes.translation.files.tensors import described
 from recipes.translation.processes.ranks import Ranks, joined
@@ -54,7 +55,6 @@ from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.opened_models import OpenedModel, opened
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
 from recipes.translation.training.parts import Axes, local_of
-from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.samples import samples_of
 from recipes.translation.training.summary import Summary, summarize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from recipes.translation.data.model_text import source_text
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
 from recipes.translation.data.tags import check_known
-from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
+from recipes.translation.data.token_store import LAYOUT, TokenStore, check_store, write_store
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.checks import check_unset
@@ -36,8 +37,6 @@ class ValidationSet:
     batches: TokenBatches
     pairs: Sequence[Pair]
     """Their sources as `translate` takes them: under the tags of a corpus."""
-    tokenize: str
-    """sacreBLEU's tokeniser."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,20 @@ def load_corpus(
 
 
 def _stored(corpora: Corpora, source: Subwords, target: Subwords, ranks: Ranks) -> Path:
+    """Tokenise the training pairs into their folder of `data.cache`, unless it has them already; return the folder."""
     key = ranks.run_on_main(lambda: store_key(corpora, source, target))
     folder = Path(expanded(corpora.config.data.cache, "data.cache"), key)
 
     def prepare_on_each_machine() -> None:
-        if ranks.local_rank == 0:
-            prepare_store(corpora, folder, source, target)
+        if ranks.local_rank > 0:
+            return
+        start = time.monotonic()
+        if check_store(folder):
+            print(f"[data] tokenised pairs of {folder} reused", flush=True)
+            return
+        each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.each_corpus())
+        write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
+        print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
 
     ranks.run_on_all(prepare_on_each_machine)
     return folder
@@ -171,7 +178,7 @@ def _validation_set(held_out: HeldOut, source: Subwords, target: Subwords) -> Va
     )
     if not len(batches):
         raise DataError(f"there is no pair to validate on; see {held_out.setting}")
-    return ValidationSet(held_out, batches, pairs, held_out.tokenizer)
+    return ValidationSet(held_out, batches, pairs)
 
 
 class _Tokenised(NamedTuple):
@@ -202,15 +209,4 @@ def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
         "lowercase": config.subwords.lowercase,
         "subwords": [source.digest, target.digest],
     }
-    return key_of(made_from)
-
-
-def prepare_store(corpora: Corpora, folder: Path, source: Subwords, target: Subwords) -> None:
-    """Tokenise the training pairs into `folder`, unless it has them already."""
-    start = time.monotonic()
-    if check_store(folder):
-        print(f"[data] tokenised pairs of {folder} reused", flush=True)
-        return
-    each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.each_corpus())
-    write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
-    print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+    return hashlib.sha256(json.dumps([LAYOUT, made_from]).encode()).hexdigest()[:32]

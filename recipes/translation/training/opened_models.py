@@ -29,12 +29,8 @@ class OpenedModel(NamedTuple):
 def opened(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = torch.float32) -> OpenedModel:
     """Return the model that `read` opens on rank 0, with weights of this dtype."""
     mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
-
-    def without_weights() -> SavedModel:
-        assert mine is not None
-        return replace(mine, weights={})
-
-    shared = ranks.run_on_main(without_weights)
+    shared = ranks.run_on_main(lambda: mine and replace(mine, weights={}))
     saved = mine or shared
+    assert saved is not None
     model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target).to(dtype)
     return OpenedModel(saved, model, ranks.tensors_of_main(saved.weights, tensors_of(model)))

@@ -144,7 +144,7 @@ def _of_set(
     translated = Translated(
         translations,
         references,
-        bleu=partial(bleu, translations, references, lowercase=lowercase, tokenize=valid.tokenize),
+        bleu=partial(bleu, translations, references, lowercase=lowercase, tokenize=valid.held_out.tokenizer),
         chrf=partial(chrf, translations, references, lowercase=lowercase),
     )
     return Validation(step, values_of(loss, translated), translations, pairs)
