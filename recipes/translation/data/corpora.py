@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.translation.data.mixing import Mixture
+from recipes.translation.data.model_text import corpus_tags, language_tags
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
 from recipes.translation.data.split_files import check_format, check_languages, check_named, named
-from recipes.translation.data.tags import corpus_tags, language_tags
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.contents import Contents
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files

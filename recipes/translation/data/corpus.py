@@ -15,10 +15,9 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, HeldOut
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
-from recipes.translation.data.model_text import source_text
+from recipes.translation.data.model_text import check_known, source_text
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
-from recipes.translation.data.tags import check_known
 from recipes.translation.data.token_store import LAYOUT, TokenStore, check_store, write_store
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks

@@ -17,8 +17,8 @@ import numpy
 import numpy.typing
 
 from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
+from recipes.translation.data.model_text import tags_of
 from recipes.translation.data.noise import noisy
-from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords

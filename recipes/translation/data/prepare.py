@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.tags import check_symbols, tags_of
+from recipes.translation.data.model_text import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
 from recipes.translation.files.json_fields import noted_in

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.tags import language_tags, tags_of
+from recipes.translation.data.model_text import language_tags, tags_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import CorpusConfig, RunConfig
 
