@@ -186,7 +186,7 @@ class Layout:
         self.data_rank = self.token_rank // axes.sequence
         self.data_ranks = axes.data * axes.shard
         self.model = model
-        self.parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
+        self.parts = Parts(axes, ranks, model)
         self.reducer: nn.Module | None = None
         beside = None
         if teacher is not None:
@@ -202,13 +202,12 @@ class Layout:
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
-        shapes = {name: weight.shape for name, weight in teacher.model.named_parameters()}
-        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, shapes)
+        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, teacher.model)
         # An LSTM keeps a list of its weights, which would not follow them
         if self.groups.shards is not None and not isinstance(teacher.model, RecurrentEncoderDecoder):
             shard(teacher.model, self.groups.shards, self.device)
             # Ranks that split the vocabulary have the same rows
-            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), shapes)
+            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), teacher.model)
         allocate(teacher.model, self.device)
         parts.fill_model(teacher.model, teacher.weights)
 
@@ -223,18 +222,15 @@ class Layout:
         except ValueError as error:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
         split_time_steps(self.model, self.groups.sequence)
-        vocab = None
-        own_devices: list[torch.device] | None = self.devices
-        if self.axes.vocab > 1:  # a shard of the vocabulary stays on the device it is on
-            vocab = shard
-            own_devices = None
+        vocab = shard if self.axes.vocab > 1 else None
+        # A shard of the vocabulary stays on the device it is on
+        own_devices = None if vocab else self.devices
         if self.groups.shards is not None:
             shard_layers(self.model, self.groups.shards, self.device)
         allocate(self.model, self.device)
         if self.groups.shards is None:
-            self.parts.fill_model(
-                self.model, weights
-            )  # before DDP sends rank 0's to all, whatever processors have drawn them
+            # Before DDP sends rank 0's to all, whatever processors have drawn them
+            self.parts.fill_model(self.model, weights)
         both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         self.usual_loss = Objective(self.settings).loss(self.model, own_devices, vocab)
         if self.groups.shards is not None:
@@ -243,12 +239,9 @@ class Layout:
             self.parts.fill_model(self.model, weights)
             self.reducer = both
         elif self.groups.tokens is not None:
-            device_ids = None
-            if self.device.type != "cpu":
-                device_ids = [self.device]
             self.reducer = DistributedDataParallel(
                 both,
-                device_ids=device_ids,
+                device_ids=None if self.device.type == "cpu" else [self.device],
                 process_group=self.groups.tokens,
                 gradient_as_bucket_view=True,
             )

@@ -39,7 +39,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
         axes = Axes(ranks.world, 1, 1, 1)
         if was_in_parts(saved.config):
             axes = Axes(1, ranks.world, 1, 1)
-        parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
+        parts = Parts(axes, ranks, model)
         if axes.shard > 1:
             mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
             assert mesh is not None

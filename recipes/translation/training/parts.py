@@ -32,14 +32,14 @@ class Axes(NamedTuple):
 
 
 class Parts:
-    """How the tensors of a model are divided among the ranks, by the names of its parameters.
+    """How the tensors of a whole model are divided among the ranks, by the names of its parameters.
 
     Ranks are numbered by (copy, shard, vocab), the last one fastest. The first copy's save their parts.
     """
 
-    def __init__(self, axes: Axes, ranks: Ranks, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, axes: Axes, ranks: Ranks, model: nn.Module) -> None:
         self.ranks = ranks
-        self.shapes = shapes
+        self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         """Of each whole parameter."""
         self.cuts = axes.vocab
         self.shards = 1

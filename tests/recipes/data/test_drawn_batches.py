@@ -161,8 +161,8 @@ def test_a_token_store_gives_the_draws_that_memory_gives_and_keeps_no_subwords(
                 assert torch.equal(found, expected)
     assert isinstance(mapped, DrawnBatches)
     assert isinstance(mapped.plain.sources, StoredIds)
-    assert all(order.sources is mapped.plain.sources for order in mapped._orders.values())
-    assert all(order.targets is mapped.plain.targets for order in mapped._orders.values())
+    assert all(order.result().sources is mapped.plain.sources for order in mapped._orders.values())
+    assert all(order.result().targets is mapped.plain.targets for order in mapped._orders.values())
 
 
 def steps(corpus: Corpus, epoch: int, done: int, count: int, rank: int = 0, ranks: int = 1) -> list[Any]:
