@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
@@ -36,8 +37,10 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     if not folder.exists():
         corpora.read()  # which then is not read once for its identity, and once for the subwords
     settings = made_from(corpora)
-    ready = _reusable(folder, settings)
-    if ready is None:
+    ready = None
+    with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
+        ready = verified_folder(folder)
+    if ready is None or noted_in(ready / SETTINGS) != settings:
         _train(corpora, folder, settings)
         ready = verified_folder(folder)
     else:
@@ -64,17 +67,6 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     if tags := tags_of(config):
         settings["tags"] = list(tags)
     return settings
-
-
-def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
-    """Return the folder with undamaged models made with these settings; None if there is none."""
-    try:
-        found = verified_folder(folder)
-    except CheckpointError:
-        return None  # whatever is wrong with them, they can be made again
-    if noted_in(found / SETTINGS) != settings:
-        return None
-    return found
 
 
 def of_other_data(folder: Path, config: RunConfig) -> bool:

@@ -298,7 +298,7 @@ class Layout:
         `model` is that of this layout, or, where no part of it is elsewhere, one that takes its place.
         """
         usual = Objective(self.settings)
-        if self.has_whole_weights:
+        if self.axes.shard == self.axes.vocab == 1:  # every rank has all weights, though perhaps not all time steps
             return self.over_devices(model, usual)
 
         def forward(batch: Batch) -> seqpar.TokenLoss:
@@ -341,11 +341,6 @@ class Layout:
     def has_whole_model(self) -> bool:
         """Return whether `model` was neither split nor sharded."""
         return self.axes[1:] == (1, 1, 1)
-
-    @property
-    def has_whole_weights(self) -> bool:
-        """Return whether every rank has all weights, though perhaps not all time steps."""
-        return self.axes.shard == self.axes.vocab == 1
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the optimizer's moments, as this rank has them, by their names `optimizer/<parameter>/<what>`."""

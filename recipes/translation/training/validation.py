@@ -55,7 +55,8 @@ class Validation:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Read a record that `as_dict` returned."""
-        parts = {part: cls._read(record, f".{part}") for part in parts_of(record)}
+        names = [name.removeprefix("valid_loss.") for name in record if name.startswith("valid_loss.")]
+        parts = {part: cls._read(record, f".{part}") for part in names}
         return replace(cls._read(record), parts=parts)
 
     @classmethod
@@ -65,11 +66,6 @@ class Validation:
     def __str__(self) -> str:
         known = ((METRICS[name], value) for name, value in self.values.items() if value is not None)
         return "   ".join(metric.said(value) for metric, value in known)
-
-
-def parts_of(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the corpora of which a record of `metrics.jsonl` has a validation of their own."""
-    return [name.removeprefix("valid_loss.") for name in record if name.startswith("valid_loss.")]
 
 
 @torch.no_grad()
