@@ -47,7 +47,6 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, TrainingConfig
-from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
@@ -57,7 +56,7 @@ from recipes.translation.training.optimizer import check_rate, learning_rate, ma
 from recipes.translation.training.parts import Axes, local_of
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.samples import samples_of
-from recipes.translation.training.summary import Summary, summarize
+from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
 from recipes.translation.training.utilization import share_of_peak
