@@ -51,9 +51,8 @@ from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
 from recipes.translation.training.machine import return_free_memory
-from recipes.translation.training.opened_models import OpenedModel, opened
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
-from recipes.translation.training.parts import Axes, local_of
+from recipes.translation.training.parts import Axes, OpenedModel, local_of, opened
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.samples import samples_of
 from recipes.translation.training.summary import Summary, announce, size_of, summarize

@@ -37,8 +37,7 @@ from recipes.translation.settings.config import LayoutConfig, RunConfig, Trainin
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import Objective
-from recipes.translation.training.opened_models import OpenedModel
-from recipes.translation.training.parts import Axes, Parts
+from recipes.translation.training.parts import Axes, OpenedModel, Parts
 from recipes.translation.training.shards import gathered_together, shard, shard_layers
 from seqpar.distributed.collectives import group_sum
 from seqpar.multi_device.devices import check_devices

@@ -15,8 +15,7 @@ from recipes.translation.run_folder.translator import Translator, allocate
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.layout import Groups, device_of
-from recipes.translation.training.opened_models import opened
-from recipes.translation.training.parts import Axes, Parts
+from recipes.translation.training.parts import Axes, Parts, opened
 from recipes.translation.training.shards import gathered_together, shard
 
 

@@ -8,7 +8,8 @@ saved fits any layout, and no rank needs room for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from models import EncoderDecoder
 from models.sharding import cut, cut_of, join
 from recipes.translation.files.tensors import AskedOnce
 from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.saving import copies
+from recipes.translation.run_folder.translator import model_on_meta, model_sizes, tensors_of
 
 
 class Axes(NamedTuple):
@@ -129,6 +133,27 @@ class Parts:
         if not whole.dim():
             return own
         return join(name, [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in slices])
+
+
+class OpenedModel(NamedTuple):
+    """A saved model on every rank, before there is memory for it."""
+
+    saved: SavedModel
+    """Only rank 0 has its weights."""
+    model: EncoderDecoder
+    """On the device "meta"."""
+    weights: Iterator[tuple[str, Tensor]]
+    """Each weight of the model, whole, when it is asked for; every rank must ask for all."""
+
+
+def opened(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = torch.float32) -> OpenedModel:
+    """Return the model that `read` opens on rank 0, with weights of this dtype."""
+    mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
+    shared = ranks.run_on_main(lambda: mine and replace(mine, weights={}))
+    saved = mine or shared
+    assert saved is not None
+    model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target).to(dtype)
+    return OpenedModel(saved, model, ranks.tensors_of_main(saved.weights, tensors_of(model)))
 
 
 def local_of(tensor: Tensor) -> Tensor:

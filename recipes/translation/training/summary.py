@@ -23,8 +23,8 @@ from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.loaded_models import loaded_models
-from recipes.translation.training.opened_models import OpenedModel
 from recipes.translation.training.optimizer import steps_of_epochs
+from recipes.translation.training.parts import OpenedModel
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 

@@ -26,8 +26,7 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Layout, axes_of
-from recipes.translation.training.opened_models import opened
-from recipes.translation.training.parts import Axes, local_of
+from recipes.translation.training.parts import Axes, local_of, opened
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.saved import saved_file
