@@ -17,23 +17,25 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.contents import Contents
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
-from recipes.translation.text.pair import Pair
+from recipes.translation.text.pair import Pair, Split
 
 HeldOutSplit = Literal["valid", "test"]
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Validation or test data of one pair of languages."""
+class CorpusSplit:
+    """The training, validation or test data of one pair of languages."""
 
     config: RunConfig
     name: str
     """Its key in the section corpora; empty for the section data."""
-    split: HeldOutSplit
+    split: Split
     data: DataConfig
     """Where its pairs come from."""
     tags: tuple[str, ...] = ()
-    """What stands in front of each source sentence of a corpus."""
+    """What stands in front of each source sentence; of the section data, only in training."""
+    weight: float = 1.0
+    """In training."""
 
     @property
     def setting(self) -> str:
@@ -43,7 +45,7 @@ class HeldOut:
         return f"corpora.{self.name}.{self.split}"
 
     def pairs(self) -> list[Pair]:
-        """Return the pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
+        """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
         return self._pairs
 
     @cached_property
@@ -53,31 +55,16 @@ class HeldOut:
 
     def spoken(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs with their sources as `translate` takes them: under a corpus's tags, except empty ones."""
-        return [
-            Pair(" ".join((*self.tags, pair.source)), pair.target) if pair.source.split() else pair for pair in pairs
-        ]
+        return [Pair(self.source(pair), pair.target) if pair.source.split() else pair for pair in pairs]
+
+    def source(self, pair: Pair) -> str:
+        """Return the source sentence under the tags."""
+        return " ".join((*self.tags, pair.source))
 
     @property
     def tokenizer(self) -> str:
         """Return the name of sacreBLEU's tokeniser for the references."""
         return tokenizer_for(self.data.tokenize, self.data.target, [pair.target for pair in self.pairs()])
-
-
-@dataclass(frozen=True)
-class TrainingCorpus:
-    """A corpus to train on."""
-
-    name: str
-    """Its key in the section corpora; empty for data.train."""
-    data: DataConfig
-    """Where its training pairs come from."""
-    tags: tuple[str, ...]
-    """What stands in front of each source sentence."""
-    weight: float
-
-    def source(self, pair: Pair) -> str:
-        """Return the source sentence with its tags."""
-        return " ".join((*self.tags, pair.source))
 
 
 class Corpora:
@@ -106,7 +93,7 @@ class Corpora:
         """Give the memory of the training pairs back."""
         self._pairs = {}
 
-    def each_corpus(self) -> Iterator[tuple[TrainingCorpus, Iterable[Pair]]]:
+    def each_corpus(self) -> Iterator[tuple[CorpusSplit, Iterable[Pair]]]:
         """Yield every training corpus with its pairs."""
         for corpus in self.training:
             yield corpus, self._pairs.get(corpus.name) or self._each_pair(corpus)
@@ -122,7 +109,7 @@ class Corpora:
             return found[""]
         return found
 
-    def _each_pair(self, corpus: TrainingCorpus) -> Iterator[Pair]:
+    def _each_pair(self, corpus: CorpusSplit) -> Iterator[Pair]:
         contents = Contents()
         with named(corpus.name):
             name = corpus.name or "train"
@@ -131,18 +118,18 @@ class Corpora:
             if contents.whole:
                 self._fingerprints[corpus.name] = fingerprint(corpus.data, "train", contents)
 
-    def _fingerprint(self, corpus: TrainingCorpus) -> str:
+    def _fingerprint(self, corpus: CorpusSplit) -> str:
         if corpus.name not in self._fingerprints:
             with named(corpus.name):
                 self._fingerprints[corpus.name] = fingerprint(corpus.data, "train")
         return self._fingerprints[corpus.name]
 
     @cached_property
-    def valid(self) -> list[HeldOut]:
+    def valid(self) -> list[CorpusSplit]:
         """Return the validation data, as `held_out` does, whose pairs are read once."""
         return self.held_out("valid")
 
-    def held_out(self, split: HeldOutSplit) -> list[HeldOut]:
+    def held_out(self, split: HeldOutSplit) -> list[CorpusSplit]:
         """Return the validation or test data of every corpus that has some, or else that of the section data.
 
         Raises ConfigError where both are given; DataError where neither is, but for the built-in corpus.
@@ -152,13 +139,13 @@ class Corpora:
         own: tuple[str, ...] = getattr(config.data, split)
         if not names:
             self._check_builtin(split)
-            return [HeldOut(config, "", split, config.data)]
+            return [CorpusSplit(config, "", split, config.data)]
         if own:
             raise ConfigError(
                 f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
                 "corpus"
             )
-        return [HeldOut(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
+        return [CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
         """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
@@ -167,7 +154,7 @@ class Corpora:
             return True
         return config.data.format == "builtin" and not self._all_from_files()
 
-    def the_one(self, split: HeldOutSplit) -> HeldOut:
+    def the_one(self, split: HeldOutSplit) -> CorpusSplit:
         """Return the only validation or test data of a run; raise DataError where several corpora have some."""
         (first, *others) = self.held_out(split)
         if others:
@@ -242,14 +229,14 @@ class Corpora:
         )
 
 
-def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
+def training_corpora(config: RunConfig) -> list[CorpusSplit]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
     if config.data.streaming and "hub" not in (config.data.format, *(each.format for each in config.corpora.values())):
         raise ConfigError(
             "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
         )
     if not config.corpora:
-        return [TrainingCorpus("", config.data, language_tags(config, config.data.target), 1.0)]
+        return [CorpusSplit(config, "", "train", config.data, language_tags(config, config.data.target))]
     if config.data.train:
         raise ConfigError(
             f"data.train ({' '.join(config.data.train)}) and corpora ({', '.join(config.corpora)}) are both given: "
@@ -261,7 +248,9 @@ def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
     return [
-        TrainingCorpus(name, data_of(name, config), corpus_tags(name, config), config.corpora[name].weight)
+        CorpusSplit(
+            config, name, "train", data_of(name, config), corpus_tags(name, config), config.corpora[name].weight
+        )
         for name in names
     ]
 

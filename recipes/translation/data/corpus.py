@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
-from recipes.translation.data.corpora import Corpora, HeldOut
+from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.data.model_text import check_known, source_text
@@ -32,7 +32,7 @@ from recipes.translation.text.subwords import Subwords
 class ValidationSet:
     """Validation data of one pair of languages."""
 
-    held_out: HeldOut
+    held_out: CorpusSplit
     batches: TokenBatches
     pairs: Sequence[Pair]
     """Their sources as `translate` takes them: under the tags of a corpus."""
@@ -164,7 +164,7 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
     return Corpus(source, target, batches, valid, digest.hexdigest())
 
 
-def _validation_set(held_out: HeldOut, source: Subwords, target: Subwords) -> ValidationSet:
+def _validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
     config = held_out.config
     pairs = held_out.spoken(held_out.pairs())
     # Validation has every pair, or its scores would be of easier sentences
