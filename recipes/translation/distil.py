@@ -51,7 +51,7 @@ def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
     names = []
     with loaded_models([lambda: load_saved(teacher_run)], ranks) as ((teacher,), searching):
         found = ranks.run_on_main(lambda: sentences_of(config, teacher.config))
-        for number, (_, tag, sources) in enumerate(found, start=1):
+        for number, (tag, sources) in enumerate(found, start=1):
             paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=searching)
             names.append(tuple(path.name for path in paths))
     return names

@@ -25,6 +25,7 @@ from models import EncoderDecoder
 from models.drawn_later import drawn_later
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.data.positions import check_positions
 from recipes.translation.errors import TrainingError
 from recipes.translation.files.tensors import described
 from recipes.translation.processes.ranks import Ranks, joined
@@ -49,18 +50,15 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, TrainingConfig
-from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
 from recipes.translation.training.machine import return_free_memory
-from recipes.translation.training.opened_models import OpenedModel, opened
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
-from recipes.translation.training.parts import Axes, local_of
-from recipes.translation.training.positions import check_positions
+from recipes.translation.training.parts import Axes, OpenedModel, local_of, opened
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.samples import samples_of
-from recipes.translation.training.summary import Summary, summarize
+from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
 from recipes.translation.training.utilization import share_of_peak
@@ -124,7 +122,7 @@ def train_on(
         ranks.run_on_main(lambda: average.check(saved.averages, run / "last"))
         if saved.state.step:
             layout.fill_moments(optimizer, saved.moments)
-        average.fill(saved.averages)
+        layout.parts.receive(average.averages, saved.averages)
     announce(config, settings, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)

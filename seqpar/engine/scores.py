@@ -30,7 +30,7 @@ def over_devices(
     per_token: dict[str, OneOrScattered],
     options: dict[str, Any],
 ) -> list[Found]:
-    """Return what `token_scores` or `scored_loss` returns for the rows of each device, on that device.
+    """Return what a function such as `token_scores` returns for the rows of each device, on that device.
 
     Args:
         per_token: keywords of the function that are scattered with hidden.

@@ -234,8 +234,8 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
     }
     config = tiny(tmp_path / "run", given)
     news, back = sentences_of(config, config)
-    assert (news.tag, news.sources) == ("<2de>", files["en"])
-    assert (back.tag, back.sources) == ("<2en>", files["de"])
+    assert news == ("<2de>", files["en"])
+    assert back == ("<2en>", files["de"])
     student = student_of(config, [("a", "b"), ("c", "d")], 0.5)
     save_config(student, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == student
@@ -361,8 +361,8 @@ def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_p
     teacher = tiny(tmp_path / "teacher", {"corpora": corpora, "data.language_tags": True})
     files = {"data.path": str(tmp_path), "data.train": ["fr", "fr"], "data.valid": ["fr", "fr"], "data.source": "fr"}
     student = tiny(tmp_path / "run", {**files, "data.target": "es"})
-    assert [(each.tag, each.sources) for each in sentences_of(student, teacher)] == [("<2es>", ["un"])]
-    assert [each.tag for each in sentences_of(student, tiny(tmp_path / "other"))] == [""]
+    assert sentences_of(student, teacher) == [("<2es>", ["un"])]
+    assert [tag for tag, _ in sentences_of(student, tiny(tmp_path / "other"))] == [""]
     with pytest.raises(
         ConfigError, match="target language of train is it, and the teacher has no tag <2it>: it has <2de>, <2es>"
     ):

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.translation.data import prepare, token_store
+from recipes.translation.data import corpus as corpus_module
+from recipes.translation.data import prepare
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import store_key
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
@@ -75,7 +76,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def text_is_known_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is read: as if its contents were its name."""
     monkeypatch.setattr(
-        "recipes.translation.data.training_text.fingerprint", lambda data, split: f"{split} {data.path} {data.train}"
+        "recipes.translation.data.corpora.fingerprint", lambda data, split: f"{split} {data.path} {data.train}"
     )
 
 
@@ -146,7 +147,7 @@ def test_keys_change_with_the_subwords_of_either_side(
         assert changed.tokens(keys.translator.config) != keys.tokens(keys.translator.config)
         assert changed.translations(keys.translator.config) != keys.translations(keys.translator.config)
     before = keys.tokens(keys.translator.config)
-    monkeypatch.setattr(token_store, "LAYOUT", token_store.LAYOUT + 1)
+    monkeypatch.setattr(corpus_module, "LAYOUT", corpus_module.LAYOUT + 1)
     assert keys.tokens(keys.translator.config) != before, "as when the file is written in another way"
 
 

@@ -152,7 +152,7 @@ def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
     """Raise CheckpointError unless two models translate from and to the same subwords."""
-    from recipes.translation.data.tags import with_language_tag
+    from recipes.translation.data.model_text import with_language_tag
 
     facts = {
         "source subwords": (first.source.serialized(), other.source.serialized()),

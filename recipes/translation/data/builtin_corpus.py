@@ -15,19 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from recipes.translation.data.builtin_words import (
-    CITIES,
-    COLOURS,
-    COUNTED,
-    EVENTS,
-    GOODS,
-    MONTHS,
-    PEOPLE,
-    PLACES,
-    VEHICLES,
-    WEEKDAYS,
-    Noun,
-)
+from recipes.translation.data import builtin_words as words
 from recipes.translation.data.number_words import (
     english_number,
     english_ordinal,
@@ -82,7 +70,7 @@ def _amount(number: int, one: str, many: str, de_one: str, de_many: str) -> Pair
     return Pair(f"{english_number(number)} {many}", f"{german_number(number)} {de_many}")
 
 
-def _one_accusative(noun: Noun) -> str:
+def _one_accusative(noun: words.Noun) -> str:
     return {"der": "einen", "die": "eine", "das": "ein"}[noun.article] + " " + noun.de
 
 
@@ -123,7 +111,7 @@ def _date(rng: random.Random) -> datetime.date:
 
 
 def _day(date: datetime.date, ending: str) -> Pair:
-    en, de = MONTHS[date.month - 1]
+    en, de = words.MONTHS[date.month - 1]
     return Pair(f"{english_ordinal(date.day)} of {en}", f"{german_ordinal(date.day, ending)} {de}")
 
 
@@ -155,8 +143,8 @@ def _plain_number(rng: random.Random) -> Pair:
 
 
 def _things_in_a_place(rng: random.Random) -> Pair:
-    noun, en_many, de_many = _pick(rng, COUNTED)
-    en_place, de_place = _pick(rng, PLACES)
+    noun, en_many, de_many = _pick(rng, words.COUNTED)
+    en_place, de_place = _pick(rng, words.PLACES)
     number = _count(rng, 6)
     en, de = _amount(number, noun.en, en_many, _one_accusative(noun), de_many)
     verb = "are"
@@ -166,20 +154,20 @@ def _things_in_a_place(rng: random.Random) -> Pair:
 
 
 def _age(rng: random.Random) -> Pair:
-    en_person, de_person = _pick(rng, PEOPLE)
+    en_person, de_person = _pick(rng, words.PEOPLE)
     en, de = _amount(1 + _below(rng, 100), "year", "years", "ein Jahr", "Jahre")
     return _sentence(f"{en_person} is {en} old.", f"{de_person} ist {de} alt.")
 
 
 def _birth(rng: random.Random) -> Pair:
-    en_person, de_person = _pick(rng, PEOPLE)
+    en_person, de_person = _pick(rng, words.PEOPLE)
     date = _date(rng)
     en, de = _day(date, "en")
     en = f"{en} {english_year(date.year)}"
     de = f"{de} {german_year(date.year)}"
     if rng.random() < 0.5:
         return _sentence(f"{en_person} was born on the {en}.", f"{de_person} wurde am {de} geboren.")
-    en_weekday, de_weekday = WEEKDAYS[date.weekday()]
+    en_weekday, de_weekday = words.WEEKDAYS[date.weekday()]
     return _sentence(
         f"{en_person} was born on {en_weekday}, the {en}.",
         f"{de_person} wurde am {de_weekday}, dem {de}, geboren.",
@@ -189,7 +177,7 @@ def _birth(rng: random.Random) -> Pair:
 def _today(rng: random.Random) -> Pair:
     date = _date(rng)
     en, de = _day(date, "e")
-    en_weekday, de_weekday = WEEKDAYS[date.weekday()]
+    en_weekday, de_weekday = words.WEEKDAYS[date.weekday()]
     return _sentence(
         f"today is {en_weekday}, the {en} {english_year(date.year)}.",
         f"heute ist {de_weekday}, der {de} {german_year(date.year)}.",
@@ -197,13 +185,13 @@ def _today(rng: random.Random) -> Pair:
 
 
 def _event_on_a_day(rng: random.Random) -> Pair:
-    event = _pick(rng, EVENTS)
+    event = _pick(rng, words.EVENTS)
     en, de = _day(_date(rng), "en")
     return _sentence(f"the {event.en} takes place on the {en}.", f"{event.article} {event.de} findet am {de} statt.")
 
 
 def _event_at_a_time(rng: random.Random) -> Pair:
-    event = _pick(rng, EVENTS)
+    event = _pick(rng, words.EVENTS)
     en, de = _time(rng)
     return _on_weekday(
         rng,
@@ -215,8 +203,8 @@ def _event_at_a_time(rng: random.Random) -> Pair:
 
 
 def _departure(rng: random.Random) -> Pair:
-    vehicle = _pick(rng, VEHICLES)
-    en_city, de_city = _pick(rng, CITIES)
+    vehicle = _pick(rng, words.VEHICLES)
+    en_city, de_city = _pick(rng, words.CITIES)
     en, de = _time(rng)
     subject = Pair(f"the {vehicle.en} to {en_city}", f"{vehicle.article} {vehicle.de} nach {de_city}")
     return _on_weekday(rng, subject, f"leaves at {en}.", "fährt", f"um {de} ab.")
@@ -226,7 +214,7 @@ def _on_weekday(rng: random.Random, subject: Pair, predicate: str, verb: str, re
     """Begin half of the sentences with a weekday, after which the German verb precedes its subject."""
     if rng.random() < 0.5:
         return _sentence(f"{subject.source} {predicate}", f"{subject.target} {verb} {rest}")
-    en, de = _pick(rng, WEEKDAYS)
+    en, de = _pick(rng, words.WEEKDAYS)
     return _sentence(f"on {en} {subject.source} {predicate}", f"am {de} {verb} {subject.target} {rest}")
 
 
@@ -236,16 +224,16 @@ def _it_is(rng: random.Random) -> Pair:
 
 
 def _cost(rng: random.Random) -> Pair:
-    en_colour, de_colour = _pick(rng, COLOURS)
-    thing = _pick(rng, GOODS)
+    en_colour, de_colour = _pick(rng, words.COLOURS)
+    thing = _pick(rng, words.GOODS)
     en, de = _price(rng)
     return _sentence(f"the {en_colour} {thing.en} costs {en}.", f"{thing.article} {de_colour}e {thing.de} kostet {de}.")
 
 
 def _payment(rng: random.Random) -> Pair:
-    en_person, de_person = _pick(rng, PEOPLE)
-    en_colour, de_colour = _pick(rng, COLOURS)
-    thing = _pick(rng, GOODS)
+    en_person, de_person = _pick(rng, words.PEOPLE)
+    en_colour, de_colour = _pick(rng, words.COLOURS)
+    thing = _pick(rng, words.GOODS)
     en, de = _price(rng)
     bought = f"{thing.article} {de_colour}e {thing.de}"
     if thing.article == "der":  # the only gender whose accusative differs: den roten Tisch, die rote Lampe
@@ -257,7 +245,7 @@ def _payment(rng: random.Random) -> Pair:
 
 
 def _journey(rng: random.Random) -> Pair:
-    en_city, de_city = _pick(rng, CITIES)
+    en_city, de_city = _pick(rng, words.CITIES)
     amounts = [_amount(1 + _below(rng, 23), "hour", "hours", "eine Stunde", "Stunden")]
     if rng.random() < 0.7:
         amounts.append(_amount(1 + _below(rng, 59), "minute", "minutes", "eine Minute", "Minuten"))
@@ -266,7 +254,7 @@ def _journey(rng: random.Random) -> Pair:
 
 
 def _distance(rng: random.Random) -> Pair:
-    en_city, de_city = _pick(rng, CITIES)
+    en_city, de_city = _pick(rng, words.CITIES)
     en, de = _amount(_count(rng, 4), "kilometre", "kilometres", "einen Kilometer", "Kilometer")
     return _sentence(f"the road to {en_city} is {en} long.", f"die Straße nach {de_city} ist {de} lang.")
 
@@ -303,8 +291,6 @@ def pairs(count: int, seed: int, split: Split = "train") -> list[Pair]:
 
 def each_pair(count: int, seed: int, split: Split = "train") -> Iterator[Pair]:
     """Yield the pairs that `pairs` returns, one by one."""
-    if split not in ("train", "valid", "test"):
-        raise ValueError(f"split is train, valid or test, got {split!r}")
     rng = random.Random(seed)
     drawn = 0
     seen: set[Pair] = set()

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.data.model_text import corpus_tags, language_tags
+from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
 from recipes.translation.data.split_files import check_format, check_languages, check_named, named
-from recipes.translation.data.tags import corpus_tags, language_tags, with_language_tag
-from recipes.translation.data.training_text import TrainingCorpus, TrainingText
 from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.files.contents import Contents
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
-from recipes.translation.text.pair import Pair
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.pair import Pair, Split
 
 HeldOutSplit = Literal["valid", "test"]
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Validation or test data of one pair of languages."""
+class CorpusSplit:
+    """The training, validation or test data of one pair of languages."""
 
     config: RunConfig
     name: str
     """Its key in the section corpora; empty for the section data."""
-    split: HeldOutSplit
+    split: Split
     data: DataConfig
     """Where its pairs come from."""
     tags: tuple[str, ...] = ()
-    """What stands in front of each source sentence of a corpus."""
+    """What stands in front of each source sentence; of the section data, only in training."""
+    weight: float = 1.0
+    """In training."""
 
     @property
     def setting(self) -> str:
@@ -42,7 +45,7 @@ class HeldOut:
         return f"corpora.{self.name}.{self.split}"
 
     def pairs(self) -> list[Pair]:
-        """Return the pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
+        """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
         return self._pairs
 
     @cached_property
@@ -52,24 +55,24 @@ class HeldOut:
 
     def spoken(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs with their sources as `translate` takes them: under a corpus's tags, except empty ones."""
-        if not self.tags:
-            return list(pairs)
-        return [Pair(self._tagged(pair.source), pair.target) for pair in pairs]
+        return [Pair(self.source(pair), pair.target) if pair.source.split() else pair for pair in pairs]
 
-    def read_as(self, sentence: str) -> str:
-        """Return a source sentence as the model reads it."""
-        if self.name:
-            return self._tagged(sentence)
-        return with_language_tag(self.config, sentence)
+    def source(self, pair: Pair) -> str:
+        """Return the source sentence under the tags."""
+        return " ".join((*self.tags, pair.source))
 
-    def _tagged(self, sentence: str) -> str:
-        if not sentence.split():
-            return sentence
-        return " ".join((*self.tags, sentence))
+    @property
+    def tokenizer(self) -> str:
+        """Return the name of sacreBLEU's tokeniser for the references."""
+        return tokenizer_for(self.data.tokenize, self.data.target, [pair.target for pair in self.pairs()])
 
 
 class Corpora:
     """The corpora of a run, resolved once from its settings.
+
+    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that each file is opened
+    once, and what identifies them is of the very bytes that were read. With `data.cache`, for text beyond memory,
+    `read` does nothing: whoever wants the pairs reads the files.
 
     Raises ConfigError for training corpora that contradict each other.
     """
@@ -78,14 +81,55 @@ class Corpora:
         self.config = config
         self.training = training_corpora(config)
         """Those of the section corpora, or else the one of data.train."""
-        self.text = TrainingText(config, self.training)
+        self._pairs: dict[str, list[Pair]] = {}
+        self._fingerprints: dict[str, str] = {}
+
+    def read(self) -> None:
+        """Read the training pairs, unless they are in memory, or are not to be."""
+        if not self.config.data.cache and not self._pairs:
+            self._pairs = {corpus.name: list(pairs) for corpus, pairs in self.each_corpus()}
+
+    def forget(self) -> None:
+        """Give the memory of the training pairs back."""
+        self._pairs = {}
+
+    def each_corpus(self) -> Iterator[tuple[CorpusSplit, Iterable[Pair]]]:
+        """Yield every training corpus with its pairs."""
+        for corpus in self.training:
+            yield corpus, self._pairs.get(corpus.name) or self._each_pair(corpus)
+
+    def identity(self) -> object:
+        """Return what determines the training text before it is cleaned, as JSON: settings, SHA-256 of the contents."""
+        names = ("format", "source", "target", "builtin_pairs")
+        found = {
+            corpus.name: {name: getattr(corpus.data, name) for name in names} | {"text": self._fingerprint(corpus)}
+            for corpus in self.training
+        }
+        if not self.config.corpora:
+            return found[""]
+        return found
+
+    def _each_pair(self, corpus: CorpusSplit) -> Iterator[Pair]:
+        contents = Contents()
+        with named(corpus.name):
+            name = corpus.name or "train"
+            lowercase = self.config.subwords.lowercase
+            yield from each_training_pair(corpus.data, lowercase, self.config.cleaning, name, contents.opened)
+            if contents.whole:
+                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train", contents)
+
+    def _fingerprint(self, corpus: CorpusSplit) -> str:
+        if corpus.name not in self._fingerprints:
+            with named(corpus.name):
+                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train")
+        return self._fingerprints[corpus.name]
 
     @cached_property
-    def valid(self) -> list[HeldOut]:
+    def valid(self) -> list[CorpusSplit]:
         """Return the validation data, as `held_out` does, whose pairs are read once."""
         return self.held_out("valid")
 
-    def held_out(self, split: HeldOutSplit) -> list[HeldOut]:
+    def held_out(self, split: HeldOutSplit) -> list[CorpusSplit]:
         """Return the validation or test data of every corpus that has some, or else that of the section data.
 
         Raises ConfigError where both are given; DataError where neither is, but for the built-in corpus.
@@ -95,13 +139,13 @@ class Corpora:
         own: tuple[str, ...] = getattr(config.data, split)
         if not names:
             self._check_builtin(split)
-            return [HeldOut(config, "", split, config.data)]
+            return [CorpusSplit(config, "", split, config.data)]
         if own:
             raise ConfigError(
                 f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
                 "corpus"
             )
-        return [HeldOut(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
+        return [CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
         """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
@@ -110,7 +154,7 @@ class Corpora:
             return True
         return config.data.format == "builtin" and not self._all_from_files()
 
-    def the_one(self, split: HeldOutSplit) -> HeldOut:
+    def the_one(self, split: HeldOutSplit) -> CorpusSplit:
         """Return the only validation or test data of a run; raise DataError where several corpora have some."""
         (first, *others) = self.held_out(split)
         if others:
@@ -143,11 +187,11 @@ class Corpora:
             with named(corpus.name):
                 check_named(corpus.data, "train")
 
-    def check_held_out(self) -> list[list[Pair]]:
-        """Read validation and test data, so that mistakes are found before the training; return the validation pairs.
+    def check_held_out(self) -> None:
+        """Read validation and test data, so that mistakes are found before the training.
 
-        The built-in corpus needs no check, and no pairs of it are returned. Validation data is required, test data is
-        optional. Raises DataError and ConfigError as `held_out` and `load_pairs` do.
+        Validation data is required, test data is optional. Raises DataError and ConfigError as `held_out` and
+        `load_pairs` do.
         """
         for name, corpus in self.config.corpora.items():
             if not name or "/" in name or "\0" in name:
@@ -159,15 +203,13 @@ class Corpora:
                     f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
                     "epoch it would be: leave it out"
                 )
-        found: list[list[Pair]] = []
         for each in self.valid:
             check_format(each.data)
             check_languages(each.data)
-            found.append([] if each.data.format == "builtin" else each.pairs())
+            each.pairs()
         for each in self.held_out("test") if self.has("test") else []:
-            if each.data.format != "builtin":
-                each.pairs()  # only for its mistakes
-        return found
+            if each.data.format != "builtin":  # which has no mistakes
+                each.pairs()
 
     def _check_builtin(self, split: HeldOutSplit) -> None:
         """Raise DataError where corpora from files would be judged by the built-in corpus."""
@@ -187,14 +229,14 @@ class Corpora:
         )
 
 
-def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
+def training_corpora(config: RunConfig) -> list[CorpusSplit]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
     if config.data.streaming and "hub" not in (config.data.format, *(each.format for each in config.corpora.values())):
         raise ConfigError(
             "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
         )
     if not config.corpora:
-        return [TrainingCorpus("", config.data, language_tags(config, config.data.target), 1.0)]
+        return [CorpusSplit(config, "", "train", config.data, language_tags(config, config.data.target))]
     if config.data.train:
         raise ConfigError(
             f"data.train ({' '.join(config.data.train)}) and corpora ({', '.join(config.corpora)}) are both given: "
@@ -206,7 +248,9 @@ def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
     return [
-        TrainingCorpus(name, data_of(name, config), corpus_tags(name, config), config.corpora[name].weight)
+        CorpusSplit(
+            config, name, "train", data_of(name, config), corpus_tags(name, config), config.corpora[name].weight
+        )
         for name in names
     ]
 

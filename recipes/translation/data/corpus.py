@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,18 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
-from recipes.translation.data.corpora import Corpora, HeldOut
+from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
+from recipes.translation.data.model_text import check_known, source_text
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
-from recipes.translation.data.tags import check_known
-from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
+from recipes.translation.data.token_store import LAYOUT, TokenStore, check_store, write_store
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.bleu_tokenizers import check_tokenizer
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 
@@ -31,12 +32,10 @@ from recipes.translation.text.subwords import Subwords
 class ValidationSet:
     """Validation data of one pair of languages."""
 
-    held_out: HeldOut
+    held_out: CorpusSplit
     batches: TokenBatches
     pairs: Sequence[Pair]
     """Their sources as `translate` takes them: under the tags of a corpus."""
-    tokenize: str
-    """sacreBLEU's tokeniser."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,20 @@ def load_corpus(
 
 
 def _stored(corpora: Corpora, source: Subwords, target: Subwords, ranks: Ranks) -> Path:
+    """Tokenise the training pairs into their folder of `data.cache`, unless it has them already; return the folder."""
     key = ranks.run_on_main(lambda: store_key(corpora, source, target))
     folder = Path(expanded(corpora.config.data.cache, "data.cache"), key)
 
     def prepare_on_each_machine() -> None:
-        if ranks.local_rank == 0:
-            prepare_store(corpora, folder, source, target)
+        if ranks.local_rank > 0:
+            return
+        start = time.monotonic()
+        if check_store(folder):
+            print(f"[data] tokenised pairs of {folder} reused", flush=True)
+            return
+        each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.each_corpus())
+        write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
+        print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
 
     ranks.run_on_all(prepare_on_each_machine)
     return folder
@@ -94,7 +101,7 @@ def _prepared(
     for tokenize in check_data(corpora):
         if tokenize != "13a":
             print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    corpora.text.read()  # before the subwords, which may be made from it
+    corpora.read()  # before the subwords, which may be made from it
     source, target = subwords_of(corpora)
     check_known(config, source, target)
     return source, target
@@ -108,9 +115,8 @@ def check_data(corpora: Corpora) -> list[str]:
     config = corpora.config
     corpora.check_training()
     _check_temperature(corpora)
-    pairs = corpora.check_held_out()
-    tokenizers = [_tokenizer(each, valid) for each, valid in zip(corpora.valid, pairs, strict=True)]
-    names = list(dict.fromkeys(tokenizers))
+    corpora.check_held_out()
+    names = list(dict.fromkeys(each.tokenizer for each in corpora.valid))
     if config.training.validate_bleu:
         for tokenize in names:
             check_tokenizer(tokenize)
@@ -124,15 +130,11 @@ def _check_temperature(corpora: Corpora) -> None:
         check_unset(corpora.config, ("data.temperature",), why)
 
 
-def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
-    return tokenizer_for(held_out.data.tokenize, held_out.data.target, [pair.target for pair in valid])
-
-
 def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
     ids: _Tokenised | TokenStore
     if store is None:
         ids = _tokenised(corpora, source, target)
-        corpora.text.forget()
+        corpora.forget()
         digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
     else:
         ids = TokenStore.open(store, len(corpora.training), (len(source), len(target)))
@@ -162,20 +164,20 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
     return Corpus(source, target, batches, valid, digest.hexdigest())
 
 
-def _validation_set(held_out: HeldOut, source: Subwords, target: Subwords) -> ValidationSet:
-    settings = held_out.config.training
-    pairs = held_out.pairs()
+def _validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
+    config = held_out.config
+    pairs = held_out.spoken(held_out.pairs())
     # Validation has every pair, or its scores would be of easier sentences
     batches = TokenBatches(
-        source.encode([held_out.read_as(pair.source) for pair in pairs]),
+        source.encode([source_text(config, pair.source) for pair in pairs]),
         target.encode([pair.target for pair in pairs]),
-        batch_tokens=settings.batch_tokens,
-        seed=settings.seed,
+        batch_tokens=config.training.batch_tokens,
+        seed=config.training.seed,
         symbols=source.symbols,
     )
     if not len(batches):
         raise DataError(f"there is no pair to validate on; see {held_out.setting}")
-    return ValidationSet(held_out, batches, held_out.spoken(pairs), _tokenizer(held_out, pairs))
+    return ValidationSet(held_out, batches, pairs)
 
 
 class _Tokenised(NamedTuple):
@@ -188,7 +190,7 @@ class _Tokenised(NamedTuple):
 
 def _tokenised(corpora: Corpora, source: Subwords, target: Subwords) -> _Tokenised:
     found = _Tokenised([], [], [])
-    for corpus, each_pair in corpora.text.each_corpus():
+    for corpus, each_pair in corpora.each_corpus():
         pairs = list(each_pair)
         found.sources.extend(source.encode([corpus.source(pair) for pair in pairs]))
         found.targets.extend(target.encode([pair.target for pair in pairs]))
@@ -200,21 +202,10 @@ def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
     """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
     config = corpora.config
     made_from = {
-        "data": corpora.text.identity(),
+        "data": corpora.identity(),
         "tags": [corpus.tags for corpus in corpora.training],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,
         "subwords": [source.digest, target.digest],
     }
-    return key_of(made_from)
-
-
-def prepare_store(corpora: Corpora, folder: Path, source: Subwords, target: Subwords) -> None:
-    """Tokenise the training pairs into `folder`, unless it has them already."""
-    start = time.monotonic()
-    if check_store(folder):
-        print(f"[data] tokenised pairs of {folder} reused", flush=True)
-        return
-    each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.text.each_corpus())
-    write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
-    print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+    return hashlib.sha256(json.dumps([LAYOUT, made_from]).encode()).hexdigest()[:32]

@@ -17,8 +17,8 @@ import numpy
 import numpy.typing
 
 from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
+from recipes.translation.data.model_text import tags_of
 from recipes.translation.data.noise import noisy
-from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords
@@ -78,8 +78,7 @@ class DrawnBatches:
         self.sides = (source, target)
         self.sampled = any(side.sampling for side in self.sides)
         self._pairs = len(plain.sources)
-        self._orders: dict[int, TokenBatches] = {}
-        self._ahead: dict[int, Future[TokenBatches]] = {}
+        self._orders: dict[int, Future[TokenBatches]] = {}
 
     @property
     def dropped(self) -> int:
@@ -89,8 +88,8 @@ class DrawnBatches:
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
         batches = self._order(number).epoch(number)
-        if self.sampled and number + 1 not in self._ahead:
-            self._ahead = {number + 1: self._draw_in_thread(number + 1)}
+        if self.sampled and number + 1 not in self._orders:
+            self._orders = {number: self._orders[number], number + 1: self._draw_in_thread(number + 1)}
         return [[number * self._pairs + pair for pair in batch] for batch in batches]
 
     def count(self, number: int) -> int:
@@ -116,7 +115,7 @@ class DrawnBatches:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process needs, which is everything but the thread's work."""
-        return {**self.__dict__, "_ahead": {}}
+        return {**self.__dict__, "_orders": {}}
 
     def _draw_side(self, which: int, ids: Sequence[Ids], epoch: int, pairs: Sequence[int]) -> list[Ids]:
         side = self.sides[which]
@@ -141,11 +140,8 @@ class DrawnBatches:
         if not self.sampled:
             return self.plain
         if epoch not in self._orders:
-            if epoch in self._ahead:
-                self._orders = {epoch: self._ahead[epoch].result()}
-            else:
-                self._orders = {epoch: self._draw_order(epoch)}
-        return self._orders[epoch]
+            self._orders = {epoch: self._draw_in_thread(epoch)}
+        return self._orders[epoch].result()
 
     def _draw_order(self, epoch: int) -> TokenBatches:
         # The lengths of pairs that the epoch does not contain stay: a pair too long must not come in by a shorter draw

@@ -5,30 +5,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.split_files import names_of, paths_of
 from recipes.translation.errors import DataError
 from recipes.translation.settings.config import DataConfig
-from recipes.translation.text.pair import Split
 
 WAY = "if that is intended, add --insist"
 
 
 def check_meant(corpora: Corpora) -> None:
     """Raise DataError for a file that is named for two purposes, or whose name ends in another language."""
-    training = [(f"corpora.{each.name}.train" if each.name else "data.train", each.data) for each in corpora.training]
-    validation = [(each.setting, each.data) for each in corpora.valid]
-    for setting, data in [*training, *validation]:
-        if data.format == "text":
-            split: Split = "train" if setting.endswith("train") else "valid"
-            check_sides(setting, data, paths_of(data, split))
-    for setting, data in training:
-        for other, its_data in validation:
-            for ours, theirs in zip(_sources(data, "train"), _sources(its_data, "valid"), strict=False):
+    for each in [*corpora.training, *corpora.valid]:
+        if each.data.format == "text":
+            check_sides(each.setting, each.data, paths_of(each.data, each.split))
+    for training in corpora.training:
+        for validation in corpora.valid:
+            for ours, theirs in zip(_sources(training), _sources(validation), strict=False):
                 if _are_same(ours, theirs):
                     raise DataError(
-                        f"{setting} and {other} are the same data ({ours} and {theirs}), so that validation "
-                        f"would reward memorisation: hold some pairs back; {WAY}"
+                        f"{training.setting} and {validation.setting} are the same data ({ours} and {theirs}), so that "
+                        f"validation would reward memorisation: hold some pairs back; {WAY}"
                     )
 
 
@@ -56,13 +52,13 @@ def ending_of(path: Path) -> str:
     return found[1] if found else ""
 
 
-def _sources(data: DataConfig, split: Split) -> list[Path]:
+def _sources(corpus: CorpusSplit) -> list[Path]:
     """Return what tells a split from others: its files, or on the hub the names of data set and split."""
-    if data.format == "builtin":
+    if corpus.data.format == "builtin":
         return []
-    if data.format == "hub":
-        return [Path(data.path, *names_of(data, split))]
-    return paths_of(data, split)[:1]
+    if corpus.data.format == "hub":
+        return [Path(corpus.data.path, *names_of(corpus.data, corpus.split))]
+    return paths_of(corpus.data, corpus.split)[:1]
 
 
 def _are_same(one: Path, other: Path) -> bool:

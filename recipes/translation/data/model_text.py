@@ -1,9 +1,19 @@
-"""Text as a model reads and writes it: in lower case, under a language tag, and back again."""
+"""Text as a model reads and writes it: under tags, in lower case, and back again; and words that are one subword.
+
+The tag of the target language, such as <2de>, lets one model translate between several languages (Johnson et al. 2017,
+"Google's multilingual neural machine translation system"); that of a corpus, such as <bt>, marks back-translated data
+(Caswell et al. 2019, "Tagged back-translation").
+"""
 
 from __future__ import annotations
 
-from recipes.translation.data.tags import tags_of, with_language_tag
+import re
+from collections.abc import Sequence
+
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.subwords import Subwords
 
 
 def source_text(config: RunConfig, sentence: str) -> str:
@@ -34,3 +44,60 @@ def _tags_and_rest(config: RunConfig, sentence: str) -> tuple[str, str]:
         tag = rest.split(maxsplit=1)[0]
         rest = rest[rest.index(tag) + len(tag) :]
     return sentence[: len(sentence) - len(rest)], rest
+
+
+def corpus_tags(name: str, config: RunConfig) -> tuple[str, ...]:
+    """Return what stands in front of each source sentence of the corpus of this name."""
+    corpus = config.corpora[name]
+    tags = language_tags(config, corpus.target or config.data.target)
+    if corpus.tag:
+        tags = (*tags, corpus.tag)
+    return tags
+
+
+def tags_of(config: RunConfig) -> tuple[str, ...]:
+    """Return every tag of the run, each once."""
+    tags = [tag for name in config.corpora for tag in corpus_tags(name, config)]
+    return tuple(dict.fromkeys([*language_tags(config, config.data.target), *tags]))
+
+
+def with_language_tag(config: RunConfig, sentence: str) -> str:
+    """Put the tag of data.target in front of a sentence, if the run has such tags and the sentence has none of them."""
+    first = sentence.split(maxsplit=1)[:1]
+    if not config.data.language_tags or not first or first[0] in tags_of(config):
+        return sentence
+    return " ".join((*language_tags(config, config.data.target), sentence))
+
+
+def check_symbols(symbols: Sequence[str]) -> None:
+    """Raise ConfigError for a word that cannot be one subword of its own."""
+    for index, symbol in enumerate(symbols):
+        reason = ""
+        if not symbol or symbol.split() != [symbol] or BLANK in symbol:
+            reason = f"is not one word without blanks and without {BLANK}"
+        elif re.fullmatch("<(unk|pad|s|/s|0x[0-9A-F]{2})>", symbol):
+            reason = "is one of the subwords that every model has"
+        elif symbol in symbols[:index]:
+            reason = "is given twice"
+        if reason:
+            raise ConfigError(f"{symbol!r} {reason}: choose other words for subwords.symbols and the tags of corpora")
+
+
+def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
+    """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
+    symbols = config.subwords.symbols
+    needed = ((source, [*(BLANK + tag for tag in tags_of(config)), *symbols]), (target, symbols))
+    for side, words in needed:
+        if missing := set(words) - set(side.pieces()):
+            names = ", ".join(sorted(word.removeprefix(BLANK) for word in missing))
+            raise ConfigError(
+                f"the subwords do not have {names}, a tag or symbol of these settings: leave it out, or make new "
+                "subwords without training.start_from"
+            )
+
+
+def language_tags(config: RunConfig, language: str) -> tuple[str, ...]:
+    """Return the tag of a target language, if the run has such tags."""
+    if config.data.language_tags:
+        return (f"<2{language}>",)
+    return ()

@@ -7,10 +7,11 @@ import json
 import random
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.tags import check_symbols, tags_of
+from recipes.translation.data.model_text import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
 from recipes.translation.files.json_fields import noted_in
@@ -34,10 +35,12 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     config = corpora.config
     folder = Path(config.run) / "subwords"
     if not folder.exists():
-        corpora.text.read()  # which then is not read once for its identity, and once for the subwords
+        corpora.read()  # which then is not read once for its identity, and once for the subwords
     settings = made_from(corpora)
-    ready = _reusable(folder, settings)
-    if ready is None:
+    ready = None
+    with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
+        ready = verified_folder(folder)
+    if ready is None or noted_in(ready / SETTINGS) != settings:
         _train(corpora, folder, settings)
         ready = verified_folder(folder)
     else:
@@ -54,7 +57,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     """
     config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
-    settings: dict[str, object] = {"data": corpora.text.identity(), "subwords": subwords}
+    settings: dict[str, object] = {"data": corpora.identity(), "subwords": subwords}
     if config.subwords.symbols:
         settings["symbols"] = list(config.subwords.symbols)
     if config.subwords.train_pairs:
@@ -66,21 +69,10 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     return settings
 
 
-def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
-    """Return the folder with undamaged models made with these settings; None if there is none."""
-    try:
-        found = verified_folder(folder)
-    except CheckpointError:
-        return None  # whatever is wrong with them, they can be made again
-    if noted_in(found / SETTINGS) != settings:
-        return None
-    return found
-
-
 def of_other_data(folder: Path, config: RunConfig) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
     data = noted_in(folder / SETTINGS, "data")
-    return data is not None and bool(data != Corpora(config).text.identity())
+    return data is not None and bool(data != Corpora(config).identity())
 
 
 def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
@@ -88,7 +80,7 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     config = corpora.config
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
-    pairs = drawn((pair for _, pairs in corpora.text.each_corpus() for pair in pairs), config.subwords.train_pairs)
+    pairs = drawn((pair for _, pairs in corpora.each_corpus() for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}

@@ -7,7 +7,6 @@ are in memory. Nothing here runs code from a file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
@@ -96,11 +95,6 @@ class TokenStore:
         if not len(sides[0]) == len(sides[1]) == sum(counts):
             raise DataError(_damaged(folder, f"it has {len(sides[0]):,} pairs, not {sum(counts):,}"))
         return cls(sides[0], sides[1], counts, facts["sha256"])
-
-
-def key_of(made_from: object) -> str:
-    """Return the name of the store with what was made from these facts, which must be JSON."""
-    return hashlib.sha256(json.dumps([LAYOUT, made_from]).encode()).hexdigest()[:32]
 
 
 def check_store(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.data.corpora import Corpora, HeldOut, HeldOutSplit
+from recipes.translation.data.corpora import Corpora, CorpusSplit, HeldOutSplit
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.lines import read_lines
@@ -122,7 +122,11 @@ def evaluate(translator: Translator, split: HeldOutSplit, ranks: Ranks = ALONE, 
 
 
 def evaluate_each(
-    translator: Translator, sets: Sequence[HeldOut], tokenize: str | None = None, ranks: Ranks = ALONE, label: str = ""
+    translator: Translator,
+    sets: Sequence[CorpusSplit],
+    tokenize: str | None = None,
+    ranks: Ranks = ALONE,
+    label: str = "",
 ) -> list[Evaluation]:
     """Do the same for several sets of the model's data; the name of each is its split, or "split.corpus".
 
@@ -145,7 +149,7 @@ def evaluate_pairs(
     tokenize: str | None,
     ranks: Ranks,
     label: str,
-    held_out: HeldOut | None = None,
+    held_out: CorpusSplit | None = None,
 ) -> Evaluation:
     """Do the same for a test set in memory; what is written has this name.
 

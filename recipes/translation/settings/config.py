@@ -7,6 +7,7 @@ and saved, resolved, beside the run's checkpoints.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,17 +125,11 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
     return format
 
 
-class _TuplesAsLists(yaml.SafeDumper):
-    """Writes tuples, which YAML does not have, as lists."""
-
-
-_TuplesAsLists.add_representer(tuple, yaml.SafeDumper.represent_list)
-
-
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write all settings as YAML, from which `load_config` reads an equal configuration."""
+    settings = json.loads(json.dumps(dataclasses.asdict(config)))  # with lists for tuples, which YAML does not have
     # Without allow_unicode, with which PyYAML writes U+0085 as a line break that it reads as a blank
-    text = yaml.dump(dataclasses.asdict(config), Dumper=_TuplesAsLists, sort_keys=False, width=1_000)
+    text = yaml.safe_dump(settings, sort_keys=False, width=1_000)
     Path(path).write_text(text, encoding="utf-8")
 
 

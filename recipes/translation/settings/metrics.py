@@ -9,21 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import seqpar
 
 
-class Translated(Protocol):
-    """Validation sentences that were translated, and the scores for which the settings name a tokenizer."""
+@dataclass(frozen=True)
+class Translated:
+    """Validation sentences that were translated, and the scores that `evaluate` computes by the same settings."""
 
-    @property
-    def translations(self) -> Sequence[str]: ...
-    @property
-    def references(self) -> Sequence[str]: ...
-    def bleu(self) -> float: ...
-    def chrf(self) -> float: ...
+    translations: Sequence[str]
+    references: Sequence[str]
+    bleu: Callable[[], float]
+    chrf: Callable[[], float]
 
 
 @dataclass(frozen=True)

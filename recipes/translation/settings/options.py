@@ -12,6 +12,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
@@ -66,23 +67,17 @@ def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | No
     groups = {"": parser.add_argument_group("the run")}
     defaults = defaults or RunConfig()
     for name, setting in SCHEMA.settings.items():
-        section, _, key = name.rpartition(".")
+        section = name.rpartition(".")[0]
         if section not in groups:
             description = inspect.getdoc(getattr(defaults, section)) or ""
             groups[section] = parser.add_argument_group(section, description.partition("\n")[0])
-        holder: object = defaults
-        if section:
-            holder = getattr(defaults, section)
-        _add(groups[section], name, setting, _shown(name, getattr(holder, key)))
+        _add(groups[section], name, setting, _shown(name, attrgetter(name)(defaults)))
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """Return the options on the command line by dotted name, for `load_config`."""
-    given: dict[str, str | list[str]] = {}
-    for name, value in vars(options).items():
-        if name in SCHEMA.settings and value is not None:
-            given[name] = _as_yaml(value)
-    return given
+    given = {name: value for name, value in vars(options).items() if name in SCHEMA.settings and value is not None}
+    return {name: _as_yaml(value) for name, value in given.items()}
 
 
 class _ByPreset:

@@ -50,10 +50,6 @@ class Schedule:
     """Whether it depends on the number of steps, so that a run that is resumed with another number has other rates."""
 
 
-def _inverse_sqrt(step: Step) -> float:
-    return step.rate * _rise_and_fall(step)
-
-
 def _noam(step: Step) -> float:
     """Return `rate * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)` (Vaswani et al. 2017, section 5.3)."""
     # min(step * warmup^-1.5, step^-0.5) = warmup^-0.5 * min(step / warmup, (warmup / step)^0.5)
@@ -65,24 +61,16 @@ def _rise_and_fall(step: Step) -> float:
     return min(step.warm, sqrt(step.warmup / step.number))
 
 
-def _linear(step: Step) -> float:
-    return step.rate * min(step.warm, step.left)
-
-
 def _cosine(step: Step) -> float:
     """Return `rate * (1 + cos(pi * done)) / 2` after the warm-up (Loshchilov and Hutter 2017, equation 5)."""
     done = 1 - min(step.left, 1.0)
     return step.rate * min(step.warm, (1 + cos(pi * done)) / 2)
 
 
-def _constant(step: Step) -> float:
-    return step.rate * min(step.warm, 1.0)
-
-
 SCHEDULES = {
-    "inverse_sqrt": Schedule(_inverse_sqrt, "with the square root of the step"),
-    "linear": Schedule(_linear, "in a line to 0 at the end", by_steps=True),
+    "inverse_sqrt": Schedule(lambda step: step.rate * _rise_and_fall(step), "with the square root of the step"),
+    "linear": Schedule(lambda step: step.rate * min(step.warm, step.left), "in a line to 0 at the end", by_steps=True),
     "cosine": Schedule(_cosine, "by half a cosine to 0 at the end", by_steps=True),
     "noam": Schedule(_noam, "as inverse_sqrt does, from a peak of the model's width"),
-    "constant": Schedule(_constant, "not at all"),
+    "constant": Schedule(lambda step: step.rate * min(step.warm, 1.0), "not at all"),
 }

@@ -85,14 +85,11 @@ class SettingType(NamedTuple):
         kinds: list[Any] = []
         choices: tuple[str, ...] = field.metadata.get("choices", ())
         for alternative in alternatives:
-            if get_origin(alternative) is Literal:
-                choices = get_args(alternative)
-                kinds.append(str)
-            elif _is_list(alternative) and get_origin(get_args(alternative)[0]) is Literal:
-                choices = get_args(get_args(alternative)[0])
-                kinds.append(tuple[str, ...])
-            else:
-                kinds.append(alternative)
+            inner = get_args(alternative)[0] if _is_list(alternative) else alternative
+            if get_origin(inner) is Literal:
+                choices = get_args(inner)
+                alternative = str if inner is alternative else tuple[str, ...]
+            kinds.append(alternative)
         return cls(tuple(kinds), field.metadata["help"], choices, field.metadata.get("range"))
 
 

@@ -11,22 +11,12 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.text.scripts import scripts_of
-
-LANGUAGES = {
-    "zh": ("zh", "zho", "chi", "cmn", "yue", "wuu", "nan", "hak", "lzh", "chinese", "mandarin", "cantonese"),
-    "ja-mecab": ("ja", "jpn", "japanese"),
-    "ko-mecab": ("ko", "kor", "korean"),
-    "char": (
-        *("th", "tha", "thai", "lo", "lao", "km", "khm", "khmer"),
-        *("my", "mya", "bur", "burmese", "bo", "bod", "tib", "tibetan", "dz", "dzo"),
-    ),
-}
-"""ISO 639 codes and English names, without region and script. All other languages use 13a, as in most papers."""
-BY_LANGUAGE = {language: name for name, languages in LANGUAGES.items() for language in languages}
+from recipes.translation.text.scripts import BY_LANGUAGE, scripts_of
 
 OTHERS = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
+BY_SCRIPT = {"Hani": "zh", "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(OTHERS, "char")}
+"""Tokenisers by the script of a language. All other languages use 13a, as in most papers."""
 
 LOOKED_AT = 1_000
 """References from which the script is determined."""
@@ -37,7 +27,7 @@ def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
     if name != "auto":
         return name
     code = re.split("[-_]", language.lower())[0]
-    return BY_LANGUAGE.get(code) or _by_script("".join(references[:LOOKED_AT]))
+    return BY_SCRIPT.get(BY_LANGUAGE.get(code, "")) or _by_script("".join(references[:LOOKED_AT]))
 
 
 def _by_script(text: str) -> str:

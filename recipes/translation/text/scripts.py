@@ -21,12 +21,12 @@ LANGUAGES = {
     "Grek": "el ell gre",
     "Gujr": "gu guj",
     "Guru": "pa pan",
-    "Hani": "zh zho chi cmn yue wuu lzh",
+    "Hani": "zh zho chi cmn yue wuu lzh nan hak chinese mandarin cantonese",
     "Hebr": "he heb iw yi yid",
-    "Jpan": "ja jpn",
-    "Khmr": "km khm",
+    "Jpan": "ja jpn japanese",
+    "Khmr": "km khm khmer",
     "Knda": "kn kan",
-    "Kore": "ko kor",
+    "Kore": "ko kor korean",
     "Laoo": "lo lao",
     "Latn": "en eng de deu ger fr fra fre es spa it ita pt por nl nld dut sv swe da dan no nor nb nob nn nno fi fin "
     "is isl ice et est ekk lv lav lvs lt lit pl pol cs ces cze sk slk slo sl slv hr hrv bs bos hu hun ro ron rum sq "
@@ -34,17 +34,18 @@ LANGUAGES = {
     "afr sw swa swh so som ha hau yo yor ig ibo zu zul xh xho st sot tn tsn rw kin mg mlg plt vi vie id ind ms msa "
     "zsm tl tgl fil ceb jv jav su sun mi mri sm smo ht hat eo epo la lat oc oci ast uz uzb uzn tk tuk ku kur kmr",
     "Mlym": "ml mal",
-    "Mymr": "my mya bur",
+    "Mymr": "my mya bur burmese",
     "Orya": "or ori ory",
     "Sinh": "si sin",
     "Taml": "ta tam",
     "Telu": "te tel",
     "Thaa": "dv div",
-    "Thai": "th tha",
-    "Tibt": "bo bod tib dz dzo",
+    "Thai": "th tha thai",
+    "Tibt": "bo bod tib tibetan dz dzo",
 }
-"""ISO 639 codes of languages that are mostly written in one script, by the script's code. Languages of several scripts,
-such as Serbian, need the code of the script with their own: sr-Cyrl."""
+"""ISO 639 codes of languages that are mostly written in one script, by the script's code, with the English names of
+those that have a tokeniser of their own for BLEU. Languages of several scripts, such as Serbian, need the code of the
+script with their own: sr-Cyrl."""
 BY_LANGUAGE = {language: code for code, languages in LANGUAGES.items() for language in languages.split()}
 
 

@@ -83,7 +83,7 @@ def train_subwords(
         )
     except RuntimeError as error:
         raise _plain_error(str(error), config) from None
-    path = model_path(path_prefix)
+    path = path_prefix.with_name(path_prefix.name + ".model")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.getvalue())
 
@@ -93,11 +93,6 @@ def _note_long(sentences: Sequence[str]) -> None:
         print(
             f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
         )
-
-
-def model_path(path_prefix: Path) -> Path:
-    """Return the file that `train_subwords` writes."""
-    return path_prefix.with_name(path_prefix.name + ".model")
 
 
 def _plain_error(message: str, config: SubwordConfig) -> ValueError:
@@ -182,7 +177,7 @@ class Subwords:
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the model."""
-        return hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
+        return hashlib.sha256(self.serialized()).hexdigest()
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import seqpar
 from models import EncoderDecoder
-from recipes.translation.text.subwords import PAD
 from seqpar.distributed.torch_private import forget_forwards
+from seqpar.engine.device_losses import sum_on_first
+from seqpar.engine.scores import over_devices
 
 
 class Teacher:
@@ -86,14 +87,6 @@ class WithTeacher(nn.Module):
         return self.model(src, tgt), {"teacher": self.teacher.hidden(src, tgt)}
 
 
-class _Rows(NamedTuple):
-    """What a device has of a batch."""
-
-    hidden_BTD: Tensor
-    target_BT: Tensor
-    teacher_BTE: Tensor
-
-
 class DistillationLoss(nn.Module):
     """The summed loss of the tokens that are not padding.
 
@@ -103,90 +96,45 @@ class DistillationLoss(nn.Module):
         (1 - w) * usual + w * T**2 * kl
 
     Args:
-        usual: the loss CE, of the same generator.
-        generator: the student's projection; this rank's rows of it, if the vocabulary is split.
+        usual: the loss CE; both are of its generator, over its devices or its part of the vocabulary, in its chunks.
         teacher: the teacher, on every device of the student's hidden states.
         weight: w, from above 0 to 1, where CE is not computed and `nll` and `correct` are None.
         temperature: T, above 0.
-        chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
-        vocab: the classes of this rank, if the vocabulary is split.
     """
 
-    def __init__(
-        self,
-        usual: seqpar.LossCompute,
-        generator: nn.Linear,
-        teacher: Teacher,
-        *,
-        weight: float,
-        temperature: float,
-        chunk_tokens: int | None = None,
-        vocab: seqpar.VocabShard | None = None,
-    ) -> None:
+    def __init__(self, usual: seqpar.LossCompute, teacher: Teacher, *, weight: float, temperature: float) -> None:
         super().__init__()
         self.usual = usual
-        self.generator = generator
         self.teacher = teacher
         self.weight = weight
         self.temperature = temperature
-        self.chunk_tokens = chunk_tokens
-        self.vocab = vocab
 
     def forward(
         self, hidden: Tensor | list[Tensor], target: Tensor, *, teacher: Tensor | list[Tensor]
     ) -> seqpar.TokenLoss:
         """Return the loss of hidden states (B, T, D), or of a list with those of each replica, on the first device."""
-        if isinstance(hidden, Tensor):
-            assert isinstance(teacher, Tensor)
-            divergence = self._divergence(self.generator, hidden, target, teacher)
-        else:
-            assert not isinstance(teacher, Tensor)
-            shares = _by_device(hidden, target, teacher)
-            divergence = self._summed(shares)
+        usual = self.usual
+        options = {"chunk_tokens": usual.chunk_tokens}
+        divergence = sum_on_first(
+            over_devices(
+                self._divergence, usual.head, usual.devices, usual.vocab, hidden, target, {"teacher": teacher}, options
+            )
+        )
         self.teacher.release()
         total = self.weight * self.temperature**2 * divergence.total
         if self.weight == 1:
             return seqpar.TokenLoss(total, divergence.tokens)
-        usual: seqpar.TokenLoss = self.usual(hidden, target)
-        return usual._replace(total=(1 - self.weight) * usual.total + total)
-
-    def _summed(self, shares: Sequence[_Rows]) -> seqpar.TokenLoss:
-        """Return the divergence of all shares on the first one's device, each computed where its share is.
-
-        The generator's gradient is that of all shares. The sum has no `nll` and no `correct`.
-        """
-        devices = [share.hidden_BTD.device for share in shares]
-        generators = seqpar.replicate(self.generator, devices)
-        arguments = [(replica, *share) for replica, share in zip(generators, shares, strict=True)]
-        losses = seqpar.parallel_apply([self._divergence] * len(shares), arguments, devices=devices)
-        moved = [seqpar.TokenLoss(loss.total.to(devices[0]), loss.tokens.to(devices[0])) for loss in losses]
-        return sum(moved[1:], start=moved[0])
+        found: seqpar.TokenLoss = usual(hidden, target)
+        return found._replace(total=(1 - self.weight) * found.total + total)
 
     def _divergence(
-        self, generator: nn.Linear, hidden_BTD: Tensor, target_BT: Tensor, teacher_BTE: Tensor
+        self, hidden: Tensor, weight: Tensor, target: Tensor, *, teacher: Tensor, **options: Any
     ) -> seqpar.TokenLoss:
+        """Return the divergence of the rows of one device, without `nll` and `correct`."""
         own = slice(None)
-        if self.vocab is not None:
-            own = slice(self.vocab.start, self.vocab.start + len(generator.weight))
+        if self.usual.vocab is not None:
+            own = slice(self.usual.vocab.start, self.usual.vocab.start + len(weight))
+        predictions = self.teacher.predictions(teacher, own)
         return seqpar.linear_distillation(
-            hidden_BTD,
-            generator.weight,
-            self.teacher.predictions(teacher_BTE, own),
-            target_BT,
-            divergence="forward_kl",
-            bias=generator.bias,
-            temperature=self.temperature,
-            ignore_index=PAD,
-            chunk_tokens=self.chunk_tokens,
-            vocab=self.vocab,
+            hidden, weight, predictions, target, divergence="forward_kl", temperature=self.temperature, **options
         )
-
-
-def _by_device(hidden: Sequence[Tensor], target: Tensor, teacher: Sequence[Tensor]) -> list[_Rows]:
-    """Return what each distinct device has; replicas on one device become one, with one weight gradient."""
-    found: dict[torch.device, list[_Rows]] = {}
-    targets = target.split([len(each) for each in hidden])
-    for hidden_BTD, target_BT, teacher_BTE in zip(hidden, targets, teacher, strict=True):
-        device = hidden_BTD.device
-        found.setdefault(device, []).append(_Rows(hidden_BTD, target_BT.to(device), teacher_BTE))
-    return [_Rows(*(torch.cat(parts) for parts in zip(*shares, strict=True))) for shares in found.values()]

@@ -48,16 +48,6 @@ class WeightAverage:
         for name in sorted(self.averages.keys() ^ saved.keys()):
             raise CheckpointError(f"{folder} does not fit training.ema {self.decay:g}: {name} is in only one of them")
 
-    def fill(self, saved: Mapping[str, Tensor]) -> None:
-        """Set the averages from rank 0's whole ones."""
-        parts = self.layout.parts
-        described = {
-            name: torch.empty(parts.shapes[name], dtype=average.dtype, device="meta")
-            for name, average in self.averages.items()
-        }
-        for name, whole in parts.ranks.tensors_of_main(saved, described):
-            parts.fill(name, self.averages[name], whole)
-
     def weights(self) -> dict[str, Tensor]:
         """Return what is validated and translates, as this rank has it: the averages, or without them the weights."""
         return self.averages or dict(self.layout.model.named_parameters())

@@ -63,21 +63,17 @@ class Journal:
             self.outliers = Outliers(self.metrics.records())
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
-            self._begin(layout, size, resumed_at)
+            began = {
+                **started_by(),
+                "steps": progress.steps,
+                "model": size,
+                "layout": str(layout),
+                "hardware": hardware(self.devices, ranks.world),
+                "software": software(),
+                "settings": flat(config),
+            }
+            self.machine.write(step=resumed_at or 0, began=began)
             self.files = held.pop_all()
-
-    def _begin(self, layout: Layout, size: str, resumed_at: int | None) -> None:
-        """Write down how training begins or goes on."""
-        began = {
-            **started_by(),
-            "steps": self.progress.steps,
-            "model": size,
-            "layout": str(layout),
-            "hardware": hardware(self.devices, self.ranks.world),
-            "software": software(),
-            "settings": flat(self.config),
-        }
-        self.machine.write(step=resumed_at or 0, began=began)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +116,7 @@ class Journal:
         """Announce a validation whose state is saved, and note the memory used so far; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
-            _device_of(rank, name, len(everyone)): size
+            f"rank {rank} {name}" if len(everyone) > 1 else name: size
             for rank, own in enumerate(everyone)
             for name, size in own.items()
         }
@@ -149,9 +145,3 @@ class Journal:
         if self.ranks.is_main:
             return self.run / name
         return None
-
-
-def _device_of(rank: int, name: str, ranks: int) -> str:
-    if ranks == 1:
-        return name
-    return f"rank {rank} {name}"

@@ -36,12 +36,10 @@ from recipes.translation.run_folder.translator import allocate
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
-from recipes.translation.training.gathering import gathered_together
-from recipes.translation.training.objective import Objective, objective_of
-from recipes.translation.training.opened_models import OpenedModel
-from recipes.translation.training.parts import Axes, Parts
-from recipes.translation.training.shards import layers_of, shard, shard_layers
-from seqpar.distributed.collectives import group_sum, world_size
+from recipes.translation.training.objective import Objective
+from recipes.translation.training.parts import Axes, OpenedModel, Parts
+from recipes.translation.training.shards import gathered_together, shard, shard_layers
+from seqpar.distributed.collectives import group_sum
 from seqpar.multi_device.devices import check_devices
 
 
@@ -187,13 +185,13 @@ class Layout:
         self.data_rank = self.token_rank // axes.sequence
         self.data_ranks = axes.data * axes.shard
         self.model = model
-        self.parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
+        self.parts = Parts(axes, ranks, model)
         self.reducer: nn.Module | None = None
         beside = None
         if teacher is not None:
             self._fill_teacher(teacher)
             beside = Teacher(teacher.model, devices, self.groups.sequence)
-        objective = objective_of(config.training, beside)
+        objective = Objective(config.training, beside, config.training.r_drop)
         if ranks.world == 1:
             allocate(model, self.device)
             self.parts.fill_model(self.model, weights)
@@ -203,13 +201,12 @@ class Layout:
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
-        shapes = {name: weight.shape for name, weight in teacher.model.named_parameters()}
-        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, shapes)
+        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, teacher.model)
         # An LSTM keeps a list of its weights, which would not follow them
         if self.groups.shards is not None and not isinstance(teacher.model, RecurrentEncoderDecoder):
             shard(teacher.model, self.groups.shards, self.device)
             # Ranks that split the vocabulary have the same rows
-            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), shapes)
+            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), teacher.model)
         allocate(teacher.model, self.device)
         parts.fill_model(teacher.model, teacher.weights)
 
@@ -224,18 +221,15 @@ class Layout:
         except ValueError as error:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
         split_time_steps(self.model, self.groups.sequence)
-        vocab = None
-        own_devices: list[torch.device] | None = self.devices
-        if self.axes.vocab > 1:  # a shard of the vocabulary stays on the device it is on
-            vocab = shard
-            own_devices = None
+        vocab = shard if self.axes.vocab > 1 else None
+        # A shard of the vocabulary stays on the device it is on
+        own_devices = None if vocab else self.devices
         if self.groups.shards is not None:
             shard_layers(self.model, self.groups.shards, self.device)
         allocate(self.model, self.device)
         if self.groups.shards is None:
-            self.parts.fill_model(
-                self.model, weights
-            )  # before DDP sends rank 0's to all, whatever processors have drawn them
+            # Before DDP sends rank 0's to all, whatever processors have drawn them
+            self.parts.fill_model(self.model, weights)
         both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         self.usual_loss = Objective(self.settings).loss(self.model, own_devices, vocab)
         if self.groups.shards is not None:
@@ -244,12 +238,9 @@ class Layout:
             self.parts.fill_model(self.model, weights)
             self.reducer = both
         elif self.groups.tokens is not None:
-            device_ids = None
-            if self.device.type != "cpu":
-                device_ids = [self.device]
             self.reducer = DistributedDataParallel(
                 both,
-                device_ids=device_ids,
+                device_ids=None if self.device.type == "cpu" else [self.device],
                 process_group=self.groups.tokens,
                 gradient_as_bucket_view=True,
             )
@@ -296,8 +287,7 @@ class Layout:
             held.enter_context(whole_outputs(self.model))
             if self.groups.shards is not None:
                 assert self.reducer is not None
-                shards = self.groups.shards.get_group("shard")
-                together = gathered_together([self.reducer], layers_of(self.model), shards)
+                together = gathered_together([self.reducer], self.groups.shards.get_group("shard"))
                 ranks = replace(ranks, meet=held.enter_context(together))
             yield ranks
 
@@ -307,7 +297,7 @@ class Layout:
         `model` is that of this layout, or, where no part of it is elsewhere, one that takes its place.
         """
         usual = Objective(self.settings)
-        if self.has_whole_weights:
+        if self.axes.shard == self.axes.vocab == 1:  # every rank has all weights, though perhaps not all time steps
             return self.over_devices(model, usual)
 
         def forward(batch: Batch) -> seqpar.TokenLoss:
@@ -344,17 +334,12 @@ class Layout:
         return float(norm)
 
     def _is_cut(self, name: str) -> bool:
-        return world_size(self.groups.vocab) > 1 and cut_of(name) is not None
+        return self.axes.vocab > 1 and cut_of(name) is not None
 
     @property
     def has_whole_model(self) -> bool:
         """Return whether `model` was neither split nor sharded."""
         return self.axes[1:] == (1, 1, 1)
-
-    @property
-    def has_whole_weights(self) -> bool:
-        """Return whether every rank has all weights, though perhaps not all time steps."""
-        return self.axes.shard == self.axes.vocab == 1
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the optimizer's moments, as this rank has them, by their names `optimizer/<parameter>/<what>`."""
@@ -366,23 +351,12 @@ class Layout:
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
         """Set the optimizer's moments from rank 0's whole ones, as `parts.copied` makes them of `moments`."""
-        described: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for parameter in self.model.parameters():
             if parameter.requires_grad:
                 # In the weights' dtype, which differs if the run is resumed in another precision
-                like = torch.empty(self.parts.shapes[name], dtype=parameter.dtype, device="meta")
-                of_step = torch.empty((), device="meta")
-                described |= {f"optimizer/{name}/{what}": like for what in ("exp_avg", "exp_avg_sq")}
-                described[f"optimizer/{name}/step"] = of_step
-        parameters = dict(self.model.named_parameters())
-        for key, whole in self.parts.ranks.tensors_of_main(saved, described):
-            _, name, what = key.split("/")
-            parameter = parameters[name]
-            if what == "step":
-                optimizer.state[parameter][what] = whole.to(parameter.device)
-                continue
-            optimizer.state[parameter][what] = torch.zeros_like(parameter, requires_grad=False)
-            self.parts.fill(name, optimizer.state[parameter][what], whole)
+                moments = {what: torch.zeros_like(parameter, requires_grad=False) for what in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        self.parts.receive(self.moments(optimizer), saved)
 
 
 def _whole(tensor: Tensor) -> Tensor:

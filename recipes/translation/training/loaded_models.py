@@ -14,11 +14,9 @@ from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import Translator, allocate
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
-from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.layout import Groups, device_of
-from recipes.translation.training.opened_models import opened
-from recipes.translation.training.parts import Axes, Parts
-from recipes.translation.training.shards import layers_of, shard
+from recipes.translation.training.parts import Axes, Parts, opened
+from recipes.translation.training.shards import gathered_together, shard
 
 
 @contextmanager
@@ -40,7 +38,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
         axes = Axes(ranks.world, 1, 1, 1)
         if was_in_parts(saved.config):
             axes = Axes(1, ranks.world, 1, 1)
-        parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
+        parts = Parts(axes, ranks, model)
         if axes.shard > 1:
             mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
             assert mesh is not None
@@ -58,8 +56,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
             model(ids, ids)  # since FSDP2 takes the module that is called first for the root
         assert isinstance(model, FSDPModule)
         model.reshard()
-    layers = [layer for model, _ in in_parts for layer in layers_of(model)]
-    with gathered_together([model for model, _ in in_parts], layers, in_parts[0][1]) as meet:
+    with gathered_together([model for model, _ in in_parts], in_parts[0][1]) as meet:
         yield translators, replace(ranks, meet=meet)
 
 

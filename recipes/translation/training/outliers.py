@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 LENGTH = 100
 """Steps that a value is compared with, at most."""
@@ -26,21 +26,14 @@ NAMES = {"loss": "loss", "gradient_norm": "gradient norm"}
 """The numbers of a record in `metrics.jsonl` that are judged, and what they are called."""
 
 
-class Outlier(NamedTuple):
-    """A number far above those of the steps before."""
-
-    name: str
-    value: float
-    median: float
-
-
 class Outliers:
     """The last steps' losses and gradient norms, by which the next ones are judged."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
         """Begin after the steps in `records`, of `metrics.jsonl`."""
         self.before = {name: deque[float](maxlen=LENGTH) for name in NAMES}
-        self.found: list[Outlier] = []
+        self.found: dict[str, str] = {}
+        """The numbers of the last step that are outliers, and what is said of each."""
         self.follows = False
         """Whether the step before had one, too."""
         self.said = 0
@@ -52,20 +45,22 @@ class Outliers:
     def judge(self, **values: float) -> None:
         """Judge the numbers of the next step, and set `found`."""
         self.follows = bool(self.found)
-        self.found = []
+        self.found = {}
         for name, value in values.items():
             before = self.before[name]
             if len(before) >= LEAST:
                 middle = median(before)
                 if value > middle + 10 * 1.4826 * max(median(abs(each - middle) for each in before), 0.01 * middle):
-                    self.found.append(Outlier(name, value, middle))
+                    self.found[name] = (
+                        f"outlier: {NAMES[name]} {value:.3g}, while the median of the previous steps is {middle:.3g}"
+                    )
             before.append(value)
 
     def record(self) -> dict[str, list[str]]:
         """Return what `metrics.jsonl` says of the step: nothing, or the names of the numbers that are outliers."""
         if not self.found:
             return {}
-        return {"outliers": [each.name for each in self.found]}
+        return {"outliers": list(self.found)}
 
     def lines(self, step: int) -> list[str]:
         """Return a line for each outlier.
@@ -77,8 +72,4 @@ class Outliers:
         self.said += 1
         if self.said > MOST_SAID:
             return [f"[train] step {step:>6,}   another outlier; metrics.jsonl has this and all further ones"]
-        return [
-            f"[train] step {step:>6,}   outlier: {NAMES[each.name]} {each.value:.3g}, while the median of the "
-            f"previous steps is {each.median:.3g}"
-            for each in self.found
-        ]
+        return [f"[train] step {step:>6,}   {said}" for said in self.found.values()]

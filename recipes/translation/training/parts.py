@@ -8,7 +8,8 @@ saved fits any layout, and no rank needs room for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from models import EncoderDecoder
 from models.sharding import cut, cut_of, join
 from recipes.translation.files.tensors import AskedOnce
 from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.saving import copies
+from recipes.translation.run_folder.translator import model_on_meta, model_sizes, tensors_of
 
 
 class Axes(NamedTuple):
@@ -32,14 +36,14 @@ class Axes(NamedTuple):
 
 
 class Parts:
-    """How the tensors of a model are divided among the ranks, by the names of its parameters.
+    """How the tensors of a whole model are divided among the ranks, by the names of its parameters.
 
     Ranks are numbered by (copy, shard, vocab), the last one fastest. The first copy's save their parts.
     """
 
-    def __init__(self, axes: Axes, ranks: Ranks, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, axes: Axes, ranks: Ranks, model: nn.Module) -> None:
         self.ranks = ranks
-        self.shapes = shapes
+        self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         """Of each whole parameter."""
         self.cuts = axes.vocab
         self.shards = 1
@@ -71,6 +75,11 @@ class Parts:
             self.fill(name, parameters.pop(name), whole)
         assert not parameters, f"without weights: {', '.join(parameters)}"
 
+    def receive(self, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of rank 0's whole tensors into its own, by keys as those of `copied`."""
+        for key, whole in self.ranks.tensors_of_main(saved, self._described(own)):
+            self.fill(_parameter_of(key), own[key], whole)
+
     def copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy this rank's parts to the CPU; return the whole tensors, which rank 0 receives when it asks for them.
 
@@ -85,17 +94,18 @@ class Parts:
             return copies(tensors)
         if self.ranks.rank >= self.shards * self.cuts:
             return AskedOnce({}, tensors.__getitem__)
-        described = {}
-        own = {}
-        for key, tensor in tensors.items():
-            name = _parameter_of(key)
-            shape = tensor.shape
-            if tensor.dim():
-                shape = self.shapes[name]
-            described[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            if self.mine in self._owners(name, described[key]):
-                own[key] = local_of(tensor).to("cpu", copy=True)
+        described = self._described(tensors)
+        own = {
+            key: local_of(tensor).to("cpu", copy=True)
+            for key, tensor in tensors.items()
+            if self.mine in self._owners(_parameter_of(key), described[key])
+        }
         return AskedOnce(described, lambda key: self._gathered(_parameter_of(key), described[key], own.pop(key, None)))
+
+    def _described(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the whole tensors of which these are parts, on "meta"."""
+        shapes = {key: self.shapes[_parameter_of(key)] if part.dim() else part.shape for key, part in tensors.items()}
+        return {key: torch.empty(shapes[key], dtype=part.dtype, device="meta") for key, part in tensors.items()}
 
     def _owners(self, name: str, whole: Tensor) -> list[tuple[int, int]]:
         """Return who has a part of a tensor that no other one has, cut by cut."""
@@ -123,6 +133,27 @@ class Parts:
         if not whole.dim():
             return own
         return join(name, [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in slices])
+
+
+class OpenedModel(NamedTuple):
+    """A saved model on every rank, before there is memory for it."""
+
+    saved: SavedModel
+    """Only rank 0 has its weights."""
+    model: EncoderDecoder
+    """On the device "meta"."""
+    weights: Iterator[tuple[str, Tensor]]
+    """Each weight of the model, whole, when it is asked for; every rank must ask for all."""
+
+
+def opened(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = torch.float32) -> OpenedModel:
+    """Return the model that `read` opens on rank 0, with weights of this dtype."""
+    mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
+    shared = ranks.run_on_main(lambda: mine and replace(mine, weights={}))
+    saved = mine or shared
+    assert saved is not None
+    model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target).to(dtype)
+    return OpenedModel(saved, model, ranks.tensors_of_main(saved.weights, tensors_of(model)))
 
 
 def local_of(tensor: Tensor) -> Tensor:

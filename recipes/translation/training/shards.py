@@ -1,14 +1,27 @@
-"""The units of a model that FSDP2 shards: each layer, gathered for its own calls, and what is in none of them."""
+"""The units of a model that FSDP2 shards: each layer, and what is in none of them; how ranks gather layers together.
+
+In training every rank calls every layer as often as the others. In a validation it does not: a rank has more batches
+than another, and a search more steps. So before each layer the ranks say which one they need next. The first of these
+is gathered by all, also by those that will drop it; who needs a later one asks again. A rank that has finished goes on
+until all have. As the earliest layer goes first, ranks that are in different places soon take their steps together.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from models.transformer import Layer
 from recipes.translation.run_folder.translator import allocate
+from seqpar.distributed.collectives import gather_numbers
+from seqpar.distributed.torch_private import forget_forwards
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -28,3 +41,44 @@ def shard(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     shard_layers(model, mesh, device)
     allocate(model, device)
     fully_shard(model, mesh=mesh)
+
+
+@contextmanager
+def gathered_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterator[Callable[[], None]]:
+    """Within the block, let each rank call the layers of one model or several as often as it needs them.
+
+    There are no gradients. What is in `roots`, one of each model, but in none of the layers is gathered throughout: the
+    embeddings and the generator, which every step needs. Every rank of the group must enter and leave the block, and
+    call the function that it yields before any other collective: it returns when all have called it. Where one leaves
+    by an error the others wait, until they hear that it has ended.
+    """
+    layers = [layer for root in roots for layer in layers_of(root)]
+
+    def wait_for_turn(number: int) -> None:
+        """Help to gather what others need before layer `number`, until it is the one that is gathered next."""
+        while (turn := min(wanted for (wanted,) in gather_numbers([number], group))) != number:
+            layer = layers[turn]
+            assert isinstance(layer, FSDPModule)
+            layer.unshard()
+            layer.reshard()
+
+    with torch.no_grad():
+        for root in roots:
+            assert isinstance(root, FSDPModule)
+            root.unshard()
+        hooks = []
+        for number, layer in enumerate(layers):
+            turn = partial(wait_for_turn, number)
+            # Before the layer's own hook, which gathers it
+            hooks.append(layer.register_forward_pre_hook(lambda *_, turn=turn: turn(), prepend=True))
+        try:
+            yield partial(wait_for_turn, len(layers))
+            wait_for_turn(len(layers))
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for root in roots:
+                assert isinstance(root, FSDPModule)
+                root.reshard()
+                # FSDP2 gathers ahead, in backward, what was called before; other ranks have made other calls
+                forget_forwards(root)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.sentence_pairs import each_training_pair
-from recipes.translation.data.tags import language_tags, tags_of
-from recipes.translation.data.training_text import TrainingCorpus
+from recipes.translation.data.model_text import language_tags, tags_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import CorpusConfig, RunConfig
 
@@ -17,36 +14,27 @@ FOLDER = "translations"
 """Where a student's folder has the teacher's translations."""
 
 
-class Sentences(NamedTuple):
-    """The sentences of a training corpus, in the order of its files."""
+def sentences_of(config: RunConfig, teacher: RunConfig) -> list[tuple[str, list[str]]]:
+    """Read the sources of every training corpus, cleaned, each as often as it occurs, with the language tag of each.
 
-    corpus: TrainingCorpus
-    tag: str
-    """The language tag in front of each; empty without."""
-    sources: list[str]
-
-
-def sentences_of(config: RunConfig, teacher: RunConfig) -> list[Sentences]:
-    """Read the sources of every training corpus, cleaned, each as often as it occurs.
+    The tag is empty where the teacher has none.
 
     Raises ConfigError for a corpus whose language is none of those that the teacher translates into by its tags.
     """
     corpora = Corpora(config)
     corpora.check_training()
     found = []
-    for corpus in corpora.training:
-        name = corpus.name or "train"
-        pairs = each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
+    for corpus, pairs in corpora.each_corpus():
         tag = ""
         if teacher.data.language_tags:
             (tag,) = language_tags(teacher, corpus.data.target)
             if tag not in tags_of(teacher):
                 raise ConfigError(
-                    f"the target language of {name} is {corpus.data.target}, and the teacher has no tag {tag}: it has "
-                    f"{', '.join(tags_of(teacher))}"
+                    f"the target language of {corpus.name or 'train'} is {corpus.data.target}, and the teacher has no "
+                    f"tag {tag}: it has {', '.join(tags_of(teacher))}"
                 )
-        found.append(Sentences(corpus, tag, [pair.source for pair in pairs]))
-    if not any(sources for _, _, sources in found):
+        found.append((tag, [pair.source for pair in pairs]))
+    if not any(sources for _, sources in found):
         raise DataError("there is no training sentence to translate; see data.train")
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.data.tags import tags_of
+from recipes.translation.data.model_text import tags_of
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,31 +98,12 @@ def _begun(config: RunConfig, name: str, id_there: str, first: int) -> Tracker:
                 writer.add_scalar(number, value, step)
 
         return Tracker(name, add, writer.close)
-    opened: Any
-    if name == "wandb":
-        import wandb
-
-        opened = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=id_there,
-            name=run.name,
-            dir=config.run,
-            config=flat(config),
-            resume="allow",
-        )
-    else:
-        import trackio
-
-        opened = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            # Found again by its name, which therefore must not be that of another folder's run
-            name=f"{run.name}-{id_there}",
-            config=flat(config),
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+    own: dict[str, Any] = {"name": run.name, "id": id_there, "dir": config.run}
+    if name == "trackio":
+        # Found again by its name, which therefore must not be that of another folder's run
+        own = {"name": f"{run.name}-{id_there}", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    project = os.environ.get({"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT"}[name], PROJECT)
+    opened = import_module(name).init(project=project, config=flat(config), resume="allow", **own)
     return Tracker(name, opened.log, opened.finish)
 
 

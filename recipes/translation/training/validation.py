@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,10 +21,9 @@ from recipes.translation.data.corpus import Corpus, ValidationSet
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.scores.scores import bleu as bleu_of
-from recipes.translation.scores.scores import chrf as chrf_of
+from recipes.translation.scores.scores import bleu, chrf
 from recipes.translation.settings.config import TrainingConfig
-from recipes.translation.settings.metrics import METRICS
+from recipes.translation.settings.metrics import METRICS, Translated
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
 
@@ -55,7 +55,8 @@ class Validation:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Read a record that `as_dict` returned."""
-        parts = {part: cls._read(record, f".{part}") for part in parts_of(record)}
+        names = [name.removeprefix("valid_loss.") for name in record if name.startswith("valid_loss.")]
+        parts = {part: cls._read(record, f".{part}") for part in names}
         return replace(cls._read(record), parts=parts)
 
     @classmethod
@@ -65,29 +66,6 @@ class Validation:
     def __str__(self) -> str:
         known = ((METRICS[name], value) for name, value in self.values.items() if value is not None)
         return "   ".join(metric.said(value) for metric, value in known)
-
-
-@dataclass(frozen=True)
-class Translated:
-    """Validation sentences with their translations, whose scores are those that `evaluate` computes."""
-
-    translations: Sequence[str]
-    references: Sequence[str]
-    lowercase: bool
-    tokenize: str
-
-    def bleu(self) -> float:
-        """Return BLEU with the tokenizer of the settings."""
-        return bleu_of(self.translations, self.references, lowercase=self.lowercase, tokenize=self.tokenize)
-
-    def chrf(self) -> float:
-        """Return chrF."""
-        return chrf_of(self.translations, self.references, lowercase=self.lowercase)
-
-
-def parts_of(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the corpora of which a record of `metrics.jsonl` has a validation of their own."""
-    return [name.removeprefix("valid_loss.") for name in record if name.startswith("valid_loss.")]
 
 
 @torch.no_grad()
@@ -158,7 +136,13 @@ def _of_set(
     greedy = translator.with_decoding(replace(config.decoding, beam=1))
     translations = translate(greedy, [pair.source for pair in pairs], ranks)
     references = [pair.target for pair in pairs]
-    translated = Translated(translations, references, config.subwords.lowercase, valid.tokenize)
+    lowercase = config.subwords.lowercase
+    translated = Translated(
+        translations,
+        references,
+        bleu=partial(bleu, translations, references, lowercase=lowercase, tokenize=valid.held_out.tokenizer),
+        chrf=partial(chrf, translations, references, lowercase=lowercase),
+    )
     return Validation(step, values_of(loss, translated), translations, pairs)
 
 
@@ -170,30 +154,21 @@ def nothing(model: EncoderDecoder) -> seqpar.TokenLoss:
 
 def note_validation(state: TrainingState, found: Validation, best_by: str = "loss") -> bool:
     """Record a validation in the state; return whether it is the best by `best_by`. Of equal ones the earlier stays."""
-    better = is_better(state, found, best_by)
+    before = state.best_loss if best_by == "loss" else state.best_score
+    now = found[best_by]
+    assert now is not None  # the settings are refused where validations translate nothing
+    better = before is None or math.isnan(before)
+    if before is not None and not better:
+        better = now < before if METRICS[best_by].smaller_is_better else now > before
     if better:
         state.stale = 0
         state.best_loss = found["loss"]
         if best_by != "loss":
-            state.best_score = found[best_by]
+            state.best_score = now
         state.best_step = found.step
     else:
         state.stale += 1
     return better
-
-
-def is_better(state: TrainingState, found: Validation, best_by: str) -> bool:
-    """Return whether the number that decides is better than that of the best validation before."""
-    before = state.best_score
-    if best_by == "loss":
-        before = state.best_loss
-    now = found[best_by]
-    assert now is not None  # the settings are refused where validations translate nothing
-    if before is None or math.isnan(before):
-        return True
-    if METRICS[best_by].smaller_is_better:
-        return now < before
-    return now > before
 
 
 def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:

@@ -14,10 +14,10 @@ import seqpar
 from models import EncoderDecoder, length_normaliser
 from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import target_text
+from recipes.translation.data.positions import most_subwords
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator, model_sizes
-from recipes.translation.text.positions import most_subwords
 from recipes.translation.text.subwords import EOS, ORDINARY, PAD, Symbols
 from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.sentences import check_unicode, source_ids

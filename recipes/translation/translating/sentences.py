@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from recipes.translation.data.model_text import source_text
-from recipes.translation.data.tags import tags_of
+from recipes.translation.data.model_text import source_text, tags_of
 from recipes.translation.errors import DataError
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import UNK, Subwords

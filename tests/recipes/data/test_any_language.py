@@ -55,7 +55,7 @@ def test_a_pair_of_languages_needs_nothing_but_its_names_and_files(
         },
     )
     corpus = load_corpus(config)
-    assert corpus.valid[0].tokenize == tokenize
+    assert corpus.valid[0].held_out.tokenizer == tokenize
     assert len(corpus.train.plain.sources) == 60  # the script is the language's
     assert corpus.source.decode([list(ids[1:]) for ids in corpus.train.plain.sources]) == sentences(source)
     assert corpus.target.decode(corpus.train.plain.targets) == sentences(target)

@@ -11,8 +11,8 @@ import pytest
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import DrawnBatches
+from recipes.translation.data.model_text import check_symbols, tags_of
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.tags import check_symbols, tags_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, save_config
@@ -190,7 +190,7 @@ def test_a_mistake_in_the_cleaning_of_a_corpus_names_it(tmp_path: Path) -> None:
     write(tmp_path, "a", 3)
     corpora = {"a": {"train": ["a.en", "a.de"], "source": "qqq"}}
     with pytest.raises(ConfigError, match=r"^corpora\.a: cleaning\.script does not know the script of 'qqq'"):
-        Corpora(files(tmp_path, corpora, **{"cleaning.script": True})).text.read()
+        Corpora(files(tmp_path, corpora, **{"cleaning.script": True})).read()
 
 
 def test_data_train_beside_corpora_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from recipes.translation.data.noise import noisy
 from recipes.translation.data.token_store import StoredIds
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.data import NoiseConfig
-from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
+from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, train_subwords
 from tests.recipes.tiny import tiny
 
 NOISE = {"noise.swap": 0.1, "noise.drop_words": 0.1}
@@ -127,7 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
     text = [*SENTENCES, *["< u 1 > 2 d e ü <1> <u <2 de> u1"] * 9]
     for kind in ("bpe", "unigram"):
         train_subwords(text, folder / kind, SubwordConfig(vocab_size=340, kind=kind, symbols=("<u1>",)), ["<2de>"])
-    return {kind: Subwords.load(model_path(folder / kind)) for kind in ("bpe", "unigram")}
+    return {kind: Subwords.load(folder / f"{kind}.model") for kind in ("bpe", "unigram")}
 
 
 @pytest.mark.parametrize("changes", [NOISE, SAMPLING, {**NOISE, **SAMPLING}], ids=["noise", "sampling", "both"])
@@ -161,8 +161,8 @@ def test_a_token_store_gives_the_draws_that_memory_gives_and_keeps_no_subwords(
                 assert torch.equal(found, expected)
     assert isinstance(mapped, DrawnBatches)
     assert isinstance(mapped.plain.sources, StoredIds)
-    assert all(order.sources is mapped.plain.sources for order in mapped._orders.values())
-    assert all(order.targets is mapped.plain.targets for order in mapped._orders.values())
+    assert all(order.result().sources is mapped.plain.sources for order in mapped._orders.values())
+    assert all(order.result().targets is mapped.plain.targets for order in mapped._orders.values())
 
 
 def steps(corpus: Corpus, epoch: int, done: int, count: int, rank: int = 0, ranks: int = 1) -> list[Any]:

@@ -83,9 +83,9 @@ def test_text_beyond_memory_is_read_for_its_hash_for_the_subwords_and_for_the_st
 def test_what_identifies_a_text_is_the_same_whether_it_is_read_before_or_not(format: str, tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", made(tmp_path / "data", format))
     read = Corpora(config)
-    read.text.read()
+    read.read()
     with opened_files() as files:
-        identity = read.text.identity()
+        identity = read.identity()
     assert counts(files, tmp_path / "data") == {}
     (corpus,) = read.training
     digest = hashlib.sha256()
@@ -94,7 +94,7 @@ def test_what_identifies_a_text_is_the_same_whether_it_is_read_before_or_not(for
         digest.update(f"{len(content)} bytes:".encode() + hashlib.sha256(content).digest())
     settings = {name: getattr(corpus.data, name) for name in ("format", "source", "target", "builtin_pairs")}
     assert identity == {"a": {**settings, "text": digest.hexdigest()}}
-    assert Corpora(config).text.identity() == identity
+    assert Corpora(config).identity() == identity
     assert fingerprint(corpus.data, "train") == digest.hexdigest()
 
 

@@ -25,7 +25,7 @@ from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.segmentations import Sampler
-from recipes.translation.text.subwords import Subwords, model_path, train_subwords
+from recipes.translation.text.subwords import Subwords, train_subwords
 from tests.recipes.tiny import tiny
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
     folder = tmp_path_factory.mktemp("sampled")
     for kind in ("bpe", "unigram"):
         train_subwords([*SOURCES, *TARGETS], folder / kind, SubwordConfig(vocab_size=500, kind=kind))
-    return {kind: Subwords.load(model_path(folder / kind)) for kind in ("bpe", "unigram")}
+    return {kind: Subwords.load(folder / f"{kind}.model") for kind in ("bpe", "unigram")}
 
 
 def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None, **changes: Any) -> DrawnBatches:

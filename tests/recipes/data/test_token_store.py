@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from recipes.translation.data import token_store
 from recipes.translation.data.batches import Steps
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import drawn
 from recipes.translation.data.token_store import StoredIds
-from recipes.translation.data.training_text import TrainingText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.text.pair import Pair
@@ -93,7 +93,7 @@ def test_pairs_are_tokenised_once_and_again_when_anything_changes_them(
     (tmp_path / "ordinary").mkdir()
     assert first.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingText, "each_corpus", None)
+        patch.setattr(Corpora, "each_corpus", None)
         load_corpus(stored(tmp_path, **{"training.seed": 5, "training.batch_tokens": 500, "noise.case": 0.5}))
     assert "reused" in capsys.readouterr().out
     changes: list[dict[str, Any]] = [

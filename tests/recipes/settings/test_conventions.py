@@ -3,6 +3,7 @@
 from recipes.translation.settings.config import SCHEMA, TrainingConfig
 from recipes.translation.training.objective import Objective
 from seqpar.rows.conventions import CONVENTIONS, Shares
+from tests.models.examples import small_transformer
 
 NEW = "a convention of this test"
 
@@ -10,7 +11,8 @@ NEW = "a convention of this test"
 def test_an_entry_of_the_table_is_enough_for_the_recipe(monkeypatch):
     monkeypatch.setitem(CONVENTIONS, NEW, Shares("", True, False, True))
     training = TrainingConfig(label_smoothing=0.3, smoothing_convention=NEW)
-    assert Objective(training).criterion().smoothing_convention == NEW
+    loss = Objective(training).loss(small_transformer(), None, None)
+    assert loss.head["criterion"].smoothing_convention == NEW
 
 
 def test_the_recipe_s_choices_and_help_are_the_table_s():

@@ -14,7 +14,6 @@ from recipes.translation.data import prepare as prepare_module
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.training_text import TrainingText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig, RunConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
@@ -129,7 +128,7 @@ def test_prepare_reuses_what_the_same_settings_made(
     config = run_config(tmp_path)
     first, _ = prepare(Corpora(config))
     monkeypatch.setattr(prepare_module, "train_subwords", None)
-    monkeypatch.setattr(TrainingText, "each_corpus", None)
+    monkeypatch.setattr(Corpora, "each_corpus", None)
     again, _ = prepare(Corpora(config))
     assert again.encode(SENTENCES[:50]) == first.encode(SENTENCES[:50])
     assert "reused" in capsys.readouterr().out

@@ -26,8 +26,7 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Layout, axes_of
-from recipes.translation.training.opened_models import opened
-from recipes.translation.training.parts import Axes, local_of
+from recipes.translation.training.parts import Axes, local_of, opened
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.saved import saved_file
@@ -107,7 +106,7 @@ def test_value_and_every_gradient_are_those_of_plain_pytorch(
     criterion = seqpar.LabelSmoothing(smoothing, "torch", ignore_index=PAD)
     usual = seqpar.LossCompute(generator, criterion, cpus or None, chunk)
     beside = Teacher(head, cpus or [torch.device("cpu")])  # type: ignore[arg-type]
-    engine = DistillationLoss(usual, generator, beside, weight=weight, temperature=temperature, chunk_tokens=chunk)
+    engine = DistillationLoss(usual, beside, weight=weight, temperature=temperature)
     if devices:
         shards = seqpar.scatter((hidden, states), cpus)
         found = engine([shard[0] for shard in shards], target, teacher=[shard[1] for shard in shards])

@@ -1,12 +1,20 @@
-"""The check that a model with learned positions has one for every token of the data."""
+"""How long a sentence may be for a model whose positions are learned."""
 
 from __future__ import annotations
 
-from models.presets import Sizes
+from models import TransformerConfig
+from models.presets import ARCHITECTURES, Sizes
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.positions import most_subwords
+from recipes.translation.text.subwords import Symbols
+
+
+def most_subwords(sizes: Sizes, symbols: Symbols) -> int | None:
+    """Return the most subwords of a sentence beside its symbols; None where positions are not learned."""
+    if not isinstance(sizes, TransformerConfig) or ARCHITECTURES[sizes.architecture].positions != "learned":
+        return None
+    return sizes.max_positions - max(len(symbols.source([])), len(symbols.target([])) - 1)
 
 
 def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from models import PRESETS, TransformerConfig
-from recipes.translation.text.positions import most_subwords
+from recipes.translation.data.positions import most_subwords
 from recipes.translation.text.subwords import Symbols
 
 
