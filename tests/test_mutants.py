@@ -16,7 +16,7 @@ from tests.mutants import __main__ as main
 from tests.mutants.__main__ import Outcome, confirmed, copies, drawn, report, tried
 from tests.mutants.faults import Fault, faults_of
 from tests.mutants.reach import ROOT, Recorder
-from tests.mutants.record import CODE, Reach, lines_now, read, take_over, unrecorded
+from tests.mutants.record import CODE, Reach, collected, lines_now, read, take_over, unrecorded
 
 CHUNKS = "seqpar/core/chunks.py"
 NOTICES = "tests/seqpar/core/test_parts.py::test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy"
@@ -164,6 +164,12 @@ def test_a_record_is_taken_over_but_for_files_of_tests_that_changed_or_have_new_
     found = read(now)
     assert found.seconds == {"tests/test_same.py::a": 2.0}
     assert found.lines == {"a.py": {2: frozenset(["tests/test_same.py::a"]), 3: frozenset()}}
+
+
+def test_the_tests_of_a_folder_are_collected_by_name() -> None:
+    names = collected(["tests/seqpar/core/test_parts.py"])
+    assert NOTICES in names
+    assert all(name.startswith("tests/seqpar/core/test_parts.py::") for name in names)
 
 
 def test_lines_are_followed_to_where_they_are_now() -> None:

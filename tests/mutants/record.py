@@ -143,7 +143,7 @@ def lines_now(old: str, new: str) -> dict[int, int]:
 
 def collected(tests: Sequence[str]) -> list[str]:
     """Return the names of all tests."""
-    return [line for line in pytest("--collect-only", "-q", *tests, quiet=True).splitlines() if "::" in line]
+    return [line for line in pytest("--collect-only", *tests, quiet=True).splitlines() if "::" in line]
 
 
 def pytest(*arguments: str, quiet: bool = False) -> str:
