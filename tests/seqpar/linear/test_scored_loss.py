@@ -19,6 +19,8 @@ from tests.seqpar.kernels.interpreted import DEVICE, KERNELS, NUMPY_SAYS, kernel
 from tests.seqpar.linear.scored_cases import LOSSES, PER_TOKEN, plain_scored, scored_cases
 from tests.seqpar.recording import recorded
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 LEAVES = ("hidden", "weight", "bias", *PER_TOKEN)
 
 
