@@ -10,15 +10,18 @@ from hypothesis import Phase, given, settings
 
 from seqpar.testing import precision, strategies
 from seqpar.testing.causes import likely_cause
-from seqpar.testing.conformance import CHECKS, KNOWN, KNOWN_LAYOUTS, Adapter, layout_checks
+from seqpar.testing.conformance import CHECKS, KNOWN, KNOWN_LAYOUTS, KNOWN_SCORES, Adapter, layout_checks
 from seqpar.testing.conformance import checks as checks_module
+from seqpar.testing.conformance.adapter import Options
 from seqpar.testing.conformance.finding import Finding
 from seqpar.testing.conformance.inputs import Inputs, plain_loss
 from seqpar.testing.conformance.layout_adapter import LAYOUTS
 from seqpar.testing.conformance.layout_cases import IGNORED, SHAPE, Answer, Case, cases
 from seqpar.testing.conformance.layout_causes import _scale
 from seqpar.testing.conformance.layout_checks import Fault, _ended, _smallest, fault
+from seqpar.testing.conformance.memory import Growth
 from seqpar.testing.conformance.problem import Deviation, deviations
+from seqpar.testing.conformance.score_inputs import ScoreInputs
 from seqpar.testing.conformance.verdicts import error_finding
 from seqpar.testing.evidence import Evidence, ratio, same, spelt
 from seqpar.testing.ranks import RankError
@@ -483,3 +486,45 @@ def test_a_factor_of_all_gradients_is_named_by_the_numbers_of_the_step(times, na
     said = _scale(case, times)
     assert said.partition(": ")[0] == (name or said)
     assert said.endswith(f"all gradients are {spelt(times)} times the right ones")
+
+
+# The problems as a reproduction shows them
+
+
+def test_the_problem_of_a_loss_is_the_one_that_a_reproduction_shows():
+    plainly = (
+        "torch.manual_seed(0); hidden = torch.randn(512, 16).requires_grad_(); "
+        "weight = torch.nn.Parameter((torch.randn(1024, 16) / 4)); bias = torch.nn.Parameter(torch.randn(1024)); "
+        "target = torch.randint(1024, (512,))"
+    )
+    assert Inputs(KNOWN["torch"]).code == plainly
+    changed = Inputs(
+        replace(KNOWN["torch"], offers=frozenset()), 96, 64, 128, Options(dtype=torch.bfloat16), "target[0] = 1",
+        frozen=("weight", "bias"), seed=2,
+    )  # fmt: skip
+    assert changed.code == (
+        "torch.manual_seed(2); hidden = torch.randn(96, 64).to(torch.bfloat16).requires_grad_(); "
+        "weight = torch.nn.Parameter((torch.randn(128, 64) / 8).to(torch.bfloat16)); bias = None; "
+        "target = torch.randint(128, (96,)); target[0] = 1; weight.requires_grad_(False)"
+    )
+    tensors = Inputs(KNOWN["torch"], options=Options(dtype=torch.float64)).made()
+    assert {t.dtype for name, t in tensors.items() if name != "target"} == {torch.float64}
+
+
+def test_a_problem_of_scores_is_the_one_that_a_reproduction_shows():
+    x = ScoreInputs(KNOWN_SCORES["torch"])
+    assert x.code.startswith("torch.manual_seed(0); hidden = torch.randn(96, 16).requires_grad_(); ")
+    assert "torch.randn(131, 16) / 4" in x.code
+    assert "target = torch.randint(131, (96,))" in x.code
+    assert "temperature" not in x.call + x.code
+    assert "ids" not in x.code
+    assert "entropy" not in x.call
+
+
+@pytest.mark.parametrize(("bytes_", "right"), [(0.25, True), (0.2501, False)])
+def test_the_peak_may_grow_by_a_quarter_of_the_logits_of_the_added_rows(bytes_, right):
+    """Beside hidden's gradient: 3,072 rows of 64 and of 8,192 float32 numbers."""
+    hidden, logits = 3 * 1024 * 64 * 4, 3 * 1024 * 8192 * 4
+    found = Growth(1000, 1000 + hidden + int(bytes_ * logits))
+    assert found.of_logits == pytest.approx(bytes_)
+    assert (found.of_logits <= found.ALLOWED) == right
