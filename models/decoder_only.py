@@ -55,7 +55,7 @@ class DecoderOnly(EncoderDecoder):
         "once: shown is the part on the source, divided by its sum"
     )
 
-    def __init__(self, decoder: Stack, embed: Embedding, generator: Generator, pad: int = 0) -> None:
+    def __init__(self, decoder: Stack, embed: Embedding, generator: Generator, pad: int) -> None:
         nn.Module.__init__(self)  # without the encoder that EncoderDecoder has
         self.decoder = decoder
         self.tgt_embed = embed

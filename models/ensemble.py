@@ -146,7 +146,7 @@ class Batch:
     """The largest number of decoding steps of each."""
     bos: int
     """The token before the first one of a translation."""
-    read: int = 0
+    read: int
     """Tokens of the start that every model has read before `bos`."""
 
     @classmethod

@@ -46,7 +46,7 @@ class LoraLinear(nn.Module):
         blocks: matrices that are concatenated by their outputs; each has its own A and B.
     """
 
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float, blocks: int = 1) -> None:
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float, blocks: int) -> None:
         super().__init__()
         self.alpha = alpha
         self.blocks = blocks

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from seqpar.testing.ranks import close_all
+from tests.on_device import Nowhere
 
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
@@ -45,6 +46,13 @@ def ranks_of_a_file() -> Iterator[None]:
     """Ranks end with the file that used them: the threads of every group that was made in them take time."""
     yield
     close_all()
+
+
+@pytest.fixture(scope="module")
+def nothing_on_the_default_device() -> Iterator[None]:
+    """What the library makes in a file's tests is where its inputs are, or has no numbers (`Nowhere`)."""
+    with Nowhere():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -47,7 +47,7 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the tensor on the CPU, so that it has the numbers it has there, and move it."""
         kwargs = kwargs or {}
-        if function not in self.makers or kwargs.get("device") is not None or not _asked_by_a_test():
+        if function not in self.makers or kwargs.get("device") is not None or not asked_by(MAKERS):
             return function(*args, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         made = function(*args, **kwargs)
@@ -56,13 +56,35 @@ class OnDevice(TorchFunctionMode):
         return made.to(self.device).requires_grad_(requires_grad)
 
 
-def _asked_by_a_test() -> bool:
-    """Return whether the innermost frame that is neither torch's nor hypothesis' is a test's."""
+class Nowhere(TorchFunctionMode):
+    """While it is entered, what the library makes without naming a device is on "meta", and has no numbers.
+
+    So a tensor is noticed that would be on the default device, wherever the inputs are.
+    """
+
+    of_the_host = ("seqpar.distributed.collectives.", "seqpar.distributed.sequence.", "seqpar.testing.")
+    """Modules that make tensors on the CPU: numbers that ranks tell each other, the places of time steps, and tests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makers = _device_constructors()
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make the tensor on "meta" if a module of the library asks for it."""
+        kwargs = dict(kwargs or {})
+        unnamed = function in self.makers and kwargs.get("device") is None
+        if unnamed and asked_by(("seqpar.",)) and not asked_by(self.of_the_host):
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def asked_by(modules: tuple[str, ...]) -> bool:
+    """Return whether the innermost frame that is neither torch's nor hypothesis' nor the caller's is one of theirs."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "") + "."
         if not name.startswith(BETWEEN):
-            return name.startswith(MAKERS)
+            return name.startswith(modules)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
@@ -87,7 +109,7 @@ def autocast_there(kind: str) -> None:
     begin = torch.autocast.__init__
 
     def begun(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cpu" and _asked_by_a_test():
+        if device_type == "cpu" and asked_by(MAKERS):
             device_type = kind
         begin(self, device_type, *args, **kwargs)
 

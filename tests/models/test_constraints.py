@@ -231,6 +231,10 @@ def test_low_precision_models_keep_constraints(dtype: torch.dtype) -> None:
     model, src = small_transformer(5, vocab=7).to(dtype), random_batch(1, vocab=7)
     found = search(model, src, [[Phrase([3, 4])]] * 5)
     assert all(contains(row[0].tokens, Phrase([3, 4]), []) for row in found)
+    # Sums of log-probabilities are not rounded to the model's dtype
+    rules = [MinimumLength(4, EOS)]
+    free = beam_search(model, src, bos=BOS, eos=EOS, beam=3, rules=rules)
+    same(search(model, src, [[]] * 5, beam=3, rules=rules), free, rel=1e-5)
 
 
 def test_an_ensemble_keeps_constraints_and_scores_with_the_mean_probability() -> None:

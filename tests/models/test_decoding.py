@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from models import (
     EncoderDecoder,
     Hypothesis,
+    Phrase,
     beam_search,
+    constrained_beam_search,
     default_limit,
     greedy,
     length_normaliser,
@@ -239,7 +242,9 @@ def test_unfinished_hypotheses_are_returned_at_the_limit() -> None:
         assert all(row == sorted(row, key=lambda h: -h.score) for row in found)
 
 
-@pytest.mark.parametrize("limit", [2.5, [2, 2.5], torch.tensor([2, 2])])
+@pytest.mark.parametrize(
+    "limit", [2.5, [2, 2.5], torch.tensor([2, 2]), torch.empty((), dtype=torch.long, device="meta")]
+)
 def test_a_limit_that_is_not_whole_is_an_error(limit: object) -> None:
     """A search ends at the step that equals the limit, which would never come."""
     with pytest.raises(TypeError, match=r"max_length(\[\d\])? is .*; it must be a whole number"):
@@ -259,14 +264,21 @@ def test_the_limit_without_max_length_is_the_one_that_default_limit_tells() -> N
     assert [len(row) for row in found] == [default_limit(len(one)) for one in src] == [16, 12]
 
 
-def test_the_defaults_of_the_beam_search_are_those_that_are_documented() -> None:
+@pytest.mark.parametrize(
+    ("search", "beam", "sentences"),
+    [(beam_search, 4, 16), (partial(constrained_beam_search, phrases=[[Phrase([3, 4])], *[[]] * 5]), 10, 6)],
+)
+def test_the_defaults_of_a_beam_search_are_those_that_are_documented(
+    search: Callable[..., object], beam: int, sentences: int
+) -> None:
     """On random sentences, for which each other default would find something else."""
-    model, src = small_transformer(3, spread=2.0).eval(), random_batch(3, 16)
-    documented: dict[str, Any] = {"beam": 4, "length_penalty": 0.6, "length_norm": "gnmt", "n_best": 1}
-    found = beam_search(model, src, bos=BOS, eos=EOS)
-    assert found == beam_search(model, src, bos=BOS, eos=EOS, **documented)
-    for other in ({"beam": 5}, {"beam": 3}, {"length_penalty": 1.0}, {"length_norm": "length"}, {"n_best": 2}):
-        assert found != beam_search(model, src, bos=BOS, eos=EOS, **documented | other), other
+    model, src = small_transformer(3, spread=2.0).eval(), random_batch(3, sentences)
+    documented: dict[str, Any] = {"beam": beam, "length_penalty": 0.6, "length_norm": "gnmt", "n_best": 1}
+    found = search(model, src, bos=BOS, eos=EOS)
+    assert found == search(model, src, bos=BOS, eos=EOS, **documented)
+    others = ({"beam": beam + 1}, {"beam": beam - 1}, {"length_penalty": 1.0}, {"length_norm": "length"}, {"n_best": 2})
+    for other in others:
+        assert found != search(model, src, bos=BOS, eos=EOS, **documented | other), other
 
 
 def test_a_finished_hypothesis_goes_before_an_unfinished_one() -> None:

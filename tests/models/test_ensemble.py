@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -80,6 +81,19 @@ def test_its_logits_are_the_logarithm_of_the_mean_probability() -> None:
         # Far apart, where the sum of the probabilities would be 0 in floating point
         far = [one * 300 for one in hidden]
         assert logits_of(MODELS, far).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2])
+def test_logits_are_in_float32_or_wider_and_not_rounded_again(dtype: torch.dtype, size: int) -> None:
+    models = [copy.deepcopy(model).to(dtype) for model in MODELS[:size]]
+    hidden = [torch.randn(4, model.generator.in_features, dtype=dtype) for model in models]
+    with torch.no_grad():
+        found = logits_of(models, hidden)
+        exact = [model.generator(one).double() for model, one in zip(models, hidden, strict=True)]
+    expected = exact[0] if size == 1 else sum(one.softmax(-1) for one in exact).div(2).log()
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_samples_of_an_ensemble_are_scored_by_the_ensemble() -> None:

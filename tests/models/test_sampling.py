@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import MinimumLength, greedy, sample
-from models.sampling import BELOW_ONE, NUCLEUS, draw, most_probable
+from models.sampling import BELOW_ONE, NUCLEUS, draw, first_exceeding, most_probable
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import next_log_probabilities
 
@@ -77,6 +78,16 @@ def test_no_uniform_number_draws_a_token_without_probability() -> None:
     logits = torch.tensor([[-math.inf, 0.3, 1.7, -math.inf]], dtype=torch.float64)
     assert draw(logits, torch.tensor([0.0], dtype=torch.float64), 1.0, None, 1.0).item() == 1
     assert draw(logits, torch.tensor([1 - 2**-53], dtype=torch.float64), 1.0, None, 1.0).item() == 2
+
+
+@pytest.mark.parametrize("improbable", [2.0**-30, 2.0**-50])
+@pytest.mark.parametrize("token", [1, 70, 4_000])
+def test_a_token_is_drawn_however_improbable_it_is_beside_the_others(token: int, improbable: float) -> None:
+    """In float32, 1 plus its probability is 1: within a block of the vocabulary, and over the blocks."""
+    p = torch.zeros(1, 4_100)
+    p[0, 0], p[0, token] = 1.0, improbable
+    for uniform, expected in ((1 - improbable / 2, token), (1 - 2 * improbable, 0)):
+        assert first_exceeding(p, torch.tensor([uniform], dtype=torch.float64)).item() == expected
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (2.0, 3, 0.9)])
@@ -213,6 +224,16 @@ def test_low_precision_models_are_sampled(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         found = sample(model, src, bos=BOS, eos=EOS, seeds=range(5), top_p=0.9)
     assert all(math.isfinite(row[0].score) for row in found)
+
+
+def test_the_defaults_are_those_that_are_documented() -> None:
+    """On random sentences, for which each other default would find something else."""
+    src = random_batch(3, 16, vocab=7)
+    documented: dict[str, Any] = {"samples": 1, "temperature": 1.0, "top_k": None, "top_p": 1.0}
+    found = sample(MODEL, src, bos=BOS, eos=EOS, seeds=range(16))
+    assert found == sample(MODEL, src, bos=BOS, eos=EOS, seeds=range(16), **documented)
+    for other in ({"samples": 2}, {"temperature": 2.0}, {"top_k": 1}, {"top_p": 0.5}):
+        assert found != sample(MODEL, src, bos=BOS, eos=EOS, seeds=range(16), **documented | other), other
 
 
 def test_an_empty_batch_has_no_samples() -> None:

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from models import (
     PRESETS,
+    DecoderOnlyConfig,
     EncoderDecoder,
+    RecurrentConfig,
     TransformerConfig,
+    make_decoder_only,
+    make_recurrent,
     make_transformer,
     padding_mask,
     sinusoidal_positions,
@@ -365,3 +369,20 @@ def test_a_mask_and_causal_together_are_refused(keys: int) -> None:
     x = torch.randn(1, 1, keys, 4)
     with pytest.raises(ValueError, match="a mask and causal=True"):
         attend(x, KeyValues(x, x), torch.ones(1, 1, 1, keys, dtype=torch.bool), True)
+
+
+def parts_of(model: EncoderDecoder) -> list[nn.Module]:
+    return [model.encoder, model.decoder, model.src_embed, model.tgt_embed, model.generator]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **pad: make_transformer(TINY, 7, 7, **pad),
+        lambda **pad: make_recurrent(RecurrentConfig(d_model=6), 7, 7, **pad),
+        lambda **pad: make_decoder_only(DecoderOnlyConfig(d_model=8), 7, **pad),
+        lambda **pad: EncoderDecoder(*parts_of(make_transformer(TINY, 7, 7)), **pad),  # type: ignore[arg-type]
+    ],
+)
+def test_padding_is_id_0_unless_another_is_given(build: Callable[..., EncoderDecoder]) -> None:
+    assert (build().pad, build(pad=3).pad) == (PAD, 3)

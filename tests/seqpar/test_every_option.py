@@ -18,6 +18,7 @@ import torch.distributed as dist
 import seqpar
 from seqpar import names
 from seqpar.testing.ranks import ranks
+from tests.on_device import Nowhere
 from tests.seqpar.option_calls import (
     CALLS,
     WATCH,
@@ -130,15 +131,15 @@ IN_GROUPS = {
 
 
 def outcome(call: Call, arguments: Arguments, see: See) -> object:
-    """What is seen of one call."""
+    """What is seen of one call, if the library makes nothing on the default device."""
     given = dict(arguments)
     many = [given.pop(name) for name in list(given) if name.startswith("**")]
     positional = [each for name in list(given) if name.startswith("*") for each in given.pop(name)]
     keywords = given | {name: value for more in many for name, value in more.items()}
-    with WATCH:
+    with WATCH, Nowhere():
         WATCH.rows = 0
         result = call.function(*positional, **keywords)
-    return see(Seen(result, arguments, WATCH.rows))
+        return see(Seen(result, arguments, WATCH.rows))
 
 
 @pytest.mark.parametrize(("function", "name"), LOCAL, ids=[f"{function}.{name}" for function, name in LOCAL])
@@ -154,7 +155,10 @@ def test_an_option_that_is_changed_alone_changes_the_outcome(function: str, name
         assert option.refused in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         return
     assert outcome(call, call.arguments() | option.beside(), see) == before, "the call itself is not repeatable"
-    assert outcome(call, changed, see) != before
+    after = outcome(call, changed, see)
+    assert after != before
+    assert "'meta'" not in repr(before)
+    assert ("'meta'" in repr(after)) == ("meta" in repr(changed[name])), "made without the device of the inputs"
 
 
 LARGE = 60_000.0

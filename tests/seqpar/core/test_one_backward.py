@@ -8,6 +8,8 @@ import seqpar
 from seqpar.core.checks import refuse_unknown_leaves
 from seqpar.core.chunked_gradient import chunked_gradient
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 
 def small(rows=12, width=4, vocab_size=9, **options):
     torch.manual_seed(3)

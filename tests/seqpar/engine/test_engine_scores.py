@@ -12,6 +12,8 @@ from seqpar.testing import assert_same_gradients
 from seqpar.testing.ranks import ranks
 from tests.seqpar.linear.score_cases import assert_scores, plain_scores, score_cases, weighted
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 
 def generator_of(tensors):
     """An `nn.Linear` of the case's weight and bias themselves."""

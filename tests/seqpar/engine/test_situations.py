@@ -9,6 +9,8 @@ from torch import nn
 import seqpar
 from seqpar.engine.probe import Situation
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 V, D = 7, 4
 
 

@@ -95,6 +95,13 @@ def test_the_projection_has_three_names_and_may_be_weight_normalised(name):
     assert relative_error(gradients(model), plain) < 1e-12
 
 
+def test_without_options_it_neither_smooths_nor_counts_sentences_nor_leaves_tokens_out():
+    model, sample = FairseqModel().double(), sample_of(2)
+    loss, sample_size, _ = ChunkedCrossEntropy(PAD)(model, sample)
+    torch.testing.assert_close(loss, published(model, sample, 0.0)[0], rtol=1e-12, atol=0)
+    assert sample_size == sample["ntokens"]
+
+
 def test_losses_token_by_token_are_refused():
     with pytest.raises(ValueError, match="reduce=False"):
         ChunkedCrossEntropy(PAD)(FairseqModel().double(), sample_of(0), reduce=False)
@@ -284,6 +291,15 @@ def test_an_error_of_the_batch_is_its_own():
     sample["net_input"]["src_tokens"] = torch.full_like(sample["net_input"]["src_tokens"], VOCAB)
     with pytest.raises(IndexError):
         ChunkedCrossEntropy(PAD)(FairseqModel().double(), sample)
+
+
+def test_a_model_that_runs_out_of_memory_says_so_itself():
+    class OutOfMemory(FairseqModel):
+        def get_normalized_probs(self, net_output, log_probs):
+            raise torch.OutOfMemoryError("no memory is left")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory is left$"):
+        ChunkedCrossEntropy(PAD)(OutOfMemory().double(), sample_of(0))
 
 
 def stepped(rank, world, find_unused, tied):

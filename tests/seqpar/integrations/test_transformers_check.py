@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
+from seqpar.integrations.made_up import close, same_logits
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.transformers_check import Examined, check_added, own_outputs
 from seqpar.integrations.transformers_model import Reading, key_of, special_labels
@@ -159,14 +160,31 @@ def test_a_loss_added_under_no_name_is_known_by_its_gradient():
 
 
 @pytest.mark.parametrize(("apart", "same"), [(7.9, True), (-7.9, True), (8.1, False), (-8.1, False)])
-def test_what_a_model_adds_to_its_loss_may_differ_by_eight_roundings_of_the_loss(apart, same):
+@pytest.mark.parametrize("loss", [5.0, 1.0, 0.5])
+def test_what_a_model_adds_to_its_loss_may_differ_by_eight_roundings_of_the_loss_or_of_1(loss, apart, same):
     def examined(ours, theirs):
         losses = torch.tensor([ours, theirs], dtype=torch.float64)
         return Examined(Reading(None, 1.0), losses[0], losses[1], [torch.ones(())])
 
-    certain = examined(0.0, 0.25 + apart * 5 * torch.finfo(torch.float32).eps)
-    with nullcontext() if same else pytest.raises(RuntimeError, match=r"^a model's own loss of a few tokens is 5\.25"):
-        check_added("a model", examined(5.0, 5.25), certain)
+    certain = examined(0.0, 0.25 + apart * max(loss, 1.0) * torch.finfo(torch.float32).eps)
+    said = rf"^a model's own loss of a few tokens is {loss + 0.25:g}"
+    with nullcontext() if same else pytest.raises(RuntimeError, match=said):
+        check_added("a model", examined(loss, loss + 0.25), certain)
+
+
+@pytest.mark.parametrize(("apart", "same"), [(7.9, True), (8.1, False)])
+@pytest.mark.parametrize(
+    ("dtype", "eps"),
+    [(None, 2.0**-23), (torch.float64, 2.0**-23), (torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-7)],
+)
+@pytest.mark.parametrize("largest", [0.25, 1.0, 40.0])
+def test_logits_are_the_same_up_to_eight_roundings_of_the_largest_or_of_1(largest, dtype, eps, apart, same):
+    ours = torch.tensor([[0.125, -largest, -float("inf")]], dtype=torch.float64)
+    theirs = ours + torch.tensor([apart * eps * max(largest, 1.0), 0.0, 0.0], dtype=torch.float64)
+    precision = () if dtype is None else (dtype,)
+    assert close(ours, theirs, *precision) == same_logits(ours, theirs, *precision) == same
+    assert not same_logits(ours, ours[:, :2], *precision)
+    assert close(ours[:, 2:], ours[:, 2:], *precision)
 
 
 def test_the_special_labels_are_all_tokens_of_the_vocabulary_that_the_configuration_names():

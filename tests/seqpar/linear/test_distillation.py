@@ -23,6 +23,8 @@ from tests.seqpar.linear.distillation_cases import (
 )
 from tests.seqpar.linear.linear_loss import plain_logits
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 BETA = {"jsd": 0.3}
 
 

@@ -19,6 +19,8 @@ from seqpar.testing.ranks import ranks
 from tests.seqpar.kernels.interpreted import DEVICE, NUMPY_SAYS, kernels
 from tests.seqpar.option_calls import WATCH
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 V, D, N = 7, 4, 6
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import seqpar
+from seqpar.linear.scored_loss import largest_difference
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
@@ -18,6 +19,8 @@ from tests.seqpar.engine.test_engine_scores import generator_of
 from tests.seqpar.kernels.interpreted import DEVICE, KERNELS, NUMPY_SAYS, kernels, moved
 from tests.seqpar.linear.scored_cases import LOSSES, PER_TOKEN, plain_scored, scored_cases
 from tests.seqpar.recording import recorded
+
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
 
 LEAVES = ("hidden", "weight", "bias", *PER_TOKEN)
 
@@ -269,16 +272,17 @@ MIXING = {
 
 
 NEIGHBOURS, THREE_APART, OPPOSITE = [1, 0, 3, 2, 5, 4, 7, 6], [3, 1, 2, 0, 7, 5, 6, 4], [4, 5, 6, 7, 0, 1, 2, 3]
+FIRST_OPPOSITE, LAST_OPPOSITE = [4, 1, 2, 3, 0, 5, 6, 7], [0, 1, 2, 7, 4, 5, 6, 3]
 
 
-@pytest.mark.parametrize("other", [NEIGHBOURS, THREE_APART, OPPOSITE])
+@pytest.mark.parametrize("other", [NEIGHBOURS, THREE_APART, OPPOSITE, FIRST_OPPOSITE, LAST_OPPOSITE])
 def test_mixing_that_shows_in_the_gradient_alone_is_found_in_the_same_half_and_in_the_other_one(other):
     """Its value is that of the row alone; within a half one of the two rows is even, and opposite ones are both."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(9, 4)
 
     def loss(scores):
-        return scores.log_prob + scores.lse[other] - scores.lse[other].detach()
+        return scores.log_prob + 0.01 * (scores.lse[other] - scores.lse[other].detach())
 
     with pytest.raises(ValueError, match=r"^loss mixes rows: a row's loss has a gradient in other rows"):
         seqpar.scored_loss(hidden, weight, torch.zeros(8, dtype=torch.long), loss)
@@ -286,12 +290,21 @@ def test_mixing_that_shows_in_the_gradient_alone_is_found_in_the_same_half_and_i
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MIXING)
-def test_a_loss_that_mixes_rows_is_found_and_refused(name, grad):
+@pytest.mark.parametrize("rows", [2, 7])
+def test_a_loss_that_mixes_rows_is_found_and_refused(name, grad, rows):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 4, requires_grad=grad), torch.randn(9, 4)
-    given = {"advantage": torch.randn(7)} if "weight" in name else {}
+    hidden, weight = torch.randn(rows, 4, requires_grad=grad), torch.randn(9, 4)
+    given = {"advantage": torch.randn(rows)} if "weight" in name else {}
     with pytest.raises(ValueError, match=r"^loss mixes rows: .*pass it as a per-token keyword"):
-        seqpar.scored_loss(hidden, weight, torch.arange(7), MIXING[name], entropy=True, **given)
+        seqpar.scored_loss(hidden, weight, torch.arange(rows), MIXING[name], entropy=True, **given)
+
+
+def test_a_difference_is_relative_to_the_largest_number_that_is_finite_in_both():
+    inf = float("inf")
+    assert largest_difference(torch.tensor([inf, 2.0, 4.0]), torch.tensor([inf, 2.0, 3.0])) == 0.25
+    assert largest_difference(torch.tensor([0.25, -inf]), torch.tensor([0.5, -inf])) == 0.5
+    assert largest_difference(torch.tensor([2.0, float("nan")]), torch.tensor([-2.0, 1.0])) == 2
+    assert largest_difference(torch.zeros(2), torch.zeros(2)) == 0
 
 
 def test_mixing_is_found_beside_a_target_that_is_impossible():

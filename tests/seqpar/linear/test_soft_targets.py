@@ -10,6 +10,8 @@ import seqpar
 from seqpar.testing import assert_same_gradients
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 OPTIONS = ("ignore_index", "z_loss", "softcap", "temperature", "loss_scale", "chunk_tokens")
 
 

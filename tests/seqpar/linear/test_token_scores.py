@@ -11,6 +11,8 @@ import seqpar
 from seqpar.testing import assert_same_gradients
 from tests.seqpar.linear.score_cases import assert_scores, plain_scores, score_cases, weighted
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 USED = st.sampled_from(["all", "all", "log_prob", "entropy", "log_probs_at"])
 CHUNKS = st.sampled_from([None, 1, 2, 3, 7, 100])
 

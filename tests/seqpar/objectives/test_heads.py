@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 import seqpar
 from seqpar.objectives import head_targets
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 IGNORE = -7
 
 

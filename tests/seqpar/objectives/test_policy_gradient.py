@@ -24,6 +24,8 @@ from seqpar.objectives import (
 )
 from tests.seqpar.objectives.batches import assert_same_losses, batches, numbers
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 ZERO = torch.zeros((), dtype=torch.float64)
 seeds = st.integers(0, 2**31)
 lows, highs = st.floats(0.0, 0.9), st.floats(0.0, 2.0)

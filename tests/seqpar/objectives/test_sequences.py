@@ -15,6 +15,8 @@ from seqpar.objectives import (
 )
 from tests.seqpar.objectives.batches import assert_same_losses, batches, numbers
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 ZERO = torch.zeros((), dtype=torch.float64)
 
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from seqpar.objectives import dft, minimum_risk
 from tests.seqpar.objectives.batches import assert_same_losses, batches, numbers
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 ZERO = torch.zeros((), dtype=torch.float64)
 
 

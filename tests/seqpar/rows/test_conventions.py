@@ -19,6 +19,8 @@ from seqpar.testing.imagined import mistakes
 from seqpar.testing.plain_reference import plain_smoothed_target
 from seqpar.testing.strategies import criteria
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 DOCS = Path(__file__).parents[3] / "docs"
 EVERY = [Shares("", *flags) for flags in itertools.product([True, False], repeat=3)]
 """All that an entry can say."""

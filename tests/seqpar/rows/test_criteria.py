@@ -6,6 +6,8 @@ import torch
 import seqpar
 from seqpar.rows.conventions import CONVENTIONS
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 PADDING = 1
 
 

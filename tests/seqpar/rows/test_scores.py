@@ -13,6 +13,8 @@ from seqpar.linear.projection import Projection
 from seqpar.rows.scores import FEW, RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, plain_linear_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 
 @given(st.integers(1, 5), st.integers(1, 7), st.data())
 def test_beside_the_rest_of_the_classes_any_factors_give_autograds_gradient(rows, classes, data):
