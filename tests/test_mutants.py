@@ -41,6 +41,9 @@ NOTICES = "tests/seqpar/core/test_parts.py::test_rows_per_chunk_follows_the_budg
         ("os.fsync(a)", "lock dropped", "pass"),
         ("with self.lock: a", "lock dropped", 'with __import__("contextlib").nullcontext(): a'),
         ("y = torch.where(a, b, c)", "mask dropped", "y = b"),
+        ("y = tl.where(a, b, c)", "mask dropped", "y = b"),
+        ("y = x.double()", "dtype", "y = x.float()"),
+        ("lock(a)", "lock dropped", "pass"),
         ("y = x.masked_fill(a, 0)", "mask dropped", "y = x"),
         ("try: a\nexcept (B, C): d", "exception narrowed", "try: a\nexcept B: d"),
         ("try: a\nexcept B: d", "exception narrowed", "try: a\nexcept ZeroDivisionError: d"),
@@ -62,10 +65,17 @@ def test_a_fault_is_one_small_mistake(code: str, kind: str, planted: str) -> Non
         "f'{3}'",
         "x = zip(a, strict=True)",
         "x = f(help=3)",
+        "x = f(a, a)",
+        "x = a - a",
+        "x = noise.double",
     ],
 )
-def test_messages_annotations_and_checks_of_what_always_holds_have_none(code: str) -> None:
+def test_messages_annotations_checks_of_what_always_holds_and_what_changes_nothing_have_none(code: str) -> None:
     assert faults_of("a.py", code.encode()) == []
+
+
+def test_a_block_is_no_lock() -> None:
+    assert {fault.kind for fault in faults_of("a.py", b"block(a)")} == {"dropped statement"}
 
 
 def test_the_same_seed_draws_the_same_faults_of_many_kinds() -> None:

@@ -25,8 +25,10 @@ EDGES: dict[type[ast.cmpop], tuple[bytes, bytes]] = {
 }
 NARROWER = {b"float64": b"float32", b"float32": b"bfloat16", b"int64": b"int32", b"double": b"float"}
 MASKS = ("where", "masked_fill", "masked_fill_")
+MODULES = (b"torch", b"tl", b"numpy", b"np")
+"""Whose `where` chooses from its arguments, and which have dtypes."""
 ORDERED = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
-GUARDED = re.compile(rb"fsync|flock|lock\b|_changed\b")
+GUARDED = re.compile(rb"fsync|flock|(?<![a-z])lock\b|_changed\b")
 KEYED = re.compile(r"key|cache|seen|known|identity|signature", re.IGNORECASE)
 
 
@@ -144,15 +146,16 @@ class _Finder:
                 if place:
                     begin = self._span(given[place - 1])[1]
                 yield self._fault(each, "dropped argument", (begin, end), b"")
-        if len(node.args) > 1 and all(isinstance(each, ast.Name) for each in node.args[:2]):
+        names = [self._text(each) for each in node.args[:2] if isinstance(each, ast.Name)]
+        if len(set(names)) == 2:
             first, second = self._span(node.args[0]), self._span(node.args[1])
             swapped = self._text(node.args[1]) + self.source[first[1] : second[0]] + self._text(node.args[0])
             yield self._fault(node, "swapped operands", (first[0], second[1]), swapped)
         if isinstance(node.func, ast.Attribute) and node.func.attr in MASKS:
             kept: ast.AST = node.func.value
-            if self._text(kept) == b"torch" and len(node.args) == 3:
+            if self._text(kept) in MODULES and len(node.args) == 3:
                 kept = node.args[1]
-            if self._text(kept) != b"torch":
+            if self._text(kept) not in MODULES:
                 yield self._fault(node, "mask dropped", self._span(node), self._text(kept))
 
     def _makes_no_difference(self, call: ast.AST, argument: ast.keyword) -> bool:
@@ -163,6 +166,8 @@ class _Finder:
 
     def _binop(self, node: ast.BinOp) -> Iterator[Fault]:
         if not isinstance(node.op, ORDERED) or isinstance(node.left, ast.Constant | ast.JoinedStr):
+            return
+        if self._text(node.left) == self._text(node.right):
             return
         left, right = self._span(node.left), self._span(node.right)
         swapped = b"(" + self._text(node.right) + b")" + self.source[left[1] : right[0]] + b"(" + self._text(node.left)
@@ -185,7 +190,8 @@ class _Finder:
 
     def _attribute(self, node: ast.Attribute) -> Iterator[Fault]:
         narrower = NARROWER.get(node.attr.encode())
-        if narrower:
+        called = isinstance(parent := self.parents[node], ast.Call) and parent.func is node
+        if narrower and (called or self._text(node.value) in MODULES):
             end = self._span(node)[1]
             yield self._fault(node, "dtype", (end - len(node.attr), end), narrower)
 
