@@ -117,6 +117,12 @@ def test_a_forced_token_is_found_however_improbable_it_is() -> None:
         assert [row[0].tokens[:2] for row in found] == starts
 
 
+def test_the_first_token_of_a_vocabulary_can_be_forced() -> None:
+    logits = torch.zeros(2, 4)
+    ForcedPrefixes([[0], []]).forbid(logits, torch.zeros(2, 1, dtype=torch.long), torch.tensor([0, 1]))
+    assert logits.isfinite().tolist() == [[True, False, False, False], [True] * 4]
+
+
 def test_under_rules_a_sentence_is_translated_as_it_is_alone() -> None:
     model, src = MODELS[0], random_batch(2, vocab=7)
     starts = [[3], [], [6, 5], [4, 4, 4], [5]]

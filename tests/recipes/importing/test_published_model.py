@@ -21,7 +21,7 @@ from recipes.translation.commands import main
 from recipes.translation.data.batches import padded, padded_batch
 from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import Folder
-from recipes.translation.importing.generation import decoding_of
+from recipes.translation.importing.generation import NEUTRAL, decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.importing.tokenizer import read_tokenizer
 from recipes.translation.run_folder.checkpoint import load_translator
@@ -313,3 +313,15 @@ def test_a_search_that_goes_on_there_finds_other_translations_and_is_named(
                 "[import] early_stopping is not true in generation_config.json: transformers searches on after 3 "
                 "translations have ended, and may find others; see docs/import.md"
             ] * (beams == 3 and how is not True)
+
+
+def test_a_setting_of_generate_that_is_neutral_is_so_by_transformers_own_defaults() -> None:
+    import transformers
+
+    defaults = transformers.GenerationConfig._get_default_generation_params()
+    for name, value in NEUTRAL.items():
+        if defaults.get(name) is not None:
+            assert value == defaults[name], name
+        else:
+            assert not value or name == "guidance_scale", name
+    assert NEUTRAL["guidance_scale"] == 1.0  # by which transformers' own processor leaves the logits as they are

@@ -208,6 +208,15 @@ def test_whole_numbers_lie_inside_their_bins_and_all_are_counted() -> None:
         assert counts.sum() == len(values)
 
 
+@pytest.mark.parametrize(("most", "width"), [(9, 1), (29, 1), (40, 2), (101, 5)])
+def test_whole_numbers_have_about_twenty_bins(most: int, width: int) -> None:
+    import numpy as np
+
+    edges = bins_of(np.arange(1.0, most + 1))
+    assert set(np.diff(edges)) == {width}
+    assert edges[0] == 0.5
+
+
 def test_numbers_of_an_axis_are_short() -> None:
     assert [short(number) for number in (0.002, 15, 2500, 40_000, 1.5e6)] == ["0.002", "15", "2.5k", "40k", "1.5M"]
 

@@ -178,6 +178,13 @@ def test_the_problem_of_a_loss_is_the_one_that_a_reproduction_shows():
     assert {t.dtype for name, t in tensors.items() if name != "target"} == {torch.float64}
 
 
+@pytest.mark.parametrize("known", [KNOWN, KNOWN_SCORES])
+def test_the_call_of_an_adapter_that_is_written_as_text_is_shown_as_it_is(known):
+    assert known["torch"].call is not None
+    inputs = Inputs if known is KNOWN else ScoreInputs
+    assert inputs(known["torch"]).call == known["torch"].call(inputs(known["torch"]).options)
+
+
 def test_a_problem_of_scores_is_the_one_that_a_reproduction_shows():
     x = ScoreInputs(KNOWN_SCORES["torch"])
     assert x.code.startswith("torch.manual_seed(0); hidden = torch.randn(96, 16).requires_grad_(); ")

@@ -7,7 +7,7 @@ import torch
 
 from seqpar.testing.conformance import KNOWN_LAYOUTS, layout_checks
 from seqpar.testing.conformance.layout_adapter import LAYOUTS
-from seqpar.testing.conformance.layout_cases import IGNORED, SHAPE, Answer, Case, cases
+from seqpar.testing.conformance.layout_cases import IGNORED, SHAPE, Answer, Case, cases, gradients
 from seqpar.testing.conformance.layout_causes import _scale
 from seqpar.testing.conformance.layout_checks import Fault, _ended, _smallest, fault
 from seqpar.testing.evidence import spelt
@@ -18,6 +18,17 @@ pytestmark = pytest.mark.unswitched
 
 
 FEW = Case("data parallel", 2, ((5, 3), (4, 0)))
+
+
+def test_a_parameter_that_the_loss_does_not_need_has_a_gradient_of_zero():
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
+    model["used"].bias.requires_grad_(False)
+    found = gradients(model["used"](torch.ones(2)).sum(), model)
+    assert {name: g.tolist() for name, g in found.items()} == {
+        "used.weight": [[1.0, 1.0]],
+        "idle.weight": [[0.0, 0.0]],
+        "idle.bias": [0.0],
+    }
 
 
 @JUST

@@ -155,3 +155,23 @@ def test_a_wrong_loss_that_cannot_be_called_again_is_said_to_be_wrong():
 
     with pytest.raises(AssertionError, match="all gradients are 3 times the plain ones"):
         assert_same_gradients(once, lambda: w.sum(), {"w": w})
+
+
+class Eighths(torch.autograd.Function):
+    """Multiplies, and has another gradient where an eighth of its value is wanted."""
+
+    @staticmethod
+    def forward(ctx, w, power):
+        ctx.power = power
+        return 2 * w
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return 2 * upstream**ctx.power, None
+
+
+@pytest.mark.parametrize(("power", "cause"), [(0, "the upstream factor is ignored"), (2, "the upstream factor is squa")])
+def test_what_a_loss_does_with_its_upstream_factor_is_named(power, cause):
+    w = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(AssertionError, match=f"Likely cause: {cause}"):
+        assert_same_gradients(lambda: Eighths.apply(w, power).sum(), lambda: (w + w.detach()).sum(), {"w": w})
