@@ -30,7 +30,7 @@ from models import (
 )
 from models.alignment import attention_weights
 from models.decoder_only import DecoderOnly
-from models.sequence_packing import own_cells_mask, pack
+from models.sequence_packing import own_cells_mask, pack, spread
 from models.sharding import split_time_steps
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
@@ -195,6 +195,12 @@ def test_packed_sequences_lie_in_rows_without_overlap(lengths: list[int], width:
     if lengths:
         assert places.width < sum(lengths) / places.rows + max(lengths)
         assert places.rows <= len(lengths)
+        # As many sequences in a row as fit on average, one more or one less, or rows as wide as the longest sequence
+        fit = max(width * len(lengths) // sum(lengths), 1)
+        rows = {math.ceil(len(lengths) / number) for number in range(max(fit - 1, 1), fit + 2)}
+        rows.add(math.ceil(sum(lengths) / max(lengths)))
+        cells = [tried.rows * tried.width for tried in (spread(lengths, number) for number in rows)]
+        assert places.rows * places.width == min(cells)
 
 
 @pytest.mark.parametrize("longest", [40, 60, 140, 300])
