@@ -170,9 +170,7 @@ class Eighths(torch.autograd.Function):
         return 2 * upstream**ctx.power, None
 
 
-@pytest.mark.parametrize(
-    ("power", "cause"), [(0, "the upstream factor is ignored"), (2, "the upstream factor is squa")]
-)
+@pytest.mark.parametrize(("power", "cause"), [(0, "the upstream factor is ignored"), (2, "the upstream factor is squ")])
 def test_what_a_loss_does_with_its_upstream_factor_is_named(power, cause):
     w = torch.ones(2, dtype=torch.float64, requires_grad=True)
     with pytest.raises(AssertionError, match=f"Likely cause: {cause}"):
