@@ -103,7 +103,7 @@ def measured(folder: Path, translator: Translator, rounds: int) -> dict[str, lis
             saver.wait()
             if name == "save":
                 save_file(weights, file)
-        print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+        print(f"round {number} of {rounds}", file=sys.stderr)
     return seconds
 
 

@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 def report(text: str) -> None:
     """Print a line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
 
 
 def in_turn(

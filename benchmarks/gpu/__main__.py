@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def run(part: str, step: Step, dry_run: bool) -> Outcome:
     """Run a step, and keep what it prints in a file."""
     command = step.dry if dry_run else step.command
-    print(f"[gpu] {part}, {step.name}: at most {step.seconds} s", file=sys.stderr, flush=True)
+    print(f"[gpu] {part}, {step.name}: at most {step.seconds} s", file=sys.stderr)
     log = out() / f"{part}-{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}.log"
     start = time.monotonic()
     settings = {"env": environment(step, dry_run), "stderr": subprocess.STDOUT, "start_new_session": True}

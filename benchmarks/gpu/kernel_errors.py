@@ -242,4 +242,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="small, on the CPU, in Triton's interpreter")
     options = parser.parse_args()
-    sys.exit(main(options.dry_run, lambda line: print(line, file=sys.stderr, flush=True)))
+    sys.exit(main(options.dry_run, lambda line: print(line, file=sys.stderr)))

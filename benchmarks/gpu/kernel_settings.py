@@ -166,4 +166,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="small, on the CPU, in Triton's interpreter")
     options = parser.parse_args()
-    main(options.dry_run, lambda line: print(line, file=sys.stderr, flush=True))
+    main(options.dry_run, lambda line: print(line, file=sys.stderr))

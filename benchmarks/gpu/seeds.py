@@ -65,7 +65,7 @@ def wait_for(runs: Sequence[Run], seconds: float, steps: int) -> None:
         if time.monotonic() - told > TOLD_EVERY:
             told = time.monotonic()
             done = ", ".join(f"seed {run.seed}: {steps_of(run.folder):,} of {steps:,}" for run in runs)
-            print(f"[seeds] {done}; at most {deadline - told:.0f} s left", file=sys.stderr, flush=True)
+            print(f"[seeds] {done}; at most {deadline - told:.0f} s left", file=sys.stderr)
     for run in runs:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)

@@ -154,7 +154,7 @@ def main() -> None:
         steps = 1
     found = []
     for size, precision in cases:
-        print(f"[trace] {size}, {precision}", file=sys.stderr, flush=True)
+        print(f"[trace] {size}, {precision}", file=sys.stderr)
         found.append(traced(size, precision, device, folder, steps))
     print(f"{tables(found, steps)}\n\n{hardware(device)}, torch {torch.__version__}; {TOKENS:,} target tokens a step")
 

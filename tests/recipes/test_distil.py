@@ -260,6 +260,8 @@ def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path:
             own = [replace(each, config=student, data=replace(each.data, train=())) for each in theirs]
             assert Corpora(student).held_out(split) == own
         assert "news" not in [each.name for each in Corpora(student).training]
+        # One that has no training data has no weight in it either, and is refused with one
+        assert {student.corpora[name].weight for name in corpora} == {1.0}
 
 
 @pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "parquet", "hub"])

@@ -116,7 +116,7 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
     from recipes.translation.export import ctranslate2_engine
 
     if note := outdated(options.run):
-        print(f"[translate] {note}", file=sys.stderr, flush=True)
+        print(f"[translate] {note}", file=sys.stderr)
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):
             print_text("".join(ctranslate2_engine.translate(translator, [sentence])), flush=True)

@@ -62,7 +62,7 @@ def _counts(sentences: int, resamples: int, seed: int) -> Iterator[NDArray[np.in
     block = max(1, COUNTS // sentences)
     for start in range(0, resamples, block):
         rows = min(block, resamples - start)
-        drawn: NDArray[np.int64] = generator.choice(sentences, size=(rows, sentences), replace=True)
+        drawn: NDArray[np.int64] = generator.choice(sentences, size=(rows, sentences))
         # The numbers of row r are raised by r x N, so that one count serves all rows
         cells = (drawn + np.arange(rows)[:, None] * sentences).ravel()
         yield np.bincount(cells, minlength=rows * sentences).reshape(rows, sentences)

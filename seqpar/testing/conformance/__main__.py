@@ -92,7 +92,7 @@ def _report(part: Part[Any], adapters: dict[str, Checked], path: Path | None) ->
     """Return the report of one part; with a path, the verdicts of all that the file has."""
     findings: dict[str, dict[str, Finding]] = {}
     for name, adapter in adapters.items():
-        print(f"[{part.name}: {name}]", file=sys.stderr, flush=True)
+        print(f"[{part.name}: {name}]", file=sys.stderr)
         findings[name] = run(adapter)  # type: ignore[type-var]
     columns = [*adapters.values()]
     if path:
