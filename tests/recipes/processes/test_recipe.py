@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError, TrainingError
 from recipes.translation.processes.ranks import joined
+from recipes.translation.run_folder import saving
+from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
@@ -383,6 +388,31 @@ def test_a_part_that_is_not_finite_on_one_rank_ends_all_before_it_is_saved(layou
     for said in ranks(world, said_where_rank_1_is_spoiled, config):
         assert "step 1: the optimizer's moments are no longer finite: try " in said
     assert not (tmp_path / "run" / "last").exists()
+
+
+def steps_saved_by_another_clock(rank: int, world: int, config: RunConfig) -> list[int]:
+    """Return after which steps a rank saves, where the clock of rank 1 runs a minute a step ahead."""
+    saved: list[int] = []
+    save = Saver.save
+
+    def noted(saver: Saver, *arguments: Any, **named: Any) -> None:
+        saved.append(arguments[-1].step)
+        save(saver, *arguments, **named)
+
+    ahead = itertools.count(step=60 * rank)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(ahead))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "time", clock)
+        patch.setattr(Saver, "save", noted)
+        train(config)
+    return saved
+
+
+def test_ranks_whose_clocks_differ_save_the_same_steps(tmp_path: Path) -> None:
+    minutes = {**EXACT, "training.steps": 4, "training.validate_bleu": 0, "training.save_every": "1min"}
+    saved, *others = ranks(2, steps_saved_by_another_clock, tiny(tmp_path / "run", minutes))
+    assert others == [saved]
+    assert set(saved) == {4}
 
 
 def groups_made(rank: int, world: int, config: RunConfig) -> int:
