@@ -74,12 +74,13 @@ class Residual(nn.Module):
 class Layer(nn.Module):
     """Self-attention, attention to the memory if there is one, feed-forward network (section 3.1).
 
-    With a memory it is a layer of a decoder (figure 1 right). Without one it is a layer of an encoder (figure 1 left)
-    or, with causal attention, of a decoder-only model.
+    With a memory it is a layer of a decoder (figure 1 right). Without one it is a layer of a decoder-only model or, if
+    it is not `causal`, of an encoder (figure 1 left).
     """
 
-    def __init__(self, config: TransformerConfig, has_memory: bool) -> None:
+    def __init__(self, config: TransformerConfig, has_memory: bool, causal: bool) -> None:
         super().__init__()
+        self.causal = causal
         self.self_attention = Attention(config.d_model, config.heads)
         if has_memory:
             self.memory_attention = Attention(config.d_model, config.heads)
@@ -94,12 +95,15 @@ class Layer(nn.Module):
         memory_mask: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Transform the states x (R, T, D), given the memory (B, S, D), if there is one; causal without `mask`."""
+        """Transform the states x (R, T, D), given the memory (B, S, D), if there is one.
+
+        Without `mask` a causal layer attends to no later state, and another one to all.
+        """
 
         def attend_to_itself(y: Tensor) -> Tensor:
             lookup = keys_values_so_far(self.self_attention, y, memory, cache)
             # A single cached step attends to all steps so far, so there is nothing to mask
-            causal = mask is None and y.size(1) > 1
+            causal = self.causal and mask is None and y.size(1) > 1
             attended: Tensor = self.self_attention(y, lookup, mask, causal)
             return attended
 
@@ -139,9 +143,9 @@ def keys_values_so_far(attention: Attention, y: Tensor, memory: Tensor | None, c
 class Stack(nn.Module):
     """The layers of an encoder or a decoder (section 3.1)."""
 
-    def __init__(self, config: TransformerConfig, layers: int, has_memory: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, layers: int, has_memory: bool = False, causal: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(config, has_memory) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(config, has_memory, causal) for _ in range(layers))
         # Pre-norm layers do not normalise their sum (Xiong et al. 2020)
         self.norm: nn.Module = nn.Identity()
         if config.norm == "pre":
@@ -309,7 +313,7 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
     Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
     """
     model = EncoderDecoder(
-        Stack(config, config.encoder_layers),
+        Stack(config, config.encoder_layers, causal=False),
         Stack(config, config.decoder_layers, has_memory=True),
         Embedding(src_vocab, config),
         Embedding(tgt_vocab, config),

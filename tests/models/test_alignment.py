@@ -21,7 +21,7 @@ def by_hand(model: EncoderDecoder, src: list[int], tgt: list[int], chosen: int) 
     x = model.tgt_embed(torch.tensor([tgt]))
     layer = model.decoder.layers[0]
     for layer in model.decoder.layers[:chosen]:
-        x = layer(x, memory, None, None)
+        x = layer(x, None, memory, None)
     layer = model.decoder.layers[chosen]
     own, other = layer.self_attention, layer.memory_attention
     x = layer.residuals[0](x, lambda y: own(y, own.keys_values(y), None, True))

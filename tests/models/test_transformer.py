@@ -175,6 +175,17 @@ def test_positions_are_the_papers_formula_at_any_offset() -> None:
     close(sinusoidal_positions(40, 43, 6, like=like), table[40:43])
 
 
+def test_an_encoder_without_a_mask_looks_both_ways_and_a_decoder_back() -> None:
+    model = MODELS["pre"]
+    x = torch.randn(2, 5, TINY.d_model, dtype=torch.float64)
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    torch.testing.assert_close(model.encoder(x, None), model.encoder(x, mask), rtol=1e-12, atol=1e-12)
+    changed = x.clone()
+    changed[:, -1] *= -2.0
+    first = [model.decoder(each, None, x, mask)[:, :-1] for each in (x, changed)]
+    torch.testing.assert_close(*first, rtol=1e-12, atol=1e-12)
+
+
 def test_word_order_matters_to_the_encoder() -> None:
     memory = MODELS["pre"].encode(torch.tensor([[3, 4, 5]]))
     swapped = MODELS["pre"].encode(torch.tensor([[4, 3, 5]]))

@@ -78,6 +78,10 @@ class TokenBatches:
         mixture: Mixture | None = None,
         symbols: Symbols = ORDINARY,
     ) -> None:
+        if len(sources) != len(targets):
+            raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.seed = seed
         self.batch_tokens = batch_tokens
         self.max_length = max_length
