@@ -14,6 +14,7 @@ from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
+from recipes.translation.training.journal import draw_report
 from recipes.translation.training.layout import devices_of
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.summary import Sample, Summary, command
@@ -45,6 +46,8 @@ def demo(config: RunConfig, ranks: Ranks) -> Summary:
         for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
             print_text(str(Sample(pair.source, translation, pair.target)))
     written = ", ".join(map(str, evaluation.write(run) if ranks.is_main else ()))
+    if config.training.report and ranks.is_main:
+        draw_report(run)  # again, with the scores
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')

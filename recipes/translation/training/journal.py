@@ -126,17 +126,11 @@ class Journal:
         self.progress.validated(state, found)
 
     def _draw(self) -> None:
-        """Draw the report; an error is reported in one line and does not end the training."""
+        """Draw the report, and say when to draw it again."""
         if not (self.config.training.report and self.ranks.is_main):
             return
         began = time.monotonic()
-        try:
-            from recipes.translation.report.draw import write_report
-
-            write_report([self.run], self.run / "report.html")
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"[train] {self.run / 'report.html'} could not be drawn: {reason}", flush=True)
+        draw_report(self.run)
         now = time.monotonic()
         self.next_drawing = now + (now - began) / SHARE
         self.drawn = True
@@ -145,3 +139,15 @@ class Journal:
         if self.ranks.is_main:
             return self.run / name
         return None
+
+
+def draw_report(run: Path) -> None:
+    """Draw a run's report; an error is reported in one line and does not end the training."""
+    output = run / "report.html"
+    try:
+        from recipes.translation.report.draw import write_report
+
+        write_report([run], output)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"[train] {output} could not be drawn: {reason}", flush=True)

@@ -509,11 +509,12 @@ def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.translation.training.summary.is_hopeless", lambda best: False)
-    words = options(tmp_path / "demo")
+    words = options(tmp_path / "demo", {"training.report": True})
     assert main(["demo", *words]) == 0
     first = capsys.readouterr().out
     assert "replaced" not in first
     assert first.count("    -> ") == 3 + 10
+    assert "There are no results of the command evaluate yet." not in (tmp_path / "demo" / "report.html").read_text()
     assert "one process divides the sentences of each step among the devices [cpu], as training.devices says" in first
     (line,) = [line for line in first.splitlines() if " translate --run " in line]
     found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
