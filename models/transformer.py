@@ -82,6 +82,7 @@ class Layer(nn.Module):
         super().__init__()
         self.causal = causal
         self.self_attention = Attention(config.d_model, config.heads)
+        self.has_memory = has_memory
         if has_memory:
             self.memory_attention = Attention(config.d_model, config.heads)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
@@ -120,7 +121,8 @@ class Layer(nn.Module):
             return attended
 
         x = self.residuals[0](x, attend_to_itself)
-        if memory is not None:
+        # Not "if there is a memory": a decoder that is called without one must not go on without it
+        if self.has_memory:
             x = self.residuals[1](x, attend_to_memory)
         x = self.residuals[-1](x, self.feed_forward)
         return x

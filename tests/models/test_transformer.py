@@ -186,6 +186,11 @@ def test_an_encoder_without_a_mask_looks_both_ways_and_a_decoder_back() -> None:
     torch.testing.assert_close(*first, rtol=1e-12, atol=1e-12)
 
 
+def test_a_decoder_that_is_called_without_its_memory_does_not_go_on() -> None:
+    with pytest.raises(AssertionError):
+        MODELS["pre"].decoder(torch.randn(2, 5, TINY.d_model, dtype=torch.float64), None)
+
+
 def test_word_order_matters_to_the_encoder() -> None:
     memory = MODELS["pre"].encode(torch.tensor([[3, 4, 5]]))
     swapped = MODELS["pre"].encode(torch.tensor([[4, 3, 5]]))
