@@ -291,6 +291,8 @@ def pairs(count: int, seed: int, split: Split = "train") -> list[Pair]:
 
 def each_pair(count: int, seed: int, split: Split = "train") -> Iterator[Pair]:
     """Yield the pairs that `pairs` returns, one by one."""
+    if split not in ("train", "valid", "test"):
+        raise ValueError(f"split is train, valid or test, got {split!r}")
     rng = random.Random(seed)
     drawn = 0
     seen: set[Pair] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LARGEST = 999_999
+
 _EN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen"""
 _DE = """null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn
@@ -28,6 +30,7 @@ DE_ORDINALS = {1: "erst", 3: "dritt", 7: "siebt", 8: "acht"}
 
 def english_number(number: int) -> str:
     """Spell a cardinal number, 0 to 999,999, in the British style: `two thousand and five`."""
+    _check_number(number)
     if number < 20:
         return EN_SMALL[number]
     if number < 100:
@@ -57,7 +60,8 @@ def german_number(number: int) -> str:
 
 
 def german_stem(number: int) -> str:
-    """Spell a number, 0 to 999,999, as the first element of a compound, where one is `ein`."""
+    """Spell a number as the first element of a compound, where one is `ein`."""
+    _check_number(number)
     if number == 1:
         return "ein"
     if number < 20:
@@ -76,6 +80,11 @@ def german_stem(number: int) -> str:
     if rest == 0:
         return front
     return front + german_stem(rest)
+
+
+def _check_number(number: int) -> None:
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"number words go from 0 to {LARGEST:,}, got {number:,}")
 
 
 def english_ordinal(day: int) -> str:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipes.translation.data.builtin_corpus import clock, pairs, price, split_of
 from recipes.translation.data.number_words import (
@@ -234,6 +236,13 @@ def test_number_words_differ_for_all_numbers_below_100_000() -> None:
     )
 
 
+@given(st.integers(max_value=-1) | st.integers(min_value=1_000_000))
+def test_numbers_without_words_are_refused(number: int) -> None:
+    for words in (english_number, german_number):
+        with pytest.raises(ValueError, match="0 to 999,999"):
+            words(number)
+
+
 def test_translation_is_one_to_one() -> None:
     everything = set(pairs(30_000, seed=5)) | set(pairs(500, 5, "valid")) | set(pairs(500, 5, "test"))
     assert len({pair.source for pair in everything}) == len({pair.target for pair in everything}) == len(everything)
@@ -290,3 +299,8 @@ def test_a_longer_corpus_starts_with_the_shorter_one() -> None:
 
 def test_seeds_differ() -> None:
     assert pairs(50, 3) != pairs(50, 4)
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="dev"):
+        pairs(1, 1, "dev")  # type: ignore[arg-type]
