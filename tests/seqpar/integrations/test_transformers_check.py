@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -167,7 +168,7 @@ def test_what_a_model_adds_to_its_loss_may_differ_by_eight_roundings_of_the_loss
         return Examined(Reading(None, 1.0), losses[0], losses[1], [torch.ones(())])
 
     certain = examined(0.0, 0.25 + apart * max(loss, 1.0) * torch.finfo(torch.float32).eps)
-    said = rf"^a model's own loss of a few tokens is {loss + 0.25:g}"
+    said = "^a model's own loss of a few tokens is " + re.escape(f"{loss + 0.25:g}")
     with nullcontext() if same else pytest.raises(RuntimeError, match=said):
         check_added("a model", examined(loss, loss + 0.25), certain)
 
