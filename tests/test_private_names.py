@@ -58,6 +58,7 @@ LIBRARIES = {
         "_flat_weights_names",
         "_functions",
     },
+    ("torch", "recipes/translation/export/onnx_model.py"): {"_subclasses"},
     ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
     ("torch", "seqpar/testing/evidence.py"): {"_pytree"},
     ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},

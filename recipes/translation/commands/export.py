@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from recipes.translation.commands.arguments import (
     add,
     checkpoint_folder,
-    load,
     parser_of,
     path,
     require,
@@ -91,7 +90,7 @@ def write(folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
     else:
         from recipes.translation.export import onnx_model
 
-        onnx_model.write(load(options.run, options), folder)
+        onnx_model.write(saved_model(options.run, options), folder)
 
 
 def facts_of(saved: SavedModel, checkpoint: Path) -> dict[str, Any]:

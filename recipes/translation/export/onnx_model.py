@@ -21,19 +21,21 @@ Shapes: B sentences, S source time, T target time, H heads, K width of a head, V
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import onnxruntime
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import EncoderDecoder, evaluating, padding_mask
 from models.attention import KeyValues, added_scores
@@ -41,38 +43,40 @@ from models.cache import DecoderCache, LayerCache
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import save_belongings, subword_names
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings, subword_names
+from recipes.translation.run_folder.translator import build_model, model_on_meta
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 OPSET = 18
 """The oldest that torch.onnx writes, so that older runtimes read the files too."""
 
 
-def write(translator: Translator, folder: Path) -> None:
+def write(saved: SavedModel, folder: Path) -> None:
     """Replace `folder` by one with the model in float32, after a check in ONNX Runtime.
 
-    Raises ConfigError for a model that is not a Transformer, or an imported one.
+    One weight at a time is in memory, and in the check what the system maps of the files. Raises ConfigError for a
+    model that is not a Transformer, or an imported one.
     """
-    sizes = transformer_sizes(translator)
+    sizes = transformer_sizes(saved)
     if (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
         raise ConfigError(
-            f"model.preset {translator.config.model.preset} has the architecture {sizes.architecture} with activation "
+            f"model.preset {saved.config.model.preset} has the architecture {sizes.architecture} with activation "
             f"{sizes.activation}; as ONNX only vaswani with relu is exported"
         )
-    model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
+    model = model_on_meta(sizes, saved.source, saved.target)
     names = names_of(model)
     with replaced_folder(folder) as new:
-        save(model, names, new)
-        check(new, names, model)
-        save_belongings(new, translator)
-        facts = json.dumps(facts_of(translator, names), indent=2)
+        save(lambda: build_model(sizes, saved.source, saved.target), saved.weights, names, new)
+        check(new, names, model, saved.weights)
+        save_belongings(new, saved)
+        facts = json.dumps(facts_of(saved.config, names), indent=2)
         (new / "onnx.json").write_text(facts + "\n", encoding="utf-8")
 
 
-def facts_of(translator: Translator, names: Mapping[str, Any]) -> dict[str, object]:
+def facts_of(config: RunConfig, names: Mapping[str, Any]) -> dict[str, object]:
     """Return what a program that drives the graphs must know."""
-    source, target = subword_names(translator.config)
+    source, target = subword_names(config)
     return {
         "pad": PAD,
         "unknown": UNK,
@@ -80,7 +84,7 @@ def facts_of(translator: Translator, names: Mapping[str, Any]) -> dict[str, obje
         "end": EOS,
         "source_subwords": f"{source}.model",
         "target_subwords": f"{target}.model",
-        "max_length": translator.config.decoding.max_length,
+        "max_length": config.decoding.max_length,
         **names,
     }
 
@@ -89,12 +93,13 @@ TOLERANCE = 1e-3
 """Rounding is below a tenth of it; an equation that differs is far above."""
 
 
-def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder) -> None:
+def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder, weights: Mapping[str, Tensor]) -> None:
     """Raise ConfigError unless a few steps of the graphs in `folder` have the log-probabilities of the model.
 
-    So what an exporter gets wrong is not written.
+    So what an exporter gets wrong is not written. `model` is on "meta".
     """
     src, tgt = example(model)
+    lend(model, weights)
     with evaluating(model):
         expected: Tensor = model.generator(model(src, tgt)).log_softmax(-1)
     difference = (log_probabilities(folder, names, src, tgt) - expected).abs().max().item()
@@ -103,6 +108,22 @@ def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder) -> None
             f"torch.onnx does not export this model correctly: in ONNX Runtime its log-probabilities differ by up to "
             f"{difference:.2g}; export it to another format"
         )
+
+
+def lend(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Let each module of a model on "meta" have its own weights, in float32, while it is called."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for module in model.modules():
+        for own, weight in list(module.named_parameters(recurse=False)):
+
+            def fill(module: nn.Module, _: object, own: str = own, name: str = names[id(weight)]) -> None:
+                setattr(module, own, nn.Parameter(weights[name].float(), requires_grad=False))
+
+            def drop(module: nn.Module, *_: object, own: str = own, weight: nn.Parameter = weight) -> None:
+                setattr(module, own, weight)
+
+            module.register_forward_pre_hook(fill)
+            module.register_forward_hook(drop)
 
 
 def example(model: EncoderDecoder) -> tuple[Tensor, Tensor]:
@@ -116,8 +137,11 @@ def example(model: EncoderDecoder) -> tuple[Tensor, Tensor]:
 
 def log_probabilities(folder: Path, names: Mapping[str, Any], src: Tensor, tgt: Tensor) -> Tensor:
     """Feed the target to the graphs, token by token: (B, T, V)."""
+    options = onnxruntime.SessionOptions()
+    # Otherwise it copies every matrix; so it maps the file
+    options.add_session_config_entry("session.disable_prepacking", "1")
     encoder, decoder = (
-        onnxruntime.InferenceSession(folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(folder / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
         for name in ("encoder", "decoder")
     )
     held = dict(zip(names["encoder"]["outputs"], encoder.run(None, {"source": src.numpy()}), strict=True))
@@ -197,39 +221,65 @@ def pairs_of(tensors: Sequence[Tensor]) -> list[KeyValues]:
     return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
-def save(model: EncoderDecoder, names: Mapping[str, Any], folder: Path) -> None:
-    """Write `encoder.onnx` and `decoder.onnx`, and beside each its weights if they are too large for one file."""
-    source = torch.full((2, 3), model.pad + 1)
-    encoder, step = EncoderGraph(model).eval(), StepGraph(model).eval()
-    with evaluating(model):
-        mask, *rest = encoder(source)
-    memory = rest[: len(names["state"])]
-    # Any length but 1, which an export takes for one that is always 1
-    state = [torch.zeros_like(one[:, :, :2]) for one in memory]
-    time = [{0: "batch", 2: "source"}] * len(memory)
-    past = [{0: "batch", 2: "past"}] * len(state)
-    free = {"token": {0: "batch"}, "mask": {0: "batch", 3: "source"}, "memory": time, "state": past}
-    write_graph(encoder, (source,), names["encoder"], {"source": {0: "batch", 1: "source"}}, folder / "encoder.onnx")
-    write_graph(step, (source[:, 0], mask, memory, state), names["decoder"], free, folder / "decoder.onnx")
-
-
-def write_graph(
-    module: nn.Module, arguments: tuple[Any, ...], names: dict[str, list[str]], free: dict[str, Any], path: Path
+def save(
+    build: Callable[[], EncoderDecoder], weights: Mapping[str, Tensor], names: Mapping[str, Any], folder: Path
 ) -> None:
-    """Write the graph of a module's forward; `free` has the names of the axes of any length, by argument."""
+    """Write `encoder.onnx` and `decoder.onnx`, and their weights to a file beside each, one after the other."""
+    # Not on "meta", where torch.onnx meets strides that it cannot write
+    with FakeTensorMode(), torch.no_grad():
+        model = build().eval()
+        source = torch.full((2, 3), model.pad + 1)
+        encoder, step = EncoderGraph(model), StepGraph(model)
+        mask, *rest = encoder(source)
+        memory = rest[: len(names["state"])]
+        # Any length but 1, which an export takes for one that is always 1
+        state = [torch.zeros_like(one[:, :, :2]) for one in memory]
+        time = [{0: "batch", 2: "source"}] * len(memory)
+        past = [{0: "batch", 2: "past"}] * len(state)
+        free = {"token": {0: "batch"}, "mask": {0: "batch", 3: "source"}, "memory": time, "state": past}
+        programs = {
+            "encoder": program(encoder, (source,), names["encoder"], {"source": {0: "batch", 1: "source"}}),
+            "decoder": program(step, (source[:, 0], mask, memory, state), names["decoder"], free),
+        }
+    first: dict[int, str] = {}
+    origins = {
+        f"model.{name}": first.setdefault(id(weight), name)
+        for name, weight in model.named_parameters(remove_duplicate=False)
+    }
+    for name, found in programs.items():
+        for value in found.model.graph.initializers.values():
+            if origin := origins.get(str(value.name)):
+                read = partial(written, weights, origin)
+                value.const_value = onnx_ir.LazyTensor(
+                    read, dtype=onnx_ir.DataType.FLOAT, shape=value.shape, name=value.name
+                )
+        found.optimize()  # after that, as it reads them
+        found.save(folder / f"{name}.onnx", external_data=True)
+
+
+def written(weights: Mapping[str, Tensor], name: str) -> onnx_ir.TensorProtocol:
+    """Return a weight as it is written."""
+    return onnx_ir.tensor(weights[name].detach().cpu().float().numpy())
+
+
+def program(
+    module: nn.Module, arguments: tuple[Any, ...], names: dict[str, list[str]], free: dict[str, Any]
+) -> torch.onnx.ONNXProgram:
+    """Return the graph of a module's forward; `free` has the names of the axes of any length, by argument."""
     with quiet():
-        program = torch.onnx.export(
-            module,
+        found = torch.onnx.export(
+            module.eval(),
             arguments,
             input_names=names["inputs"],
             output_names=names["outputs"],
             dynamic_shapes=free,
             opset_version=OPSET,
             verbose=False,
+            optimize=False,
         )
-    assert program is not None
-    ClearMetadataAndDocStringPass()(program.model)  # the lines of code, with their folders, that made each node
-    program.save(path)
+    assert found is not None
+    ClearMetadataAndDocStringPass()(found.model)  # the lines of code, with their folders, that made each node
+    return found
 
 
 @contextmanager

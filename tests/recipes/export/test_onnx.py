@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_model
 from recipes.translation.export.onnx_model import check
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import ModelConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from tests.fenced import fenced
+from tests.recipes.export.translators import as_saved
 from tests.recipes.random_translator import random_translator
 
 pytestmark = [pytest.mark.formats, pytest.mark.timeout(900)]  # torch.onnx takes ten seconds a graph
@@ -59,15 +61,20 @@ def noisy(model: EncoderDecoder) -> EncoderDecoder:
 class Exported:
     """The graphs in ONNX Runtime."""
 
-    def __init__(self, model: EncoderDecoder, folder: Path) -> None:
+    def __init__(self, build: Callable[[], EncoderDecoder], weights: Mapping[str, Tensor], folder: Path) -> None:
         self.folder = folder
-        self.names = onnx_model.names_of(model)
-        onnx_model.save(model, self.names, folder)
+        self.build = build
+        self.names = onnx_model.names_of(self.on_meta())
+        onnx_model.save(build, weights, self.names, folder)
         for name in ("encoder", "decoder"):
             onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
         self.state = self.names["state"]
         self.memory = self.names["encoder"]["outputs"]
         self.encoder, self.decoder = (session(folder / f"{name}.onnx") for name in ("encoder", "decoder"))
+
+    def on_meta(self) -> EncoderDecoder:
+        with torch.device("meta"):
+            return self.build()
 
     def log_probabilities(self, src: Tensor, tgt: Tensor) -> Tensor:
         """Feed the target token by token: (B, T, V)."""
@@ -112,8 +119,9 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[EncoderDecoder, Exported]:
-    model = MODELS[request.param]()
-    return model, Exported(model, tmp_path_factory.mktemp("onnx"))
+    build = MODELS[request.param]
+    model = build()
+    return model, Exported(build, tensors_of(model), tmp_path_factory.mktemp("onnx"))
 
 
 @settings(max_examples=20)
@@ -171,17 +179,17 @@ def test_a_tied_embedding_is_stored_once_and_no_line_of_code_at_all(both: tuple[
 
 def test_graphs_that_are_not_the_model_are_refused(both: tuple[EncoderDecoder, Exported]) -> None:
     model, exported = both
-    check(exported.folder, exported.names, model)
+    check(exported.folder, exported.names, exported.on_meta(), tensors_of(model))
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.decoder.layers[0].feed_forward.outer.bias[0] += 1  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"torch.onnx does not export this model correctly: .* differ by up to"):
-        check(exported.folder, exported.names, other)
+        check(exported.folder, exported.names, exported.on_meta(), tensors_of(other))
 
 
 def test_an_lstm_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.preset lstm is not a Transformer; only these are exported$"):
-        onnx_model.write(lstm_translator(tmp_path), tmp_path / "exported")
+        onnx_model.write(as_saved(lstm_translator(tmp_path)), tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
 
@@ -204,8 +212,7 @@ class AsTokens:
 def test_the_search_of_the_document_finds_the_tokens_of_our_own(longest: int, tmp_path: Path) -> None:
     translator = random_translator(tmp_path)
     translator.model.double()
-    onnx_model.write(translator, tmp_path / "exported")
-    assert {parameter.dtype for parameter in translator.model.parameters()} == {torch.float64}  # the caller's own
+    onnx_model.write(as_saved(translator), tmp_path / "exported")
     facts = json.loads((tmp_path / "exported/onnx.json").read_text())
     (tmp_path / "exported/onnx.json").write_text(json.dumps({**facts, "max_length": longest}))
     (code,) = [block.code for block in fenced(DOCUMENT) if block.code.startswith("import json, ")]
