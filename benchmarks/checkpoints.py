@@ -24,11 +24,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.loss.results import hardware
+from models.transformer import allocate
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.files.atomic_folder import sha256
 from recipes.translation.run_folder.checkpoint import TrainingState, load_translator, save_model
 from recipes.translation.run_folder.saving import Saver
-from recipes.translation.run_folder.translator import Translator, allocate, model_on_meta, model_sizes, tensors_of
+from recipes.translation.run_folder.translator import Translator, model_on_meta, model_sizes, tensors_of
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import Subwords, train_subwords
 from seqpar.testing.markdown_table import markdown_table

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import seqpar
 from benchmarks.loss.peers import import_quietly
 from models import PRESETS, TransformerConfig, make_transformer, sinusoidal_positions
-from models.drawn_later import drawn_later
+from models.transformer import first_weights
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.settings.config import load_config
@@ -110,10 +110,13 @@ class Ours(Trained):
     name = "seqpar"
 
     def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
-        self.model, weights = drawn_later(lambda: make_transformer(config, vocab_size, vocab_size, PAD))
+        with torch.device("meta"):
+            self.model = make_transformer(config, vocab_size, vocab_size, PAD)
         settings = {"training.precision": precision, "training.label_smoothing": SMOOTHING}
         run = load_config(None, settings)
-        self.layout = Layout(self.model, weights, run, axes_of(run.layout, 1), list(check_devices([device])), ALONE)
+        self.layout = Layout(
+            self.model, first_weights(self.model), run, axes_of(run.layout, 1), list(check_devices([device])), ALONE
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
 
     def loss_mean(self, batch: Batch) -> float:
@@ -277,10 +280,10 @@ def check_loss(size: str) -> float:
     """
     config, vocab_size = SIZES[size]
     torch.manual_seed(0)
-    model, weights = drawn_later(lambda: make_transformer(replace(config, dropout=0.0), vocab_size, vocab_size, PAD))
-    model.double()
+    with torch.device("meta"):
+        model = make_transformer(replace(config, dropout=0.0), vocab_size, vocab_size, PAD).double()
     run = load_config(None, {"training.label_smoothing": SMOOTHING, "training.precision": "float64"})
-    layout = Layout(model, weights, run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
+    layout = Layout(model, first_weights(model), run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
     batch = next(batches(vocab_size, 300, "mixed"))
     with torch.no_grad():
         logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)

@@ -223,12 +223,13 @@ def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> De
     Raises ValueError for a `pad` outside the vocabulary.
     """
     sizes = config.layers()
-    model = DecoderOnly(
-        Stack(sizes, sizes.decoder_layers),
-        Embedding(vocab, sizes),
-        Generator(sizes.d_model, vocab),
-        pad,
-    )
+    with torch.device("meta"):
+        model = DecoderOnly(
+            Stack(sizes, sizes.decoder_layers),
+            Embedding(vocab, sizes),
+            Generator(sizes.d_model, vocab),
+            pad,
+        )
     tie_embeddings(model, sizes.tie)
     initialize(model)  # after tying, so that a shared matrix is drawn once, as an embedding
     return model

@@ -247,14 +247,15 @@ def make_recurrent(config: RecurrentConfig, src_vocab: int, tgt_vocab: int, pad:
 
     Raises ValueError as `make_transformer` does.
     """
-    model = RecurrentEncoderDecoder(
-        RecurrentEncoder(config),  # type: ignore[arg-type]
-        RecurrentDecoder(config),  # type: ignore[arg-type]
-        WordEmbedding(src_vocab, config.d_model, config.dropout),  # type: ignore[arg-type]
-        WordEmbedding(tgt_vocab, config.d_model, config.dropout),  # type: ignore[arg-type]
-        Generator(config.d_model, tgt_vocab),
-        pad,
-    )
+    with torch.device("meta"):
+        model = RecurrentEncoderDecoder(
+            RecurrentEncoder(config),  # type: ignore[arg-type]
+            RecurrentDecoder(config),  # type: ignore[arg-type]
+            WordEmbedding(src_vocab, config.d_model, config.dropout),  # type: ignore[arg-type]
+            WordEmbedding(tgt_vocab, config.d_model, config.dropout),  # type: ignore[arg-type]
+            Generator(config.d_model, tgt_vocab),
+            pad,
+        )
     tie_embeddings(model, config.tie)
     initialize(model)  # after tying, so that a shared matrix is drawn once, as an embedding
     return model

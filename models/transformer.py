@@ -9,7 +9,7 @@ D model width, V vocabulary. Sentences are padded at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -314,14 +314,15 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
 
     Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
     """
-    model = EncoderDecoder(
-        Stack(config, config.encoder_layers, causal=False),
-        Stack(config, config.decoder_layers, has_memory=True),
-        Embedding(src_vocab, config),
-        Embedding(tgt_vocab, config),
-        Generator(config.d_model, tgt_vocab),
-        pad,
-    )
+    with torch.device("meta"):
+        model = EncoderDecoder(
+            Stack(config, config.encoder_layers, causal=False),
+            Stack(config, config.decoder_layers, has_memory=True),
+            Embedding(src_vocab, config),
+            Embedding(tgt_vocab, config),
+            Generator(config.d_model, tgt_vocab),
+            pad,
+        )
     tie_embeddings(model, config.tie)
     initialize(model)  # after tying, so that a shared matrix is drawn once, as an embedding
     return model
@@ -351,18 +352,59 @@ def tie_embeddings(model: EncoderDecoder, tie: Tie) -> None:
 
 @torch.no_grad()
 def initialize(model: nn.Module) -> None:
-    """Draw matrices from Xavier's uniform distribution (Glorot and Bengio 2010) and embeddings from normal(0, D^-0.5).
+    """Give a model that is on "meta" memory on the default device, and draw its weights."""
+    device = torch.get_default_device()
+    if device.type == "meta":  # the caller wants no weights
+        return
+    allocate(model, device)
+    for name, weight in first_weights(model):
+        model.get_parameter(name).copy_(weight)
 
-    Biases are 0. With this scale, embeddings times sqrt(D) and, where they are tied, the first logits are O(1). The
-    projections of keys and values, which are one matrix only for speed, are drawn as two.
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
+    allocated: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                if id(parameter) not in allocated:
+                    empty = torch.empty_like(parameter, device=device)
+                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(owner, name, allocated[id(parameter)])
+
+
+def first_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Return the random weights of a model by name, each drawn when it is asked for, so that one exists at a time.
+
+    The model may be on "meta"; what is done to it later changes nothing. After `torch.manual_seed` they are those of a
+    model that is made then. Until the last one torch's generator must not be used for anything else.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            for matrix in module.key_value.weight.chunk(2):
-                nn.init.xavier_uniform_(matrix)
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+    found = []
+    # LoRA's come last, as they are added to a model
+    for name, weight in sorted(model.named_parameters(), key=lambda named: ".lora_" in named[0]):
+        outer, _, own = name.rpartition(".")
+        found.append((name, (model.get_submodule(outer), outer, own, weight.shape)))
+    return ((name, first_weight(*what)) for name, what in found)
+
+
+@torch.no_grad()
+def first_weight(module: nn.Module, outer: str, own: str, shape: torch.Size) -> Tensor:
+    """Draw the weight `own` of a module, whose own name ends as `outer` does.
+
+    Matrices are from Xavier's uniform distribution (Glorot and Bengio 2010) and embeddings from normal(0, D^-0.5):
+    times sqrt(D) they are O(1) and, where they are tied, so are the first logits. The projections of keys and values,
+    which are one matrix only for speed, are drawn as two. Biases are 0, and norms begin as the identity. An LSTM's
+    weights are uniform within 1 / sqrt(width), as torch draws them; LoRA's A is uniform within 1 / sqrt(D), and B is 0.
+    """
+    weight = torch.empty(shape, device="cpu")
+    if isinstance(module, nn.LSTM):
+        return weight.uniform_(-(module.hidden_size**-0.5), module.hidden_size**-0.5)
+    if isinstance(module, nn.Embedding):
+        return weight.normal_(std=module.embedding_dim**-0.5)
+    if own == "lora_A":
+        return weight.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5)
+    if own == "lora_B" or weight.dim() == 1:
+        return weight.fill_(isinstance(module, nn.LayerNorm) and own == "weight")
+    for matrix in weight.chunk(2 if outer.endswith("key_value") else 1):
+        nn.init.xavier_uniform_(matrix)
+    return weight

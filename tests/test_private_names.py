@@ -31,7 +31,6 @@ LIBRARIES = {
         "_compute_score_from_stats",
         "_extract_corpus_statistics",
     },
-    ("torch", "models/drawn_later.py"): {"_base", "_is_view"},
     ("torch", "seqpar/core/graphs.py"): {"_C", "_autograd", "_dynamo", "_top_saved_tensors_default_hooks", "_version"},
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
     ("torch", "seqpar/multi_device/placement.py"): {"_apply"},

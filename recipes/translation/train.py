@@ -22,7 +22,7 @@ from torch import Tensor
 
 import seqpar
 from models import EncoderDecoder
-from models.drawn_later import drawn_later
+from models.transformer import first_weights
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.positions import check_positions
@@ -235,7 +235,9 @@ def first_model(
     if saved is None and settings.start_from:
         start = ranks.run_on_all(lambda: starting_weights(config) if ranks.is_main else {})
     torch.manual_seed(settings.seed)
-    model, drawn = drawn_later(build)
+    with torch.device("meta"):
+        model = build()
+    drawn = first_weights(model)
     model.to(WEIGHTS[settings.precision])
     own = tensors_of(model)
     if saved:

@@ -26,7 +26,7 @@ VOCAB = 23
 
 
 def model(kind: str) -> EncoderDecoder:
-    torch.manual_seed(7)
+    torch.manual_seed(6)
     if kind == "decoder only":
         made = make_decoder_only(DecoderOnlyConfig(16, 24, 4, 2, dropout=0.0), VOCAB)
     else:

@@ -19,6 +19,7 @@ from models import (
     make_transformer,
 )
 from models.presets import Sizes
+from models.transformer import allocate
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import described
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
@@ -82,18 +83,6 @@ def model_on_meta(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDe
     """Build a model on the device "meta": no weight is drawn, and the random numbers of the run stay where they are."""
     with torch.device("meta"):
         return build_model(sizes, source, target)
-
-
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
-    allocated: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.is_meta:
-                if id(parameter) not in allocated:
-                    empty = torch.empty_like(parameter, device=device)
-                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(owner, name, allocated[id(parameter)])
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -29,10 +29,10 @@ import seqpar
 from models import EncoderDecoder
 from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
+from models.transformer import allocate
 from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.translator import allocate
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from models.transformer import allocate
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
-from recipes.translation.run_folder.translator import Translator, allocate
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.layout import Groups, device_of

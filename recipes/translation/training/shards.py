@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from models.transformer import Layer
-from recipes.translation.run_folder.translator import allocate
+from models.transformer import Layer, allocate
 from seqpar.distributed.collectives import gather_numbers
 from seqpar.distributed.torch_private import forget_forwards
 
