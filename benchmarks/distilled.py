@@ -27,9 +27,9 @@ import torch
 from benchmarks.loss.results import hardware
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.files.atomic_folder import model_folder
 from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, load_translator
-from recipes.translation.scores.bootstrap import Interval, interval, resampled_scores
+from recipes.translation.scores.bootstrap import interval, resampled_scores
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.text.pair import Pair
@@ -59,9 +59,7 @@ class Found(NamedTuple):
 
 def main() -> None:
     """Measure a pair of runs, and print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.distilled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, required=True, help="a run (its best model), or a checkpoint folder")
     parser.add_argument("--student", type=Path, required=True, help="the same of the student")
     parser.add_argument("--split", choices=("valid", "test"), default="test", help="of the student's data")
@@ -70,7 +68,7 @@ def main() -> None:
     parser.add_argument("--student-beams", type=int, nargs="*", default=[], help="further beams of the int8 student")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    teacher, student = (load_saved(folder_of(run)) for run in (options.teacher, options.student))
+    teacher, student = (load_saved(model_folder(run)) for run in (options.teacher, options.student))
     pairs = load_pairs(student.config.data, options.split, student.config.subwords.lowercase)[: options.sentences]
     with tempfile.TemporaryDirectory() as folder:
         made = systems(teacher, student, Path(folder), options.student_beams)
@@ -81,11 +79,6 @@ def main() -> None:
         f"{ctranslate2.__version__}; {len(pairs):,} sentences ({options.split}); {found[TEACHER].bleu.signature}; "
         "[ ] is a 95 % interval"
     )
-
-
-def folder_of(run: Path) -> Path:
-    """Return the folder of a model: a checkpoint itself, or the best one of a run."""
-    return whole_folder(run) or whole_folder(run / "best") or run
 
 
 def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Sequence[int]) -> dict[str, System]:
@@ -132,17 +125,14 @@ def measured(made: dict[str, System], pairs: Sequence[Pair], student: SavedModel
             taken = time.process_time() - start
             seconds[name] = min(taken, seconds.get(name, taken))
             if name not in bleus:
-                (bleus[name],) = [
-                    one
-                    for one in measure(
-                        translations,
-                        references,
-                        lowercase=config.subwords.lowercase,
-                        tokenize=config.data.tokenize,
-                        language=config.data.target,
-                    )
-                    if one.name == "bleu"
-                ]
+                found = measure(
+                    translations,
+                    references,
+                    lowercase=config.subwords.lowercase,
+                    tokenize=config.data.tokenize,
+                    language=config.data.target,
+                )
+                (bleus[name],) = (one for one in found if one.name == "bleu")
     return {name: Found(system, bleus[name], seconds[name]) for name, system in made.items()}
 
 
@@ -161,7 +151,7 @@ def table(found: dict[str, Found], sentences: int) -> str:
                 name,
                 str(system.beam),
                 f"{bleu.score:.2f} {interval(resamples[name])}",
-                f"{100 * bleu.score / theirs.bleu.score:.1f} % {shown(ratio)}",
+                f"{100 * bleu.score / theirs.bleu.score:.1f} % {ratio}",
                 f"{sentences / seconds:.1f}",
                 f"{theirs.seconds / seconds:.1f}",
                 f"{system.size / 1e6:.1f}",
@@ -169,11 +159,6 @@ def table(found: dict[str, Found], sentences: int) -> str:
             ]
         )
     return markdown_table(HEADER, rows)
-
-
-def shown(bounds: Interval) -> str:
-    """Return the bounds of a ratio in percent."""
-    return f"[{bounds.low:.1f}, {bounds.high:.1f}]"
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ and FSDP2 set up in the first two is not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +61,6 @@ class Sent(NamedTuple):
 
     collectives: dict[str, int]
     size: int
-
-    @property
-    def number(self) -> int:
-        """Return how many collectives there are of all kinds."""
-        return sum(self.collectives.values())
 
 
 class Wire(TorchDispatchMode):
@@ -189,9 +183,7 @@ def _step(model: nn.Module, group: ProcessGroup | None, reduces: bool = True, ti
 
 
 def _world() -> ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    return init_device_mesh("cpu", (dist.get_world_size(),)).get_group()
 
 
 def _mesh(inner: str) -> tuple[ProcessGroup, ProcessGroup]:
@@ -268,17 +260,13 @@ LAYOUTS: dict[str, Callable[[int], tuple[Step, Wire]]] = {
 }
 
 
-class World(AbstractContextManager["World"]):
-    """Make this process rank 0 of a world of `size` ranks, of which the others do not exist."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __enter__(self) -> World:
-        dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
-        return self
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def world_of(size: int) -> Iterator[None]:
+    """Within the block, make this process rank 0 of a world of `size` ranks, of which the others do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
         dist.destroy_process_group()
 
 
@@ -301,7 +289,7 @@ def counts(worlds: tuple[int, ...] = WORLDS, layouts: tuple[str, ...] = tuple(LA
     """Return what is sent, by layout, world and chunks, with keys as JSON has them."""
     found: dict[str, Any] = {layout: {} for layout in layouts}
     for size in worlds:
-        with World(size):
+        with world_of(size):
             for layout in layouts:
                 found[layout][str(size)] = {str(chunks): count(layout, chunks)._asdict() for chunks in CHUNKS}
     return found
@@ -315,7 +303,7 @@ def table(found: dict[str, Any]) -> str:
     for layout, worlds in found.items():
         for world, by_chunks in worlds.items():
             sent = [Sent(**by_chunks[str(count)]) for count in CHUNKS]
-            numbers = " / ".join(str(each.number) for each in sent)
+            numbers = " / ".join(str(sum(each.collectives.values())) for each in sent)
             sizes = " / ".join(f"{each.size / 1024:.1f}" for each in sent)
             kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(sent[1].collectives.items()))
             rows.append([layout, world, numbers, sizes, kinds])
@@ -323,16 +311,11 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print the table, or the counts as JSON."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="ranks of each simulated world")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON instead")
     options = parser.parse_args()
-    found = counts(tuple(options.worlds))
-    if options.json:
-        print(json.dumps(found))
-    else:
-        print(table(found))
+    print(table(counts(tuple(options.worlds))))
 
 
 if __name__ == "__main__":

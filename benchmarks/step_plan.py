@@ -6,8 +6,10 @@
 
 Published: the rate comes from the smallest size of each training, the larger sizes are predicted. Here: measured are
 the step of one rank without communication, while all other ranks do the same (they share the cores), and latency and
-bandwidth of gloo's collectives; DDP, FSDP2 and a split vocabulary are predicted from these, with `overlap="none"`: the
-cores that compute also carry gloo's bytes. Everything takes turns, round after round; figures are medians.
+bandwidth of gloo's collectives between computations, which leave caches and threads as a step does; DDP, FSDP2 and a
+split vocabulary are predicted from these, with `overlap="none"`: the cores that compute also carry gloo's bytes. The
+rate of a split vocabulary is that of matrices of its size. Everything takes turns, round after round; figures are
+medians.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +139,8 @@ def timed(rank: int, world: int, what: str, sizes: Sizes) -> float:
     if (what, sizes) not in BUILT:
         kind, number = what.split()
         size = int(number)
-        run = _collective(kind, size, world) if kind in KINDS else _step(kind, rank, world, size, sizes)
+        communicates = kind in ("nothing", *KINDS)
+        run = _collective(kind, size, world) if communicates else _step(kind, rank, world, size, sizes)
         # What is set up in the first steps is not timed
         run()
         run()
@@ -148,8 +152,13 @@ def timed(rank: int, world: int, what: str, sizes: Sizes) -> float:
     return time.perf_counter() - start
 
 
+REPEATS = 4
+"""Of a computation and a collective, in turn."""
+
+
 def _collective(kind: str, size: int, world: int) -> Callable[[], object]:
-    """Return a collective, with the copies that FSDP2 makes of what it gathers and of what it reduces."""
+    """Return collectives between computations, with the copies that FSDP2 makes of what it gathers and reduces."""
+    x, weight = torch.randn(512, 256), torch.randn(256, 1024)
     whole = torch.ones(size // 4 // world * world)
     part = torch.ones(len(whole) // world)
 
@@ -158,11 +167,20 @@ def _collective(kind: str, size: int, world: int) -> Callable[[], object]:
         dist.all_gather_single(gathered, part)
         torch.empty_like(whole).copy_(gathered)
 
-    return {
+    communicate: Callable[[], object] = {
+        "nothing": lambda: None,
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": all_gather,
         "reduce_scatter": lambda: dist.reduce_scatter_single(torch.empty_like(part), whole.clone()),
     }[kind]
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            for _ in range(3):
+                (x @ weight).relu_()
+            communicate()
+
+    return run
 
 
 def _model(sizes: Sizes) -> Any:
@@ -172,14 +190,28 @@ def _model(sizes: Sizes) -> Any:
     return make_decoder_only(config, sizes.vocab)
 
 
+def _without_communication(model: nn.Module) -> None:
+    """Let each rank compute its slices of a split model and take no sums, which gives no meaningful number."""
+    for module in model.modules():
+        own = vars(module)
+        if "group" in own:
+            own["group"] = None
+        if "vocab" in own:
+            own["vocab"] = replace(own["vocab"], group=None)
+
+
 def _step(layout: str, rank: int, world: int, sequences: int, sizes: Sizes) -> Callable[[], object]:
     """Return forward and backward of this many sequences; those of a split vocabulary are the same in all ranks."""
     model = _model(sizes)
-    torch.manual_seed(0 if layout == "vocab" else rank)
+    torch.manual_seed(0 if layout in ("vocab", "part") else rank)
     tokens = torch.randint(1, sizes.vocab, (sequences, sizes.length + 1))
     src, tgt, target = tokens[:, :1], tokens[:, :-1], tokens[:, 1:]
-    if layout == "vocab":
-        shard = split_weights(model, dist.group.WORLD)
+    if layout in ("vocab", "part"):
+        shard: seqpar.VocabShard | None = split_weights(model, dist.group.WORLD)
+        if layout == "part":
+            _without_communication(model)
+            shard = None
+            target = target % model.generator.out_features
 
         def split() -> None:
             generator = model.generator
@@ -217,13 +249,16 @@ def measure(world: int, rounds: int, sizes: Sizes) -> dict[str, float]:
     """Return the median seconds of everything that is timed, one after another in each round."""
     # A split vocabulary has all ranks' sequences in each of them, so the rate is measured with as many, too
     steps = [f"{what} {sizes.batch}" for what in ("alone", "ddp", "fsdp")]
-    steps += [f"{what} {sizes.batch * world}" for what in ("alone", "vocab")]
-    whats = [*steps, *(f"{kind} {size}" for kind in KINDS for size in (SMALL_BYTES, LARGE_BYTES))]
+    steps += [f"{what} {sizes.batch * world}" for what in ("part", "vocab")]
+    collectives = [f"{kind} {size}" for kind in KINDS for size in (SMALL_BYTES, LARGE_BYTES)]
+    whats = [*steps, "nothing 0", *collectives]
     found: dict[str, list[float]] = {what: [] for what in whats}
     for _ in range(rounds):
         for what in whats:
             found[what].append(max(ranks(world, timed, what, sizes)))
-    return {what: statistics.median(seconds) for what, seconds in found.items()}
+    medians = {what: statistics.median(seconds) for what, seconds in found.items()}
+    of_collectives = {what: (medians[what] - medians["nothing 0"]) / REPEATS for what in collectives}
+    return medians | of_collectives
 
 
 def links_of(seconds: dict[str, float], world: int) -> tuple[Link, float]:
@@ -263,7 +298,7 @@ def here_table(worlds: list[int], rounds: int) -> str:
                 start=start,
                 overlap="none",
             )
-            alone = seconds[f"alone {sequences}"]
+            alone = seconds[f"alone {sequences}"] if layout != "vocab" else world * seconds[f"part {sequences}"]
             said = step_plan(training, sequences * sizes.length * training.flops / alone, world, layout)
             real = seconds[f"{layout} {sequences}"]
             share = f"{(said.exchange + said.exposed) / said.seconds:.0%}"

@@ -84,17 +84,16 @@ def in_turn(
 
 
 def rates(done: list[float], seconds: dict[str, list[float]]) -> Row:
-    """Return the median work a second by name, and the others' times over ours, which is the first."""
+    """Return the median work a second by name, and the medians of the others' times over ours, which is the first."""
     ours, *others = seconds
     found: dict[str, float] = {}
     for name, times in seconds.items():
         found[name] = round(statistics.median(work / time for work, time in zip(done, times, strict=True)), 1)
-    return {"rates": found, "ratios": {name: median_ratio(seconds[name], seconds[ours]) for name in others}}
-
-
-def median_ratio(times: list[float], others: list[float]) -> float:
-    """Return the median over batches of one time over the other."""
-    return round(statistics.median(time / other for time, other in zip(times, others, strict=True)), 2)
+    ratios = {
+        name: round(statistics.median(time / own for time, own in zip(seconds[name], seconds[ours], strict=True)), 2)
+        for name in others
+    }
+    return {"rates": found, "ratios": ratios}
 
 
 def training(size: str, precision: str, order: str, steps: int, device: str) -> Row:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from models.decoder_only import DecoderOnly
 from models.embedding import Embedding
 from models.ensemble import SPLIT
 from models.lora import LoraLinear
-from models.transformer import EncoderDecoder, FeedForward
+from models.transformer import EncoderDecoder, FeedForward, Residual
 from seqpar.distributed.collectives import (
     copy_to_group,
     join_from_group,
@@ -138,15 +139,15 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
             module.heads //= world
             module.__class__ = _SplitAttention
             vars(module)["group"] = group
+        elif isinstance(module, Residual):
+            module.enter = _Entered(group)
         elif isinstance(module, nn.Linear) and (how := cut_of(f"{name}.weight")):
-            weight = slice_of(f"{name}.weight", module.weight)
-            bias = slice_of(f"{name}.bias", module.bias)
-            if name == "generator":  # the loss uses its weights and does the sums over ranks
-                module.weight = weight
-                module.bias = bias
-                module.out_features = len(weight)
-                continue
-            model.set_submodule(name, _SplitLinear(weight, bias, how.axis, group))
+            module.weight = slice_of(f"{name}.weight", module.weight)
+            module.bias = slice_of(f"{name}.bias", module.bias)
+            module.out_features = len(module.weight)
+            if how.axis == 1:
+                model.set_submodule(name, _SummedLinear(module.weight, module.bias, group))
+    model.decoder.register_forward_pre_hook(partial(_memory_entered, group))
     split.vocab = vocabs["tgt_embed"]
     return split.vocab
 
@@ -331,19 +332,34 @@ class _SplitLookup(nn.Module):
         return sum_from_group(F.embedding(index, self.weight) * owned.unsqueeze(-1), self.vocab.group)
 
 
-class _SplitLinear(nn.Module):
-    """A linear map y = W x + b: rows of W (axis 0) give a rank some entries of y, columns a term of every entry."""
+class _Entered(nn.Module):
+    """The input of a sublayer that is split: each rank has a term of its gradient, whose sum all ranks need."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, axis: int, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.axis = axis
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis == 0:
-            return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
+        return copy_to_group(x, self.group)
+
+
+def _memory_entered(group: ProcessGroup | None, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Do the same for the memory, once for all layers of a decoder."""
+    if len(args) < 3:  # a decoder-only model's has none
+        return args
+    return (*args[:2], copy_to_group(args[2], group), *args[3:])
+
+
+class _SummedLinear(nn.Module):
+    """A linear map y = W x + b of which a rank has some columns of W, and thus a term of every entry of y."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
         # The bias is whole on every rank, and must be added once: after the sum
         return sum_from_group(F.linear(x, self.weight), self.group) + self.bias
 
@@ -352,7 +368,7 @@ def _check_kinds(model: EncoderDecoder) -> None:
     """Raise ValueError for a weight of the table in a layer of a kind that is not split: a tie with it would break."""
     lookups = {id(module.lookup) for module in model.modules() if isinstance(module, Embedding)}
     for name, module in model.named_modules():
-        if isinstance(module, _SplitLinear | _SplitLookup):
+        if isinstance(module, _SummedLinear | _SplitLookup):
             raise ValueError(f"{name} is split already: split the weights of a whole model, once")
         if isinstance(module, LoraLinear):
             raise ValueError(f"{name} has LoRA, which is not split over ranks: split models.lora.without_lora(model)")

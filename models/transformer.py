@@ -60,14 +60,16 @@ class Residual(nn.Module):
         super().__init__()
         self.pre = config.norm == "pre"
         self.norm = nn.LayerNorm(config.d_model)
+        self.enter: nn.Module = nn.Identity()
+        """What the sublayer's input passes; `models.sharding` communicates there."""
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Add the sublayer's output to x (B, T, D)."""
         if self.pre:
-            x = x + self.dropout(sublayer(self.norm(x)))
+            x = x + self.dropout(sublayer(self.enter(self.norm(x))))
             return x
-        x = self.norm(x + self.dropout(sublayer(x)))
+        x = self.norm(x + self.dropout(sublayer(self.enter(x))))
         return x
 
 

@@ -197,7 +197,7 @@ def test_layers_that_are_not_split_are_refused_before_a_tie_is_broken():
     for lstm, lora, twice, time in ranks(2, refusals_of_kinds):
         assert lstm.startswith("src_embed.lookup of a RecurrentEncoderDecoder is not split over ranks: only the layers")
         assert lora.startswith("encoder.layers.0.self_attention.query has LoRA, which is not split over ranks: split")
-        assert twice.endswith("query is split already: split the weights of a whole model, once")
+        assert twice.endswith("output is split already: split the weights of a whole model, once")
         assert time.startswith("the time steps of a RecurrentEncoderDecoder are not split over ranks")
 
 

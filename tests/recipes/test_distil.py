@@ -53,7 +53,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Translator:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained teacher."""
     folder = tmp_path_factory.mktemp("run") / "teacher"
-    changes = {"data.builtin_pairs": 40, "training.steps": 2, "model.d_model": 24, "decoding.beam": 2}
+    changes = {
+        "data.builtin_pairs": 40,
+        "training.steps": 12,
+        "training.learning_rate": 0.01,
+        "model.d_model": 24,
+        "decoding.beam": 2,
+    }
     train(tiny(folder, {**changes, "training.r_drop": 1.0, "training.freeze": ("encoder",)}))
     return folder
 

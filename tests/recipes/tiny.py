@@ -18,6 +18,7 @@ SETTINGS: dict[str, Any] = {
     "training.devices": "[cpu]",
     "training.batch_tokens": 900,
     "training.steps": 4,
+    "training.seed": 7,
     "training.validate_every": 100,
     "training.validate_bleu": 0,
     "training.warmup": 2,

@@ -78,7 +78,7 @@ def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: i
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from benchmarks.scale import Wire, World, data_parallel
+    from benchmarks.scale import Wire, data_parallel, world_of
 
     torch.set_num_threads(1)
 
@@ -101,7 +101,7 @@ def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: i
 
         return peak_bytes(steps)
 
-    with World(devices):
+    with world_of(devices):
         measured(512 * devices, 1024 * devices)  # code loaded and workspaces made at first use are not the step's
         return measured(tokens, vocab)
 

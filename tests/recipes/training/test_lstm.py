@@ -28,7 +28,12 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_it_learns_and_translates_from_its_checkpoint(precision: str, tmp_path: Path) -> None:
-    changes = {"training.steps": 30, "training.learning_rate": 0.02, "training.precision": precision, "training.seed": 3}
+    changes = {
+        "training.steps": 30,
+        "training.learning_rate": 0.02,
+        "training.precision": precision,
+        "training.seed": 3,
+    }
     config = tiny_lstm(tmp_path / "run", changes)
     train(config)
     found = losses(tmp_path / "run")

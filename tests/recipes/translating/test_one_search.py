@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two runs with the same subwords."""
     folder = tmp_path_factory.mktemp("one_search")
     made = []
-    for seed in (1, 2):
+    for seed in (1, 6):
         translator = random_translator(folder / str(seed), seed)
         config = dataclasses.replace(translator.config, decoding=DecodingConfig(beam=2, max_length=20))
         save_model(folder / str(seed) / "best", dataclasses.replace(translator, config=config), {"step": 1})
