@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
-from models import RecurrentConfig, TransformerConfig, make_recurrent, make_transformer
+from models import (
+    DecoderOnlyConfig,
+    RecurrentConfig,
+    TransformerConfig,
+    make_decoder_only,
+    make_recurrent,
+    make_transformer,
+)
 from models.lora import add_lora
 from models.sharding import cut, cut_of, join, split_time_steps, split_weights
 from seqpar.distributed.collectives import gather_objects
@@ -168,6 +176,27 @@ def refusals(rank, world):
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def sums_of_a_step(rank, world, kind, layers):
+    """How many sums over the ranks forward and backward of a split model take."""
+    torch.manual_seed(1)
+    if kind == "decoder only":
+        model = make_decoder_only(DecoderOnlyConfig(16, 24, 4, layers, dropout=0.0), 9)
+    else:
+        model = make_transformer(TransformerConfig(16, 24, 4, layers, layers, dropout=0.0), 9, 9)
+    split_weights(model, torch.distributed.group.WORLD)
+    tokens = torch.randint(1, 9, (2, 5))
+    with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as counted:
+        model(tokens, tokens).sum().backward()
+    return counted.call_count
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_sublayer_takes_one_sum_forward_and_one_backward_as_step_plan_counts(layers):
+    # And one for each embedding; the memory's gradient is summed once for all layers of the decoder
+    assert ranks(2, sums_of_a_step, "decoder only", layers) == [4 * layers + 1] * 2
+    assert ranks(2, sums_of_a_step, "encoder and decoder", layers) == [(4 + 6) * layers + 1 + 2] * 2
 
 
 def refusals_of_kinds(rank, world):

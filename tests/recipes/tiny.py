@@ -18,7 +18,6 @@ SETTINGS: dict[str, Any] = {
     "training.devices": "[cpu]",
     "training.batch_tokens": 900,
     "training.steps": 4,
-    "training.seed": 7,
     "training.validate_every": 100,
     "training.validate_bleu": 0,
     "training.warmup": 2,
@@ -29,6 +28,7 @@ SETTINGS: dict[str, Any] = {
 
 LEARNS: dict[str, Any] = {
     "training.steps": 60,
+    "training.seed": 7,
     "training.learning_rate": 0.01,
     "model.d_model": 32,
     "decoding.max_length": 30,
