@@ -57,7 +57,6 @@ from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
 from recipes.translation.training.parts import Axes, OpenedModel, local_of, opened
 from recipes.translation.training.progress import Progress
-from recipes.translation.training.samples import samples_of
 from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
@@ -182,9 +181,8 @@ def check_end(
         return
     if settings.epochs:
         check_steps(replace(config, training=settings), saved.state.step)
-    before = saved_config(Path(config.run) / "last")
-    assert before is not None  # it has been read
     if not insist:
+        before = saved_config(Path(config.run) / "last")
         check_jumps(before, config, saved.state)
         was = with_steps(before.training, corpus.train)
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
@@ -293,15 +291,12 @@ class Training:
             if layout.has_whole_model:
                 translator = merged(translator)
             found = validate(translator, self.corpus, layout.plain_loss(translator.model), self.state.step, ranks)
-            samples = []
-            if ranks.is_main:
-                samples = samples_of(translator, found.sentences, found.translations)
         loss = found["loss"]
         if loss is None or not math.isfinite(loss):
             raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
         better = note_validation(self.state, found, self.config.training.best_by)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
-        self.journal.keep(found, samples)
+        self.journal.keep(found)
         self.saver.save(
             self.translator(),
             found.as_dict(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.translation.report.draw import write_report
-from tests.recipes.report.made import attention, lines, make_run, samples
+from tests.recipes.report.made import make_run
 
 pytestmark = pytest.mark.browser
 BOXES = "[...document.querySelectorAll('svg[role=img]')].map(e => [e.getBoundingClientRect().width, \
@@ -22,14 +22,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     one = make_run(folder / "one", settings={"data.train": "a-long-name/" * 30, "model.d_model": 64})
     two = make_run(folder / "two" / ("x" * 80), settings={"data.train": "b", "model.d_model": 128})
-    three = make_run(folder / "three")
-    record = samples(50)
-    record["samples"][0]["attention"] = attention(["▁subword"] * 41, ["▁subword"] * 41)
-    lines(three / "samples.jsonl", [record])
-    found = {name: folder / f"{name}.html" for name in ("report", "comparison", "large")}
-    write_report([one], found["report"])
-    write_report([one, two], found["comparison"])
-    write_report([three], found["large"])
+    found = {name: folder / f"{name}.html" for name in ("report", "long_name")}
+    write_report(one, found["report"])
+    write_report(two, found["long_name"])
     return found
 
 
@@ -42,9 +37,9 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize(("name", "charts"), [("report", 13), ("comparison", 12)])
+@pytest.mark.parametrize("name", ["report", "long_name"])
 def test_a_page_is_whole_on_every_screen(
-    name: str, charts: int, width: int, scheme: str, browser: Any, pages: dict[str, Path]
+    name: str, width: int, scheme: str, browser: Any, pages: dict[str, Path]
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     said: list[str] = []
@@ -57,10 +52,9 @@ def test_a_page_is_whole_on_every_screen(
     assert said == []
     assert asked == [pages[name].as_uri()]
     boxes = page.evaluate(BOXES)
-    assert len(boxes) == charts
+    assert len(boxes) == 11
     assert all(box[0] >= 60 and box[1] >= 60 for box in boxes)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    # No chart is wider than the page, but an attention map, which scrolls in its own frame
     assert page.evaluate("[...document.querySelectorAll('figure')].every(e => e.scrollWidth <= e.clientWidth)")
     background, text = page.evaluate(COLORS)
     brighter, darker = sorted((luminance(background), luminance(text)), reverse=True)
@@ -86,7 +80,7 @@ HEADING = re.compile(rb"/Dest \[\d+ 0 R /XYZ ([\d.]+) ([\d.]+) ")
 """In a PDF's outline, a heading's distance from the left and the lower edge of its page, in points."""
 
 
-@pytest.mark.parametrize(("name", "most"), [("report", 7), ("comparison", 6)])
+@pytest.mark.parametrize(("name", "most"), [("report", 6), ("long_name", 6)])
 def test_on_paper_no_heading_is_alone_at_the_end_of_a_page_wherever_pages_end(
     name: str, most: int, browser: Any, pages: dict[str, Path]
 ) -> None:
@@ -103,7 +97,7 @@ def test_on_paper_no_heading_is_alone_at_the_end_of_a_page_wherever_pages_end(
     page.close()
 
 
-@pytest.mark.parametrize("name", ["report", "comparison", "large"])
+@pytest.mark.parametrize("name", ["report", "long_name"])
 def test_on_paper_nothing_is_cut_or_folded(name: str, browser: Any, pages: dict[str, Path]) -> None:
     page = browser.new_page(viewport={"width": PRINTABLE, "height": 1000})
     page.goto(pages[name].as_uri())
@@ -113,8 +107,6 @@ def test_on_paper_nothing_is_cut_or_folded(name: str, browser: Any, pages: dict[
     assert all(page.evaluate(folded))
     assert page.evaluate("document.documentElement.scrollWidth") == PRINTABLE
     assert max(box[0] for box in page.evaluate(BOXES)) <= PRINTABLE
-    # Two attention maps with their sentences on a page, whose height is 1017 pixels
-    assert max(box[1] for box in page.evaluate(BOXES)) < 340
     kept = "[...document.querySelectorAll('figure, .card, tr, .tiles div')].map(e => getComputedStyle(e).breakInside)"
     assert set(page.evaluate(kept)) == {"avoid"}
     followed = "[...document.querySelectorAll('h2, h3, h2 + p, h3 + p')].map(e => getComputedStyle(e).breakAfter)"

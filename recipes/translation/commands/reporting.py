@@ -1,56 +1,41 @@
-"""The command that draws a report of runs."""
+"""The command that draws the report of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.translation.commands.arguments import add_runs, parser_of, path, require, runs_of
-from recipes.translation.files.writing import check_no_link
+from recipes.translation.commands.arguments import add, parser_of, path, require, runs_of
 from recipes.translation.run_folder.outputs import check_output_file
-
-MOST_RUNS = 8
-"""Runs that can be compared on a page: as many as there are colors that can be told apart."""
 
 
 def report(argv: Sequence[str]) -> int:
-    """Draw the report of a run, or the comparison of several, as one HTML file that needs nothing else.
+    """Draw the report of a run, as one HTML file that needs nothing else.
 
-    It has the curves of training, samples, attention maps, the worst sentences, scores, settings and the machine.
-    Training draws it, too, after validations and at its end. See docs/report.md.
+    It has the curves of training, samples, the worst sentences, scores, settings and the machine. Training draws it,
+    too, after validations and at its end. See docs/report.md; the command compare sets runs side by side.
 
     example:
     python -m recipes.translation report runs/demo
-    python -m recipes.translation report runs/baseline runs/larger --output comparison.html
+    python -m recipes.translation report runs/demo --output demo.html
     """
     parser = parser_of(report)
-    add_runs(parser)
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=path,
-        help="where to write (default: report.html in the run, or comparison.html beside the first run)",
-    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="the run's folder")
+    add(parser, "--run")
+    parser.add_argument("--output", metavar="FILE", type=path, help="where to write (default: report.html in the run)")
     options = parser.parse(argv)
-    folders = [Path(each) for each in runs_of(parser, options)]
-    if len(folders) > MOST_RUNS:
-        parser.error(f"name at most {MOST_RUNS} runs; got {len(folders)}")
+    named, *others = runs_of(parser, options)
+    if others:
+        parser.error(f"name one run; got {1 + len(others)}; the command compare has the scores of several")
+    run = Path(named)
+    output = run / "report.html"
     if options.output:
-        own = folders[0] / "report.html" if len(folders) == 1 else None
-        check_output_file(Path(options.output), "--output", own=own)
+        check_output_file(Path(options.output), "--output", own=output)
+        output = Path(options.output)
     require("matplotlib")
 
     from recipes.translation.report.draw import write_report
 
-    output = folders[0] / "report.html"
-    if len(folders) > 1:
-        first = folders[0]
-        if first.name in ("", ".."):  # which have no parent by name
-            first = first.resolve()
-        output = first.parent / "comparison.html"
-        check_no_link(output)  # which nobody has named
-    if options.output:
-        output = Path(options.output)
-    size = write_report(folders, output)
+    size = write_report(run, output)
     print(f"[report] {output}: {size / 1e3:.0f} kB")
     return 0

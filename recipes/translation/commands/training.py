@@ -154,9 +154,7 @@ def average(argv: Sequence[str]) -> int:
     """
     parser = parser_of(average)
     add(parser, "--run")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")
-    which.add_argument("--best", metavar="K", type=count, help="average the K of the best validations")
+    parser.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")
     options = parser.parse(argv)
     check_run(Path(options.run))
 
@@ -164,7 +162,7 @@ def average(argv: Sequence[str]) -> int:
     from recipes.translation.run_folder.average import average as average_models
 
     with joined(LayoutConfig().timeout) as ranks:
-        made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
+        made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last))
         steps = ", ".join(f"{step:,}" for step in made)
         print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, of the steps {steps}")
     return 0

@@ -11,15 +11,13 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path as MatplotlibPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
@@ -28,21 +26,15 @@ HEIGHT = 205
 """The size of a chart in CSS pixels, at which its text has its natural size; the page scales it."""
 INK = "#010203"
 GRID = "#010204"
-MARK = "#010205"
 SERIES = tuple(f"#0102{16 + number:02x}" for number in range(8))
 VARIABLES = {
     INK: "var(--ink)",
     GRID: "var(--grid)",
-    MARK: "var(--mark)",
     **{color: f"var(--series-{number})" for number, color in enumerate(SERIES)},
 }
 """What the stand-in colours become."""
 STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-"""Lines of different runs also differ in their dashes, for those who do not see colours, and on paper."""
-CELL = 17
-"""The side of an attention map's cell in CSS pixels."""
-SHADES = 20
-"""Shades of an attention map."""
+"""Lines also differ in their dashes, for those who do not see colours, and on paper."""
 
 SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -75,8 +67,6 @@ class Series:
     """The number of its color and of its dashes."""
     points: bool = False
     """Whether each value is marked, as where there are few."""
-    marks: Sequence[tuple[float, float]] = field(default=())
-    """Outliers."""
 
 
 @matplotlib.rc_context(SETTINGS)
@@ -90,8 +80,6 @@ def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legen
         number = each.color % len(SERIES)
         style = STYLES[number % len(STYLES)]
         axes.plot(each.x, each.y, color=SERIES[number], lw=1.7, ls=style, marker=marker, ms=3, label=str(place))
-        for x, y in each.marks:
-            axes.plot([x], [y], color=MARK, ls="", marker="x", ms=6, mew=1.6)
     lowest = min((y for each in series for y in each.y), default=1.0)
     highest = max((y for each in series for y in each.y), default=1.0)
     if log and 0 < 20 * lowest < highest:
@@ -136,37 +124,6 @@ def bins_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.arange(values.min() - 0.5, values.max() + 0.5 + width, width)
 
 
-@matplotlib.rc_context(SETTINGS)
-def attention_chart(title: str, source: Sequence[str], target: Sequence[str], weights: NDArray[np.float64]) -> str:
-    """Return the attention of each target subword (rows) to the source's (columns), darker for more, as SVG."""
-    left = 10 + max(map(text_width, target))
-    top = 10 + max(map(text_width, source))
-    width = left + CELL * len(source) + 6
-    height = top + CELL * len(target) + 6
-    figure = Figure(figsize=(width / 72, height / 72))
-    axes = figure.add_axes((left / width, 6 / height, CELL * len(source) / width, CELL * len(target) / height))
-    # Squares of one shade are one path, which takes a fifth of the bytes of as many squares
-    shade_TS = np.ceil(SHADES * weights**0.7).astype(int)
-    shade_TS[weights < 0.02] = 0
-    for shade in np.unique(shade_TS[shade_TS > 0]).tolist():
-        corners = np.asarray(MatplotlibPath.unit_rectangle().vertices)
-        squares = [MatplotlibPath(corners + place, closed=True) for place in np.argwhere((shade_TS == shade).T)]
-        color = matplotlib.colors.to_rgba(SERIES[0], shade / SHADES)
-        axes.add_patch(PathPatch(MatplotlibPath.make_compound_path(*squares), facecolor=color, edgecolor="none"))
-    axes.set_xlim(0, len(source))
-    axes.set_ylim(len(target), 0)
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0, pad=3)
-    for axis, texts, turned in ((axes.xaxis, source, 90), (axes.yaxis, target, 0)):
-        axis.set_ticks(np.arange(len(texts)) + 0.5)
-        axis.set_ticklabels([_plain(text) for text in texts], rotation=turned)
-        for label in axis.get_ticklabels():
-            label.set_parse_math(False)
-    for spine in axes.spines.values():
-        spine.set_color(GRID)
-    return svg_of(figure, title)
-
-
 def svg_of(figure: Figure, title: str) -> str:
     """Return a figure as an `svg` element that a page can contain, with its title for those who do not see it."""
     out = io.StringIO()
@@ -189,20 +146,6 @@ def svg_of(figure: Figure, title: str) -> str:
         f'height="{height:g}"><title>{escape(title)}</title>'
     )
     return head + text[text.index(">") + 1 :].rstrip()
-
-
-def dashes_of(number: int) -> str:
-    """Return the dashes of the line with this number, as SVG has them."""
-    style = STYLES[number % len(STYLES)]
-    if isinstance(style, str):
-        return "none"
-    return " ".join(f"{1.7 * length:g}" for length in style[1])
-
-
-def text_width(text: str) -> float:
-    """Return a generous estimate of a text's width in CSS pixels, for scripts that matplotlib has no font for."""
-    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    return 12.0 * wide + 7.5 * (len(text) - wide)
 
 
 def short(value: float, _: object = None) -> str:

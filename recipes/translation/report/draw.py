@@ -1,18 +1,16 @@
-"""The report of one run, or the comparison of several: `report.html`."""
+"""The report of a run: `report.html`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes.translation.processes.status_line import duration
-from recipes.translation.report.charts import SERIES, dashes_of
-from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
+from recipes.translation.report.figures import NO_TRANSLATIONS, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
 from recipes.translation.scores.bootstrap import Interval
@@ -31,60 +29,34 @@ page: Any = _templates.get_template("page.html").module
 `Markup`."""
 WORST = 10
 """Sentences that are shown as the worst."""
-MACHINE = ("hardware", "software")
-"""What a start of training says of the machine."""
 SHOWN_VALIDATIONS = 6
 """Validations of which a sample's translation is shown: the first, the newest, and some between them."""
 
 
-def write_report(folders: Sequence[Path], output: Path) -> int:
-    """Write the page of the runs in `folders`, in place of an earlier one; return its size in bytes.
+def write_report(run: Path, output: Path) -> int:
+    """Write the page of a run, in place of an earlier one; return its size in bytes.
 
     Raises DataError where there is no run.
     """
-    runs = [read_run(folder) for folder in folders]
-    content = report(runs).encode("utf-8", "replace")  # half a surrogate pair can stand in JSON, but not in UTF-8
+    # Half a surrogate pair can stand in JSON, but not in UTF-8
+    content = report(read_run(run)).encode("utf-8", "replace")
     write_output(output, content)
     return len(content)
 
 
-def report(runs: Sequence[RunRecords]) -> str:
-    """Return the page of one or several runs."""
+def report(run: RunRecords) -> str:
+    """Return the page of a run."""
     drawn = time.strftime("drawn on %Y-%m-%d at %H:%M UTC", time.gmtime())
-    if len(runs) > 1:
-        names = _unique([run.name for run in runs])
-        runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-        return str(page.page(f"{len(runs)} runs compared", drawn, _comparison(runs)))
-    (run,) = runs
     progress = f"step {run.last_step:,} {_planned(run)}".rstrip()
-    return str(page.page(f"Run {run.name}", f"{progress}; {drawn}", _single(run)))
-
-
-def _single(run: RunRecords) -> list[str]:
-    return [
+    parts = [
         page.tiles(_numbers(run)),
-        page.section("Evaluation", *_evaluation([run])),
-        page.section("Training", page.charts(curves([run]))),
+        page.section("Evaluation", *_evaluation(run)),
+        page.section("Training", page.charts(curves(run))),
         page.section("Samples", *_samples(run)),
-        page.section("Attention", *_attention(run)),
         page.section("Sentences", *_sentences(run)),
         page.section("Settings and machine", *_origin(run)),
     ]
-
-
-def _comparison(runs: Sequence[RunRecords]) -> list[str]:
-    heads = ["", *(run.name for run in runs)]
-    best = [[f"best validation {each.heading}", *(_best(run, name) for run in runs)] for name, each in METRICS.items()]
-    rows = [["steps", *(f"{run.last_step:,}" for run in runs)], *best]
-    return [
-        page.key((run.name, number % len(SERIES), dashes_of(number)) for number, run in enumerate(runs)),
-        page.section("Results", page.table(heads, rows, numbers=True)),
-        page.section("Evaluation", *_evaluation(runs)),
-        page.section("What differs", *_differences(runs)),
-        page.section("Training", page.charts(curves(runs))),
-        page.section("Sentences", page.charts(distributions(runs))),
-        page.section("Samples", *_samples_side_by_side(runs)),
-    ]
+    return str(page.page(f"Run {run.name}", f"{progress}; {drawn}", parts))
 
 
 def _planned(run: RunRecords) -> str:
@@ -102,16 +74,7 @@ def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
     for name, metric in METRICS.items():
         if best := run.best(name):
             found.append((f"best {metric.heading}", shown(best[f"valid_{name}"]), f"validation, step {best['step']:,}"))
-    marked = sum(bool(record.get("outliers")) for record in run.steps)
-    found.append(("outliers", f"{marked:,}", "steps, by loss or gradient norm"))
     return found
-
-
-def _best(run: RunRecords, name: str) -> str:
-    best = run.best(name)
-    if best is None:
-        return "none"
-    return f"{shown(best[f'valid_{name}'])} (step {best['step']:,})"
 
 
 def shown(number: float) -> str:
@@ -121,30 +84,19 @@ def shown(number: float) -> str:
     return f"{number:.4g}"
 
 
-def _evaluation(runs: Sequence[RunRecords]) -> list[str]:
+def _evaluation(run: RunRecords) -> list[str]:
     """Return the scores that `evaluate` wrote, a table for each test set."""
     parts = []
-    for name in dict.fromkeys(name for run in runs for name in run.scores):
-        having = [run for run in runs if name in run.scores]
-        rows = []
-        for field, title in TITLES.items():
-            cells = [_score(run.scores[name], field) for run in having]
-            if any(cells):
-                rows.append([title, *(cell or "none" for cell in cells)])
-        rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
+    for name, record in run.scores.items():
+        rows = [[title, cell] for field, title in TITLES.items() if (cell := _score(record, field))]
+        rows.append(["sentences", str(record.get("sentences", ""))])
         title = "test set" if name == "test" else f"test set {name.removeprefix('test.')}"
-        heads = [title, *(f"{run.name}{_scored_by(run, name)}" for run in having)]
-        parts.append(page.table(heads, rows, numbers=True))
-        signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
-        parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
-        made_of = {sides for run in having if (sides := _made_of(run.scores[name]))}
-        if len(made_of) > 1:
-            parts.append(page.note("The sentences or references differ, so that these scores cannot be compared."))
-        if any(run.scored.get(name) == "" for run in having):
+        parts.append(page.table([title, f"{run.name}{_scored_by(run, name)}"], rows, numbers=True))
+        signature = record.get("bleu_signature", "unknown")
+        parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {signature}"))
+        if run.scored.get(name) == "":
             parts.append(page.note("A later model has replaced the earlier one: evaluate it again."))
-    if not parts:
-        parts = [page.note("There are no results of the command evaluate yet.")]
-    return parts
+    return parts or [page.note("There are no results of the command evaluate yet.")]
 
 
 def _scored_by(run: RunRecords, name: str) -> str:
@@ -156,14 +108,6 @@ def _scored_by(run: RunRecords, name: str) -> str:
     if others:
         ensemble = f", with {others} other model{'s' * (others > 1)}"
     return f" ({run.scored[name] or 'an earlier model'}{ensemble})"
-
-
-def _made_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the SHA-256 of the sources and references of scores; empty where the record does not have both."""
-    sides = [record.get(side) or {} for side in ("sources", "references")]
-    if not all(sides):
-        return ()
-    return tuple(side["sha256"] for side in sides)
 
 
 def _score(record: Mapping[str, Any], field: str) -> str:
@@ -195,28 +139,9 @@ def _samples(run: RunRecords) -> list[str]:
     return [page.note(said), page.cards(found)]
 
 
-def _attention(run: RunRecords) -> list[str]:
-    found = attention_maps(run)
-    if not found:
-        when = "at each validation that translates, for sentences of at most 40 subwords"
-        return [page.note(f"No attention is recorded. It is {when}.")]
-    read = found[0][1]["attention"]["read"]
-    said = (
-        "How much the model attends to each source subword (columns) when it writes a subword of its translation "
-        f"(rows): {read}."
-    )
-    return [
-        page.note(said),
-        *(
-            page.attention_map(chart, {"source": sample["source"], "translation": sample["translation"]})
-            for chart, sample in found
-        ),
-    ]
-
-
 def _sentences(run: RunRecords) -> list[str]:
     """Return the distributions over the newest validation's sentences, and the worst of these."""
-    parts = [page.charts(distributions([run]))]
+    parts = [page.charts(distributions(run.newest))]
     newest = run.newest
     if newest is None:
         return parts
@@ -247,8 +172,9 @@ def _origin(run: RunRecords) -> list[str]:
     if began:
         parts.append(page.cards(page.listed(each.items()) for each in began))
         about = {name: str(run.began[name]) for name in ("model", "layout") if name in run.began}
-        facts = [about, *(each for name in MACHINE if (each := run.began.get(name)) is not None)]
-        parts.append(page.cards(page.listed((name, str(value)) for name, value in each.items()) for each in facts))
+        facts = [about, *(run.began.get(name) or {} for name in ("hardware", "software"))]
+        found = (page.listed((name, str(value)) for name, value in each.items()) for each in facts if each)
+        parts.append(page.cards(found))
     else:
         parts.append(page.note("Command, machine and versions are not recorded (resources.jsonl)."))
     settings = [(name, _shown(value)) for name, value in run.settings.items()]
@@ -259,67 +185,9 @@ def _origin(run: RunRecords) -> list[str]:
     return parts
 
 
-def _differences(runs: Sequence[RunRecords]) -> list[str]:
-    """Return the settings, versions and hardware that are not the same in all runs."""
-    facts = [_facts(run) for run in runs]
-    names = sorted({name for each in facts for name in each} - {"run"})
-    rows = []
-    partly = []
-    for name in names:
-        values = [each.get(name, "not recorded") for each in facts]
-        if len(set(values)) == 1:
-            continue
-        if all(name in each for each in facts):
-            rows.append([name, *values])
-        else:  # as in runs of different versions
-            partly.append([name, *values])
-    heads = ["", *(run.name for run in runs)]
-    parts = [page.note("All settings that every run has recorded are the same.")]
-    if rows:
-        parts = [page.table(heads, rows)]
-    if partly:
-        parts.append(page.folded(f"{len(partly)} more that not every run has recorded", page.table(heads, partly)))
-    return parts
-
-
-def _facts(run: RunRecords) -> dict[str, str]:
-    found = {name: _shown(value) for name, value in run.settings.items()}
-    for title in MACHINE:
-        found |= {f"{title}: {name}": _shown(value) for name, value in (run.began.get(title) or {}).items()}
-    return found
-
-
-def _samples_side_by_side(runs: Sequence[RunRecords]) -> list[str]:
-    """Return each run's newest translation of the sentences that are among the samples of several runs."""
-    by_source: dict[str, dict[str, str]] = {}
-    references = {}
-    for run in runs:
-        if run.samples:
-            for sample in run.samples[-1]["samples"]:
-                by_source.setdefault(sample["source"], {})[run.name] = sample["translation"]
-                references[sample["source"]] = sample["reference"]
-    shared = {source: found for source, found in by_source.items() if len(found) > 1}
-    if not shared:
-        return [page.note("The runs have no samples of the same sentences.")]
-    found = (
-        page.listed([("source", source), *translations.items(), ("reference", references[source])])
-        for source, translations in shared.items()
-    )
-    return [page.cards(found)]
-
-
 def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     if value is None or value == "":
         return "none"
     return str(value)
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names of runs, numbered where two are the same: all of them where a run's own name has a number."""
-    numbered = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
-    found = [long if names.count(name) > 1 else name for long, name in zip(numbered, names, strict=True)]
-    if len(set(found)) < len(found):
-        return numbered
-    return found

@@ -12,13 +12,67 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.errors import DataError
-from recipes.translation.files.json_fields import Check, noted_in
-from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
+from recipes.translation.files.json_fields import (
+    OBJECT,
+    TEXT,
+    TEXTS,
+    Check,
+    WrongFieldError,
+    each,
+    fields,
+    is_whole,
+    maybe,
+    noted_in,
+    value,
+)
 from recipes.translation.run_folder.made_from import model_with
 from recipes.translation.run_folder.step_records import numbered_records
 from recipes.translation.settings.metrics import METRICS as VALIDATION_METRICS
 
 Record = Mapping[str, Any]
+
+
+def _is_number(found: object) -> bool:
+    # A larger int is none of float64's numbers, with which charts are drawn
+    return isinstance(found, float) or (isinstance(found, int) and is_whole(found) and abs(found) < 2**1000)
+
+
+NUMBER = value("a number", _is_number)
+STEP = value("a whole number from 0 to 10^15", lambda found: is_whole(found) and 0 <= found <= 10**15)
+SAMPLE = fields(dict.fromkeys(("source", "reference", "translation"), TEXT))
+METRICS = fields(
+    {"step": STEP, **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "tokens", "valid_*"), maybe(NUMBER))}
+)
+"""A line of `metrics.jsonl`."""
+BEGAN = fields({"steps": maybe(STEP), **dict.fromkeys(("settings", "hardware", "software"), maybe(OBJECT))})
+RESOURCES = fields(
+    {"step": STEP, "seconds": maybe(NUMBER), "memory": maybe(fields({"*": maybe(NUMBER)})), "began": maybe(BEGAN)}
+)
+"""A line of `resources.jsonl`."""
+SAMPLES = fields({"step": STEP, "samples": maybe(each(SAMPLE))})
+"""A line of `samples.jsonl`."""
+SENTENCES = fields(
+    {"step": STEP, "sources": TEXTS, "references": TEXTS, "translations": TEXTS},
+    lambda found: len({len(found[name]) for name in ("sources", "references", "translations")}) == 1,
+    "as many references and translations as it has sources",
+)
+"""`validation.json`."""
+INTERVAL = value(
+    "two numbers", lambda found: isinstance(found, list) and [_is_number(one) for one in found] == [True] * 2
+)
+SCORES = fields(
+    {
+        "bleu": NUMBER,
+        **dict.fromkeys(
+            ("bleu_lowercase", "multi_bleu_lowercase", "chrf", "ter", "comet", "exact_match"), maybe(NUMBER)
+        ),
+        "sentences": maybe(STEP),
+        "*_signature": maybe(TEXT),
+        "intervals": maybe(fields({"*": INTERVAL})),
+        "weights": maybe(TEXTS),
+    }
+)
+"""A `*.scores.json`."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +159,14 @@ def begun_settings(folder: Path) -> dict[str, object]:
 def is_number(value: object) -> bool:
     """Return whether a value of a record can be drawn: a finite number that float64 can sum and scale."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e280
+
+
+def check_record(record: object, check: Check, where: str) -> None:
+    """Raise DataError, with the file and the line where a record is, unless it is what it must be."""
+    try:
+        check(record, "")
+    except WrongFieldError as error:
+        raise DataError(f"{where}: {error}; restore the file from a copy, or remove what is wrong") from None
 
 
 def _lines(path: Path, check: Check) -> list[dict[str, Any]]:

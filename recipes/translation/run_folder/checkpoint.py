@@ -41,11 +41,9 @@ from recipes.translation.files.atomic_folder import (
     sha256,
     undisturbed,
     verified_folder,
-    whole_folder,
 )
-from recipes.translation.files.json_fields import Check, WrongFieldError, parsed
+from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, renamed, write_tensors
-from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
@@ -148,7 +146,6 @@ def load_training(folder: Path) -> SavedTraining:
         )
     if record.keys() != {field.name for field in fields(TrainingState)}:
         raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
-    _check(record, STATE, there / "training.json")
     state = TrainingState(**record)
     trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
@@ -165,13 +162,6 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 TRAINED = "weights/"
 """What the names of weights begin with in `training.safetensors`."""
-
-
-def _check(record: Mapping[str, Any], check: Check, path: Path) -> None:
-    try:
-        check(record, "")
-    except WrongFieldError as error:
-        raise CheckpointError(f"{path}: {error}; {MIXED}") from None
 
 
 @dataclass(frozen=True)
@@ -246,14 +236,11 @@ def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
     facts = undisturbed(folder, lambda: _read_json(verified_folder(folder, ["model.json"]) / "model.json"))
     facts.pop("of", None)
-    _check(facts, FACTS, folder / "model.json")
     return facts
 
 
-def saved_config(folder: Path) -> RunConfig | None:
-    """Read the settings of a checkpoint; None if there is no checkpoint."""
-    if whole_folder(folder) is None:
-        return None
+def saved_config(folder: Path) -> RunConfig:
+    """Read the settings of a checkpoint; raise CheckpointError if there is none."""
     return undisturbed(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
 
 

@@ -34,13 +34,12 @@ def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
     It is named by its own folder, or by a run, whose `best` it is.
     """
     folder = model_folder(name)
-    config = saved_config(folder)
-    if config is None:
+    if whole_folder(folder) is None:
         raise CheckpointError(
             f"{setting} is {name}, but there is no trained model in {folder}: name the folder of a run, or of one of "
             "its checkpoints"
         )
-    return folder, config
+    return folder, saved_config(folder)
 
 
 def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:

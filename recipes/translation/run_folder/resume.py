@@ -120,12 +120,11 @@ def check_nothing_to_lose(config: RunConfig) -> None:
             f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
         )
     for folder in (run / "best", *(each for each in numbered_folders(run) if each.name.startswith("step-"))):
-        made = saved_config(folder)
-        if made is None:
+        if whole_folder(folder) is None:
             continue
         facts = load_facts(folder)
         step: int = facts["step"]
-        if "valid_loss" in facts and step > made.training.validate_every:
+        if "valid_loss" in facts and step > saved_config(folder).training.validate_every:
             raise CheckpointError(
                 f"{folder} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
                 "from a copy, choose another --run, or start over with --fresh, which removes the model"
@@ -151,9 +150,7 @@ def check_saved_with_models(config: RunConfig, made: int) -> None:
     The settings of decoding and the test set have no effect on training; a model is saved and used with them.
     """
     run = Path(config.run)
-    before = saved_config(run / "last")
-    assert before is not None  # `begin` checks that there is a checkpoint
-    was = _saved_with_models(before)
+    was = _saved_with_models(saved_config(run / "last"))
     for key, value in _saved_with_models(config).items():
         if value == was[key]:
             continue
@@ -174,9 +171,7 @@ def _saved_with_models(config: RunConfig) -> dict[str, object]:
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:
     """Raise ConfigError if the checkpoint in `folder` was trained with other settings, except those in MAY_CHANGE."""
-    saved = saved_config(folder)
-    assert saved is not None  # the callers check that there is a checkpoint
-    before = flat(without_paths(saved))
+    before = flat(without_paths(saved_config(folder)))
     now = flat(without_paths(config))
     may_change = MAY_CHANGE
     if METRICS[config.training.best_by].of_translations:

@@ -137,7 +137,6 @@ def _system(name: str, split: HeldOutSplit) -> System:
     if model is None:
         raise DataError(f"{name} is not a run: it has none of {', '.join(MODELS)}; name runs, or files of translations")
     config = saved_config(model)
-    assert config is not None
     data = Corpora(config).the_one(split)
     file = path / f"{split}.translations.txt"
     again = f"evaluate --run {shlex.quote(name)} --split {split}"

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import seqpar
+from recipes.translation.files.writing import replace_file
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import hardware, peak_memory, software, started_by
-from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.progress import Metrics, Progress
-from recipes.translation.training.samples import write_newest
 from recipes.translation.training.trackers import Tracker
 from recipes.translation.training.validation import Validation
 from seqpar.distributed.collectives import gather_objects
 
 SHARE = 0.01
 """The largest share of the time between two drawings of the report that drawing may take."""
+SAMPLES = 6
+"""Sentences whose translations by every validation are kept."""
 
 
 class Journal:
     """Everything that observes a training is told about a step, or a validation, here.
 
     These are `metrics.jsonl` with the trackers, `resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html`
-    of the run, which only rank 0 writes, the progress line, and the outliers.
+    of the run, which only rank 0 writes, and the progress line.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class Journal:
         with ExitStack() as held:
             metrics = Metrics(self._path("metrics.jsonl"), after_step=resumed_at or 0, trackers=trackers)
             self.metrics = held.enter_context(metrics)
-            self.outliers = Outliers(self.metrics.records())
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
             began = {
@@ -89,22 +90,27 @@ class Journal:
         mean = float(loss.mean)
         tokens = int(loss.tokens)
         seconds = self.progress.step_done(state, loss=mean, tokens=tokens)
-        self.outliers.judge(loss=mean, gradient_norm=norm)
-        self.progress.say(*self.outliers.lines(state.step))
-        record = {"loss": mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
-        self.metrics.write(step=state.step, **record, **self.outliers.record())
+        self.metrics.write(step=state.step, loss=mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
         self.machine.write(step=state.step, seconds=round(seconds, 6))
         self.drawn = False
 
-    def keep(self, found: Validation, samples: Sequence[Mapping[str, Any]]) -> None:
+    def keep(self, found: Validation) -> None:
         """Write a validation, its translations and samples of them, and all records so far, to the disk.
 
         This comes before the state is saved.
         """
         self.metrics.write(**found.as_dict())
         if self.ranks.is_main and found.translations:
+            sources = [pair.source for pair in found.sentences]
+            references = [pair.target for pair in found.sentences]
+            samples = [
+                {"source": sources[row], "reference": references[row], "translation": found.translations[row]}
+                for row in sample_rows(len(sources))
+            ]
             self.samples.write(step=found.step, samples=samples)
-            write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
+            newest = {"sources": sources, "references": references, "translations": found.translations}
+            text = json.dumps({"step": found.step, **newest}, ensure_ascii=False) + "\n"
+            replace_file(self.run / "validation.json", text.encode())
         self.flush()
 
     def flush(self) -> None:
@@ -141,13 +147,19 @@ class Journal:
         return None
 
 
+def sample_rows(sentences: int) -> list[int]:
+    """Return the numbers of the sentences that are kept: evenly spaced, so that they are not all of one document."""
+    kept = min(SAMPLES, sentences)
+    return [sentences * number // kept for number in range(kept)]
+
+
 def draw_report(run: Path) -> None:
     """Draw a run's report; an error is reported in one line and does not end the training."""
     output = run / "report.html"
     try:
         from recipes.translation.report.draw import write_report
 
-        write_report([run], output)
+        write_report(run, output)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"[train] {output} could not be drawn: {reason}", flush=True)

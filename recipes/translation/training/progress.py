@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Self
 
 from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
-from recipes.translation.run_folder.step_records import read_metrics, record_of
+from recipes.translation.run_folder.step_records import record_of
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
@@ -130,12 +130,6 @@ class Metrics:
                 self.file.close()
         for tracker in self.trackers:
             tracker.close()
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return the records so far; none on a process that writes nothing."""
-        if self.path is None:
-            return []
-        return read_metrics(self.path)
 
     def write(self, **values: object) -> None:
         """Append one record."""

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import TEXT, fields, parsed
 from recipes.translation.files.writing import check_no_link, replace_file
-from recipes.translation.run_folder.fields import TRACKERS
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
 
@@ -116,7 +115,7 @@ def _name_of(run: Path, resumed: bool) -> str:
     if resumed and path.exists():
         try:
             known = parsed(path.read_text(encoding="utf-8"))
-            TRACKERS(known, "")
+            fields({"id": TEXT})(known, "")
         except ValueError as error:
             raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers start over") from None
         return str(known["id"])

@@ -223,7 +223,7 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
         (["report", "a", "--run", "b"], "name the runs with --run or without, not both"),
-        (["report", *"abcdefghi"], "name at most 8 runs; got 9"),
+        (["report", *"abc"], "name one run; got 3; the command compare has the scores of several"),
         (["serve", "a", "--run", "b"], "name the runs with --run or without, not both"),
     ],
 )

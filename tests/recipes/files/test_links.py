@@ -44,7 +44,6 @@ COMMANDS = {
     "hf": ["export", "--run", "run", "--to", "hf"],
     "import": ["import", "run/hf", "--run", "imported"],
     "distil": ["distil", *options(Path("student"), {"data.cache": "student/cache", **STUDENT})],
-    "compared": ["report", "run", "student"],
     "fresh": ["train", "--fresh", *options(Path("run"), TWO)],
 }
 """Every command that writes, each in the folder that the ones before it have left."""

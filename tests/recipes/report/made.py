@@ -36,18 +36,11 @@ def validation(number: int, **changes: Any) -> dict[str, Any]:
     return {"step": number, **{f"valid_{name}": value for name, value in values.items()}, **changes}
 
 
-def attention(source: Sequence[str], target: Sequence[str]) -> dict[str, Any]:
-    weights = [[1.0 if row == column else 0.05 for column in range(len(source))] for row in range(len(target))]
-    return {"source": list(source), "target": list(target), "weights": weights, "read": "the mean over the heads"}
-
-
 def samples(number: int) -> dict[str, Any]:
     found: list[dict[str, Any]] = [
         {"source": source, "reference": reference, "translation": f"{translation} {number}"}
         for source, reference, translation in SENTENCES
     ]
-    found[1]["attention"] = attention(["▁the", "▁<b>", "$x$", "</s>"], ["▁<script>", "alert", "</s>"])
-    found[2]["attention"] = attention(["▁כלב", "▁רץ", "</s>"], ["▁犬", "が", "走る", "</s>"])
     return {"step": number, "samples": found}
 
 

@@ -11,16 +11,16 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.report import figures
-from recipes.translation.report.charts import Series, attention_chart, bins_of, histogram, line_chart, short
+from recipes.translation.report.charts import Series, bins_of, histogram, line_chart, short
 from recipes.translation.report.draw import report, shown, write_report
-from recipes.translation.report.figures import Chart, binned, chrf_of_sentences, curves
+from recipes.translation.report.figures import binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.scores import chrf
 from recipes.translation.settings.metrics import METRICS
 from tests.recipes.random_translator import random_translator
-from tests.recipes.report.made import SENTENCES, lines, make_run, samples, scores, step, validation
+from tests.recipes.report.made import SENTENCES, lines, make_run, samples, step, validation
 
 CURVES = [metric.title for metric in METRICS.values()]
 CURVES += ["Learning rate", "Gradient norm", "Tokens a second", "Peak memory (GiB)"]
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def content(run: Path) -> str:
-    return report([read_run(run)])
+    return report(read_run(run))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def drawn(page: Page) -> list[str]:
 
 
 def test_every_record_has_its_chart_with_an_accessible_name(page: Page) -> None:
-    assert drawn(page) == [*CURVES, "Attention, sentence 1", "Attention, sentence 2", *CHARTS[len(CURVES) :]]
+    assert drawn(page) == CHARTS
     assert page.tags.count("svg") == page.values("role").count("img") == len(drawn(page))
 
 
@@ -79,7 +79,7 @@ def test_the_steps_after_which_training_ends_are_those_it_said(tmp_path: Path) -
     without = recorded.replace('"steps": 50', '"command": ""')
     for records, said in ((recorded, "step 40 of 50"), (without, "step 40")):
         resources.write_text(records)
-        assert f">{said}; " in report([read_run(run)])
+        assert f">{said}; " in report(read_run(run))
 
 
 def test_a_page_says_how_the_run_was_started_on_which_machine_and_with_what(page: Page) -> None:
@@ -101,9 +101,6 @@ def test_text_of_the_data_is_shown_as_it_is_and_is_no_markup(page: Page) -> None
     for texts in SENTENCES:
         for text in texts:
             assert text in page.text
-    for label in ("▁<script>", "▁כלב", "▁犬", "走る"):  # in attention maps
-        assert label in page.text
-    assert "a subword of its translation (rows): the mean over the heads." in page.text
     assert "$x$" in page.text
     assert "b" not in page.tags
 
@@ -119,7 +116,7 @@ def test_no_two_elements_have_the_same_id_and_every_reference_has_its_target(pag
 
 
 def test_charts_have_the_page_s_colors_and_no_background(run: Path) -> None:
-    charts = [chart.svg for chart in curves([read_run(run)])]
+    charts = [chart.svg for chart in curves(read_run(run))]
     assert all("var(--ink)" in svg and "var(--series-0)" in svg for svg in charts)
     assert not any("#" in style for svg in charts for style in Page(svg).values("style"))
     assert "var(--series-1)" in charts[0]
@@ -140,22 +137,6 @@ def test_the_worst_sentences_come_first(run: Path, page: Page) -> None:
     assert positions == sorted(positions)
 
 
-def gradient_norm(run: Path) -> Chart:
-    (chart,) = (chart for chart in curves([read_run(run)]) if chart.title == "Gradient norm")
-    return chart
-
-
-def test_outliers_are_counted_and_marked(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    calm = gradient_norm(run)
-    lines(run / "metrics.jsonl", [step(1), step(2, gradient_norm=9.0, outliers=["gradient_norm"]), step(3)])
-    marked = gradient_norm(run)
-    assert "Outliers: 0" in calm.caption
-    assert "var(--mark)" not in calm.svg
-    assert "Outliers: 1," in marked.caption
-    assert "var(--mark)" in marked.svg
-
-
 @pytest.fixture
 def series(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Series]]:
     """The lines of the charts that are drawn, by title."""
@@ -169,20 +150,6 @@ def series(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Series]]:
     return found
 
 
-def test_of_many_outliers_the_hundred_with_the_largest_norms_are_marked(
-    tmp_path: Path, series: dict[str, list[Series]]
-) -> None:
-    run = make_run(tmp_path / "run")
-    norms = [float(1 + (number * 37) % 151) for number in range(150)]
-    records = [step(n, gradient_norm=norm, outliers=["gradient_norm"]) for n, norm in enumerate(norms, start=1)]
-    lines(run / "metrics.jsonl", records)
-    chart = gradient_norm(run)
-    assert "Outliers: 150," in chart.caption
-    smallest = sorted(norms)[-100]
-    (line,) = series["Gradient norm"]
-    assert line.marks == [(float(n), norm) for n, norm in enumerate(norms, start=1) if norm >= smallest]
-
-
 def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds(
     tmp_path: Path, series: dict[str, list[Series]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,12 +157,13 @@ def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds(
     run = make_run(tmp_path / "run")
     lines(run / "metrics.jsonl", [step(1, tokens=100), step(2, tokens=100), step(3, tokens=90)])
     lines(run / "resources.jsonl", [{"step": number, "seconds": float(number**2)} for number in (1, 2, 3)])
-    curves([read_run(run)])
+    curves(read_run(run))
     assert series["Tokens a second"][0].y == pytest.approx([290 / 14])
 
 
-def test_a_curve_is_weighted_means_of_all_its_steps() -> None:
-    x, y = binned(range(1, 8), [1.0, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 2, 1, 1], most=3)
+def test_a_curve_is_weighted_means_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MOST_POINTS", 3)
+    x, y = binned(range(1, 8), [1.0, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 2, 1, 1])
     assert x == [1.5, 3.5, 6.0]
     assert y == [1.5, 3.5, (2 * 5 + 6 + 7) / 4]
 
@@ -232,7 +200,7 @@ def test_a_record_that_is_missing_or_unreadable_is_named_and_the_rest_is_drawn(
     (run / missing).unlink()
     if damaged:
         (run / missing).write_text('{"step": 40, "sources": [1, {"a')
-    page = Page(report([read_run(run)]))
+    page = Page(report(read_run(run)))
     said = {
         "resources.jsonl": "No step's time is recorded",
         "samples.jsonl": "No translations of a validation are recorded",
@@ -247,7 +215,7 @@ def test_a_run_before_its_first_validation_says_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text(json.dumps(step(1)) + '\n{"step": 2, "lo')  # a line that is being written
-    page = Page(report([read_run(run)]))
+    page = Page(report(read_run(run)))
     assert drawn(page) == ["Loss", "Learning rate", "Gradient norm"]
     assert "Perplexity: There has been no validation yet." in page.text
 
@@ -258,7 +226,7 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[s
     lines(
         run / "metrics.jsonl", [*odd, step(4), validation(4, valid_bleu=None), validation(5, valid_loss=float("nan"))]
     )
-    curves([read_run(run)])
+    curves(read_run(run))
     training, validations = series["Loss"]
     assert (training.x, training.y) == ([2, 4], pytest.approx([5.0, 3.5]))
     assert validations.x == [4]
@@ -271,7 +239,7 @@ def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: 
     names = [f"en-{number}" for number in range(8)]
     ours = {f"valid_{name}.{part}": 2.0 + n for n, part in enumerate(names) for name in ("loss", "bleu", "perplexity")}
     lines(run / "metrics.jsonl", [step(1), validation(1, **ours), validation(2, **ours)])
-    charts = {chart.title: chart for chart in curves([read_run(run)])}
+    charts = {chart.title: chart for chart in curves(read_run(run))}
     shown = names[: figures.MOST_PARTS]
     assert [each.label for each in series["Loss"]] == ["training", "validation", *shown]
     assert [each.label for each in series["BLEU"]] == ["the mean", *shown]
@@ -279,13 +247,11 @@ def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: 
     assert series["BLEU"][2].y == [3.0, 3.0]
     assert len({each.color for each in series["Loss"]}) == 2 + len(shown)
     assert "the others are the first 6 of 8 corpora" in charts["BLEU"].caption
-    curves([read_run(run), read_run(run)])
-    assert len(series["BLEU"]) == 2
 
 
 def scores_of(run: Path) -> str:
     """The page's table of scores."""
-    page = report([read_run(run)])
+    page = report(read_run(run))
     return page[page.index(">test set<") - 100 : page.index(">test set<") + 300]
 
 
@@ -314,20 +280,16 @@ def test_a_legend_has_every_name_whatever_it_begins_with() -> None:
 
 
 @pytest.mark.parametrize("validations", [0, 1, 200, 201, 399])
-@pytest.mark.parametrize("runs", [1, 8])
 def test_curves_of_validations_have_as_many_points_as_is_said_and_the_newest(
-    runs: int, validations: int, series: dict[str, list[Series]]
+    validations: int, series: dict[str, list[Series]]
 ) -> None:
     records = [validation(number) for number in range(1, validations + 1)]
     machine = [{"step": record["step"], "memory": {"cpu": 3 * 2**30}} for record in records]
-    made = [RunRecords(str(name), [], records, machine, [], None, {}) for name in range(runs)]
-    curves(made)
-    most = min(200, 400 // runs)
-    for title in ("Perplexity", "Peak memory (GiB)", "Loss" if runs == 1 else "Validation loss")[: 3 * bool(records)]:
-        assert len(series[title]) == runs
-        for each in series[title][-runs:]:
-            assert min(validations, most // 2) <= len(each.x) <= most
-            assert each.x[-1] == validations
+    curves(RunRecords("run", [], records, machine, [], None, {}))
+    for title in ("Perplexity", "Peak memory (GiB)", "Loss")[: 3 * bool(records)]:
+        (each,) = series[title]
+        assert min(validations, 100) <= len(each.x) <= 200
+        assert each.x[-1] == validations
     assert {value for each in series.get("Peak memory (GiB)", []) for value in each.y} <= {3.0}
 
 
@@ -344,105 +306,38 @@ def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:
     save_model(run / "best", random_translator(tmp_path / "later", seed=5), {"step": 2})
     assert ">run (last)<" in scores_of(run)
     save_model(run / "last", random_translator(tmp_path / "later", seed=5), {"step": 2})
-    page = Page(report([read_run(run)]))
+    page = Page(report(read_run(run)))
     assert "run (an earlier model)" in page.text
     assert "A later model has replaced the earlier one: evaluate it again." in page.text
-
-
-@pytest.mark.parametrize("side", ["sources", "references"])
-def test_scores_of_other_sentences_or_references_are_not_put_side_by_side_as_comparable(
-    side: str, tmp_path: Path
-) -> None:
-    runs = [make_run(tmp_path / name) for name in ("a", "b")]
-    record = json.loads((runs[0] / "test.scores.json").read_text())
-    same = {name: {"sha256": "0a"} for name in ("sources", "references")}
-    said = "The sentences or references differ, so that these scores cannot be compared."
-    for other, differ in ((same, False), ({**same, side: {"sha256": "0b"}}, True), ({}, False)):
-        for run, made_of in zip(runs, (same, other), strict=True):
-            (run / "test.scores.json").write_text(json.dumps({**record, **made_of}))
-        assert (said in report([read_run(run) for run in runs])) == differ
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "out").mkdir()
     with pytest.raises(OSError, match="cannot be written"):
-        write_report([run], tmp_path / "out")
+        write_report(run, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 
-def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Path) -> None:
-    one = make_run(tmp_path / "a" / "run", settings={"model.d_model": 64, "training.seed": 1})
-    two = make_run(tmp_path / "b" / "run", 20, settings={"model.d_model": 96, "training.seed": 1, "new.one": 5})
-    (two / "test.scores.json").write_text(json.dumps(scores(31.5)))
-    page = Page(report([read_run(one), read_run(two)]))
-    assert "run (1)" in page.text
-    assert "run (2)" in page.text
-    assert "model.d_model6496" in page.text
-    assert "training.seed" not in page.text
-    assert "30.00 [29.00, 31.00]31.50 [30.50, 32.50]" in page.text
-    assert "1 more that not every run has recorded" in page.text
-    assert "ein Hund rennt 40" in page.text
-    assert "ein Hund rennt 20" in page.text
-    assert {"Training loss", "Validation loss", *CHARTS[1:]} == set(drawn(page))
-
-
-def test_runs_may_be_called_as_the_parts_of_a_sample(tmp_path: Path) -> None:
-    runs = [read_run(make_run(tmp_path / name, steps)) for name, steps in (("source", 40), ("reference", 20))]
-    page = Page(report(runs))
-    assert "ein Hund rennt 40" in page.text
-    assert "ein Hund rennt 20" in page.text
-
-
-def test_no_two_runs_have_the_same_name(tmp_path: Path) -> None:
-    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "run (1)"]
-    runs = [read_run(make_run(folder, steps)) for folder, steps in zip(folders, (40, 20, 10), strict=True)]
-    page = Page(report(runs))
-    for steps in (40, 20, 10):  # none takes the place of another's translation
-        assert f"ein Hund rennt {steps}" in page.text
-
-
 def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
-    runs = []
     long = "wort " * 150
-    for number in range(8):
-        run = make_run(tmp_path / f"run {number} {'x' * 60}", 300)
-        newest = {"step": 600, "sources": [long] * 12, "references": [long] * 12, "translations": [long] * 12}
-        (run / "validation.json").write_text(json.dumps(newest))
-        record = samples(600)
-        for sample in record["samples"]:
-            sample["translation"] = "wort " * 20_000
-            sample["attention"] = {
-                "source": ["▁Wörter"] * 40,
-                "target": ["▁Wörter"] * 40,
-                "weights": [[0.025] * 40] * 40,
-                "read": "the mean over the heads",
-            }
-        lines(run / "samples.jsonl", [record] * 10)
-        runs.append(run)
-    assert write_report(runs, tmp_path / "comparison.html") < 1_000_000
-    assert write_report(runs[:1], tmp_path / "one.html") < 1_000_000
-
-
-def test_an_attention_map_keeps_every_script_as_text_without_a_warning() -> None:
-    import numpy as np
-
-    texts = ["▁ไทย", "▁हिन्दी", "▁日本", "$x^2$", "\x0b$\\frac{1}{", "</s>"]
-    svg = attention_chart("Attention", texts, texts, np.eye(6))
-    text = Page(svg).text
-    for each in texts[:4]:
-        assert text.count(each) == 2
-    assert "�$\\frac{1}{" in text
+    run = make_run(tmp_path / f"run {'x' * 60}", 300)
+    newest = {"step": 600, "sources": [long] * 12, "references": [long] * 12, "translations": [long] * 12}
+    (run / "validation.json").write_text(json.dumps(newest))
+    record = samples(600)
+    for sample in record["samples"]:
+        sample["translation"] = "wort " * 20_000
+    lines(run / "samples.jsonl", [record] * 10)
+    assert write_report(run, tmp_path / "one.html") < 1_000_000
 
 
 def test_the_command_writes_beside_the_run_or_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = make_run(tmp_path / "one")
-    two = make_run(tmp_path / "two")
     for words, path in (
         ([str(one)], one / "report.html"),
-        ([str(one), str(two)], tmp_path / "comparison.html"),
+        (["--run", str(one)], one / "report.html"),
         ([str(one), "--output", str(tmp_path / "x.html")], tmp_path / "x.html"),
     ):
         assert main(["report", *words]) == 0
@@ -450,34 +345,20 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
         assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_a_comparison_is_beside_the_first_run_also_from_inside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = make_run(tmp_path / "one")
-    two = make_run(tmp_path / "two")
-    for name, here in ((".", one), ("..", one / "deeper")):
-        here.mkdir(exist_ok=True)
-        monkeypatch.chdir(here)
-        assert main(["report", name, str(two)]) == 0
-        (tmp_path / "comparison.html").unlink()
-
-
-def test_a_folder_without_a_run_and_too_many_runs_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_run_and_two_runs_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"error: {tmp_path} has no records of training (metrics.jsonl): name the folder of a run\n"
     )
     with pytest.raises(SystemExit, match="2"):
-        main(["report", *["run"] * 9])
-    assert "name at most 8 runs; got 9" in capsys.readouterr().err
+        main(["report", "a", "b"])
+    assert "name one run; got 2; the command compare has the scores of several" in capsys.readouterr().err
 
 
 def test_a_run_without_settings_is_still_a_page() -> None:
     run = RunRecords("empty", [step(1)], [], [], [], None, {})
-    assert "No settings are recorded." in Page(report([run])).text
-    assert "Command, machine and versions are not recorded (resources.jsonl)." in Page(report([run])).text
+    assert "No settings are recorded." in Page(report(run)).text
+    assert "Command, machine and versions are not recorded (resources.jsonl)." in Page(report(run)).text
 
 
 @pytest.mark.parametrize(
@@ -495,7 +376,7 @@ def test_a_page_names_each_start_of_its_run_and_the_newest_ones_machine_and_vers
         file.write(
             json.dumps({"step": 40, "began": {**began, "hardware": {"cores": 8}, "software": {"torch": "2.13"}}})
         )
-    text = Page(report([read_run(run)])).text
+    text = Page(report(read_run(run))).text
     for words in (
         ["after step", "0", "time", "2026-01-01 00:00:00 UTC", "command", "python -m recipes.translation train"],
         ["after step", "40", "time", began["time"], "command", began["command"]],

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder import average as averages
-from recipes.translation.run_folder.average import average, best_first
+from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.translator import WEIGHTS, Translator, build_model, model_sizes
@@ -77,13 +76,13 @@ def test_models_that_training_keeps_and_removes_meanwhile_are_averaged_anew(
 
     def later(folder: Path, *given: object) -> object:
         monkeypatch.undo()
-        keep_model(run, translator(subwords, 7), {"step": 7, "valid_loss": 0.5}, 7, 2)
+        keep_model(run, translator(subwords, 7), {"step": 7, "valid_loss": 0.5}, 7, 1)
         return function(folder, *given)
 
     precision = load_translator(kept_models(run)[0]).config.training.precision
     keep(run, 6, translator(subwords, 6, training__precision=precision))
     monkeypatch.setattr(averages, moment, later)
-    assert average(run, best=1) == [7]
+    assert average(run, last=1) == [7]
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -110,22 +109,9 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-15, atol=1e-16)
 
 
-@pytest.mark.parametrize(
-    ("last", "best", "steps"),
-    [
-        (None, None, [1, 2, 3, 5]),
-        (4, None, [1, 2, 3, 5]),
-        (3, None, [2, 3, 5]),
-        (1, None, [5]),
-        (None, 3, [1, 2, 5]),
-        (None, 2, [2, 5]),
-        (None, 1, [2]),
-    ],
-)
-def test_the_average_is_the_mean_of_the_models_asked_for(
-    last: int | None, best: int | None, steps: list[int], run: Path
-) -> None:
-    assert average(run, last, best) == steps
+@pytest.mark.parametrize(("last", "steps"), [(None, [1, 2, 3, 5]), (4, [1, 2, 3, 5]), (3, [2, 3, 5]), (1, [5])])
+def test_the_average_is_the_mean_of_the_models_asked_for(last: int | None, steps: list[int], run: Path) -> None:
+    assert average(run, last) == steps
     same(stored(run / "averaged"), mean([run / "checkpoints" / f"step-{step:08d}" for step in steps]))
     assert load_facts(run / "averaged") == {"step": steps[-1], "averaged_steps": steps}
 
@@ -154,22 +140,16 @@ def test_tied_weights_are_averaged_once_and_stay_tied(run: Path) -> None:
 def test_an_average_replaces_the_one_before_and_leaves_the_kept_models(run: Path) -> None:
     before = [stored(folder) for folder in kept_models(run)]
     assert average(run, last=2) == [3, 5]
-    assert average(run, best=2) == [2, 5]
-    assert load_facts(run / "averaged")["averaged_steps"] == [2, 5]
+    assert average(run, last=3) == [2, 3, 5]
+    assert load_facts(run / "averaged")["averaged_steps"] == [2, 3, 5]
     for old, folder in zip(before, kept_models(run), strict=True):
         same(stored(folder), old)
 
 
-def test_of_equal_losses_the_earlier_is_better(run: Path) -> None:
-    keep(run, 6, translator(run, 6))
-    keep(run, 7, translator(run, 7))
-    assert [load_facts(folder)["step"] for folder in best_first(kept_models(run))] == [2, 5, 1, 3, 6, 7]
-
-
-def refused(run: Path, last: int | None = None, best: int | None = None) -> str:
+def refused(run: Path, last: int | None = None) -> str:
     """The one line that averaging is refused with; nothing is written."""
     with pytest.raises(CheckpointError) as caught:
-        average(run, last, best)
+        average(run, last)
     assert not (run / "averaged").exists()
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -177,20 +157,17 @@ def refused(run: Path, last: int | None = None, best: int | None = None) -> str:
 
 def test_fewer_models_than_asked_for_are_refused_with_both_numbers(run: Path) -> None:
     assert f"--last asks for 5 models, but {run} keeps 4: ask for fewer" in refused(run, last=5)
-    assert f"--best asks for 7 models, but {run} keeps 4: ask for fewer" in refused(run, best=7)
 
 
 def test_a_run_without_kept_models_is_refused_with_the_setting_that_keeps_them(tmp_path: Path) -> None:
     assert "train with --training.keep_checkpoints" in refused(tmp_path / "run")
 
 
-def test_models_of_different_shapes_are_refused_by_tensor_and_both_shapes(run: Path) -> None:
-    own = load_translator(kept_models(run)[0])
-    wide = translator(run, 9, model__d_ff=24)
-    keep(run, 9, replace(wide, config=own.config))
-    said = refused(run)
-    there, here = (rf"\({size},\) torch\.float\d+ in \S+{step}" for size, step in ((24, "09"), (16, "01")))
-    assert re.match(rf"decoder\S+ is {there} and {here}: only models of one run can be averaged", said)
+def test_models_of_different_dtypes_are_refused_with_both(run: Path) -> None:
+    own = load_translator(kept_models(run)[0]).config.training.precision
+    other = {"float32": "float64", "float64": "float32"}[own]
+    keep(run, 9, translator(run, 9, training__precision=other))
+    assert re.match(rf"weights.dtype is torch.{other} in \S+09 and torch.{own} in \S+01: only ", refused(run))
 
 
 def test_models_of_different_settings_are_refused_by_setting_and_both_values(run: Path) -> None:
@@ -215,11 +192,6 @@ def test_a_damaged_model_is_never_averaged(run: Path) -> None:
     assert f"{path} is damaged" in refused(run)
 
 
-def test_without_a_validation_loss_there_is_no_best(run: Path) -> None:
-    keep_model(run, translator(run, 9), {"step": 9}, 9, 10)
-    assert "model.json has no valid_loss: use --last instead of --best" in refused(run, best=2)
-
-
 SENTENCE = "The number is six."
 
 
@@ -228,14 +200,14 @@ def test_the_commands_average_and_use_the_average(run: Path, capsys: pytest.Capt
     assert main(words) == 2
     assert "no trained model in" in (said := capsys.readouterr().err)
     assert "make it with python -m recipes.translation average" in said
-    assert main(["average", "--run", str(run), "--best", "3"]) == 0
-    assert "is the average of 3 models, of the steps 1, 2, 5" in capsys.readouterr().out
+    assert main(["average", "--run", str(run), "--last", "3"]) == 0
+    assert "is the average of 3 models, of the steps 2, 3, 5" in capsys.readouterr().out
     assert main(words) == 0
     averaged = load_translator(run / "averaged")
     assert capsys.readouterr().out.splitlines() == translate(averaged, [SENTENCE])
 
 
-@pytest.mark.parametrize("words", [["--last", "0"], ["--best", "-1"], ["--last", "x"], ["--last", "2", "--best", "2"]])
+@pytest.mark.parametrize("words", [["--last", "0"], ["--last", "-1"], ["--last", "x"]])
 def test_a_number_that_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["average", *words])

@@ -68,10 +68,6 @@ def state(name: str, value: Any) -> Change:
     return lambda folder: changed(folder / "training.json", lambda found: found.update({name: value}))
 
 
-def fact(name: str, value: Any) -> Change:
-    return lambda folder: changed(folder / "model.json", lambda found: found.update({name: value}))
-
-
 def spoiled_weights(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["generator.bias"][20] = math.nan
@@ -112,13 +108,7 @@ HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "width to train on": (RESUMES, setting("model", "d_ff", 10**9), f"{DOES_NOT_FIT}: "),
     "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to below 1001; got"),
     "language": (TRANSLATES, setting("data", "source", ESCAPE), r"it contains the control character '\x1b'"),
-    "step": (RESUMES, state("step", -5), "training.json: step is -5, and must be a whole number from 0 to 10^15"),
-    "tokens": (RESUMES, state("tokens", 10**400), "training.json: tokens is 1000"),
-    "batch": (RESUMES, state("batch", True), "training.json: batch is true, and must be a whole number"),
-    "seconds": (RESUMES, state("seconds", math.nan), "training.json: seconds is NaN, and must be a number of seconds"),
-    "best loss": (RESUMES, state("best_loss", math.inf), "training.json: best_loss is Infinity, and must be a number"),
     "name of a field": (RESUMES, state(ESCAPE, 1), "training.json is not what this version writes"),
-    "step of a model": (("average", "--run", "RUN"), fact("step", "many"), 'model.json: step is "many", and must be'),
     "pieces": (TRANSLATES, piece_that_is_no_text, "is not UTF-8 text; restore it from a copy"),
     "notes that are no object": (TRANSLATES, notes("[1]"), "joint.model is damaged: it is [1], and must be an object"),
     "deep notes": (TRANSLATES, notes("[" * 100_000), "joint.model is damaged: "),

@@ -121,7 +121,7 @@ def test_settings_together_end_exactly_where_they_say(
 
 
 OPTIONS: dict[str, tuple[list[str], list[str]]] = {
-    "--best --last --n-best --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
+    "--last --n-best --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
     "--seed": (["0", "1"], ["-1"]),
     "--temperature": (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
     "--top-p": (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),

@@ -38,13 +38,12 @@ def test_everything_that_names_a_metric_follows_the_table(
     assert load_facts(run / "last") == records[-1]
     said = capsys.readouterr().out
     assert all(WORDS.said(record["valid_words"]) in said for record in records)
-    alone = report([read_run(run)])
-    together = report([read_run(run)] * 2)
+    page = report(read_run(run))
     for metric in METRICS.values():
-        assert f"best {metric.heading}" in alone
-        assert f"best validation {metric.heading}" in together
-        assert metric.caption in unescape(together)
-        assert f"<title>{metric.title}</title>" in alone
+        assert f"best {metric.heading}" in page
+        assert f"<title>{metric.title}</title>" in page
+        if metric.title != "Loss":  # whose chart has a caption of its own
+            assert metric.caption in unescape(page)
 
 
 def test_the_best_model_can_be_chosen_by_any_metric() -> None:
