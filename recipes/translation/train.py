@@ -30,7 +30,7 @@ from recipes.translation.errors import TrainingError
 from recipes.translation.files.tensors import described
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, check_moments, saved_config
+from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, saved_config
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.other_model import (
     check_same_teacher,
@@ -240,7 +240,6 @@ def first_model(
     own = tensors_of(model)
     if saved:
         ranks.run_on_main(lambda: check_fits(own, saved.weights, last))
-        ranks.run_on_main(lambda: check_moments(model, saved, last))
         return model, ranks.tensors_of_main(saved.weights, own)
     if start is None:
         return model, drawn  # by every rank, so that none need be sent

@@ -6,19 +6,18 @@ A model's folder, such as `<run>/averaged` or `<run>/checkpoints/step-00000200`:
     joint.model          the subwords, or source.model and target.model
     model.safetensors    the weights; a tied one is stored once. With training.lora_rank LoRA's matrices are beside the
                          weights, and are added up when the model is read, except to train on
-    model.json           the step, its validation, and the SHA-256 of the three above
+    model.json           the step and its validation
 
 The folder of the state that belongs to it, `<run>/checkpoints/state-00000200`:
 
     training.safetensors the optimizer's moments; with training.ema also the weights, of which model.safetensors has the
                          average
-    training.json        the progress, and the SHA-256 of weights and moments
+    training.json        the progress, and the SHA-256 of the weights
 
-Weights and moments are whole, whatever the layout that trained them. A file's SHA-256 is taken once, while it is
-written, and stands in the manifest of its folder (see `atomic_folder`), which proves that the bytes are those, and in
-one of the two JSON files, which proves that they belong together: files of two runs, or of two steps of one run, are
-refused. When the folder is read each file is hashed once, and the result compared with both. Tensors are safetensors,
-the rest is JSON, YAML and sentencepiece's own format: reading a checkpoint never runs code from it.
+Weights and moments are whole, whatever the layout that trained them. The SHA-256 of each file stands in the manifest
+of its folder (see `atomic_folder`), which proves that the files are those that were written together; that of weights
+and moments is taken while they are written. Tensors are safetensors, the rest is JSON, YAML and sentencepiece's own
+format: reading a checkpoint never runs code from it.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.lora import has_lora, merged_tensors
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
     listed_files,
     replaced_folder,
-    sha256,
     undisturbed,
     verified_folder,
 )
 from recipes.translation.files.json_fields import parsed
-from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, renamed, write_tensors
+from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, renamed, write_tensors
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
@@ -94,21 +92,20 @@ def write_model(
     folder: Path, model: Translator | SavedModel, weights: Mapping[str, Tensor], facts: Mapping[str, object]
 ) -> str:
     """Replace `folder` by one with these weights in place of the model's own; return their SHA-256."""
-    of: dict[str, str] = {}
-    with replaced_folder(folder, of) as new:
+    digests: dict[str, str] = {}
+    with replaced_folder(folder, digests) as new:
         save_belongings(new, model)
-        of.update({path.name: sha256(path) for path in new.iterdir()})
-        of[WEIGHTS_FILE] = write_tensors(new / WEIGHTS_FILE, weights)
-        _write_json(new / "model.json", {**facts, "of": of})
-    return of[WEIGHTS_FILE]
+        digests[WEIGHTS_FILE] = write_tensors(new / WEIGHTS_FILE, weights)
+        _write_json(new / "model.json", facts)
+    return digests[WEIGHTS_FILE]
 
 
 def write_state(folder: Path, weights: str, moments: Mapping[str, Tensor], state: TrainingState) -> None:
     """Replace `folder` by one with what training needs, besides the weights with this SHA-256, to resume."""
-    of: dict[str, str] = {}
-    with replaced_folder(folder, of) as new:
-        of[MOMENTS_FILE] = write_tensors(new / MOMENTS_FILE, moments)
-        _write_json(new / "training.json", {**asdict(state), "of": {WEIGHTS_FILE: weights, **of}})
+    digests: dict[str, str] = {}
+    with replaced_folder(folder, digests) as new:
+        digests[MOMENTS_FILE] = write_tensors(new / MOMENTS_FILE, moments)
+        _write_json(new / "training.json", {**asdict(state), "of": {WEIGHTS_FILE: weights}})
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -139,25 +136,17 @@ def load_training(folder: Path) -> SavedTraining:
     verified_folder(there)
     record = _read_json(there / "training.json")
     moments = read_tensors(there / MOMENTS_FILE)
-    of = {WEIGHTS_FILE: digest, MOMENTS_FILE: listed_files(there).get(MOMENTS_FILE)}
-    if record.pop("of", None) != of:
-        raise CheckpointError(
-            f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
-        )
+    of = record.pop("of", None)
+    if not isinstance(of, dict) or of.get(WEIGHTS_FILE) != digest:
+        raise CheckpointError(f"{there / 'training.json'} belongs to other weights than those beside it; {MIXED}")
     if record.keys() != {field.name for field in fields(TrainingState)}:
         raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
     state = TrainingState(**record)
     trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
         return SavedTraining(weights, moments, state)
-    if _shapes_of(trained) != _shapes_of(weights):
-        raise CheckpointError(f"{whole} has weights that do not fit their averages; {MIXED}")
     moments = renamed(moments, {name: name for name in moments if not name.startswith(TRAINED)})
     return SavedTraining(trained, moments, state, averages=weights)
-
-
-def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in described(tensors).items()}
 
 
 TRAINED = "weights/"
@@ -235,33 +224,13 @@ def _merged(weights: OneByOne, alpha: float) -> OneByOne:
 def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
     facts = undisturbed(folder, lambda: _read_json(verified_folder(folder, ["model.json"]) / "model.json"))
-    facts.pop("of", None)
+    facts.pop("of", None)  # the hashes of the other files, which earlier versions wrote
     return facts
 
 
 def saved_config(folder: Path) -> RunConfig:
     """Read the settings of a checkpoint; raise CheckpointError if there is none."""
     return undisturbed(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
-
-
-def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
-    """Raise CheckpointError unless there are Adam's moments for every parameter of the whole model that is trained."""
-    shapes: dict[str, torch.Size] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        own = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
-        shapes |= {f"optimizer/{name}/{what}": shape for what, shape in own.items()}
-    if saved.state.step == 0:  # stopped before the first step
-        shapes = {}
-    there = _shapes_of(saved.moments)
-    for key in sorted(shapes.keys() | there.keys()):
-        if key not in there:
-            raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is missing there")
-        if there[key] != shapes.get(key):
-            raise CheckpointError(
-                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there[key])} there"
-            )
 
 
 def subword_names(config: RunConfig) -> tuple[str, str]:
@@ -298,15 +267,12 @@ def _subwords_of(model: Translator | SavedModel) -> dict[str, Subwords]:
 
 
 def _read_weights(folder: Path) -> tuple[OneByOne, str]:
-    """Read the weights of a verified folder and their SHA-256.
-
-    Settings, subwords and weights must be those that `model.json` lists.
-    """
-    of = _listed_in(folder)
-    hashed = listed_files(folder)
-    for name, digest in of.items():
-        if name != WEIGHTS_FILE and hashed.get(name) != digest:
-            raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
+    """Read the weights of a verified folder and their SHA-256."""
+    if not (folder / "model.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, a model of "
+            "it, or a folder that export --to safetensors wrote; a folder of CTranslate2 needs --engine ctranslate2"
+        )
     weights = read_tensors(folder / WEIGHTS_FILE)
     for name, tensor in weights.items():
         # A sum is quick, and finite only of finite numbers; a bias may be -inf: a token that is never to come
@@ -315,22 +281,7 @@ def _read_weights(folder: Path) -> tuple[OneByOne, str]:
                 f"{folder / WEIGHTS_FILE}: {name} has values that are nan or inf, with which nothing can be "
                 "translated: restore the folder from a copy, or train or import the model again"
             )
-    if hashed.get(WEIGHTS_FILE) != of[WEIGHTS_FILE]:
-        raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
-    return weights, of[WEIGHTS_FILE]
-
-
-def _listed_in(folder: Path) -> dict[str, str]:
-    """Return the hashes in `model.json` by file name: of weights, settings and subwords."""
-    if not (folder / "model.json").is_file():
-        raise CheckpointError(
-            f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, a model of "
-            "it, or a folder that export --to safetensors wrote; a folder of CTranslate2 needs --engine ctranslate2"
-        )
-    of = _read_json(folder / "model.json").get("of")
-    if not isinstance(of, dict) or WEIGHTS_FILE not in of:
-        raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
-    return of
+    return weights, listed_files(folder)[WEIGHTS_FILE]
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.translation.files.atomic_folder import MODELS, whole_folder
+from recipes.translation.files.atomic_folder import MANIFEST, MODELS, whole_folder
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.run_folder.checkpoint import WEIGHTS_FILE
 
@@ -50,4 +50,4 @@ def weights_digest(folder: Path) -> str:
     whole = whole_folder(folder)
     if whole is None:
         return ""
-    return noted_digest(whole / "model.json", "of", WEIGHTS_FILE)
+    return noted_digest(whole / MANIFEST, "files", WEIGHTS_FILE, "sha256")

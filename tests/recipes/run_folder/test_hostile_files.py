@@ -46,15 +46,9 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def resealed(folder: Path) -> None:
     """Write the hashes of a folder of a model, or of a state whose model is resealed, as its files are."""
-    if (folder / "model.json").exists():
-        of = {name: sha256(folder / name) for name in ("config.yaml", "joint.model", "model.safetensors")}
-        changed(folder / "model.json", lambda found: found.update({"of": of}))
     if (folder / "training.json").exists():
-        model = folder.with_name(folder.name.replace("state", "step"))
-        files = (model / "model.safetensors", folder / "training.safetensors")
-        changed(
-            folder / "training.json", lambda found: found.update({"of": {file.name: sha256(file) for file in files}})
-        )
+        weights = folder.with_name(folder.name.replace("state", "step")) / "model.safetensors"
+        changed(folder / "training.json", lambda found: found.update({"of": {weights.name: sha256(weights)}}))
     (folder / MANIFEST).unlink()
     files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
     (folder / MANIFEST).write_text(json.dumps({"files": files}))

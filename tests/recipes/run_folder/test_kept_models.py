@@ -236,9 +236,6 @@ def without(folder: Path, *names: str) -> None:
     lines = [line for line in text.splitlines() if line.split(":")[0].strip() not in names]
     assert len(lines) == len(text.splitlines()) - len(names)
     (folder / "config.yaml").write_text("\n".join(lines) + "\n")
-    facts = json.loads((folder / "model.json").read_text())
-    facts["of"]["config.yaml"] = sha256(folder / "config.yaml")
-    (folder / "model.json").write_text(json.dumps(facts))
     (folder / MANIFEST).unlink()
     files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
     (folder / MANIFEST).write_text(json.dumps({"files": files}))
