@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.checkpoint import load_saved, save_model
 from recipes.translation.run_folder.numbered import model_at, point_at, state_of
 from recipes.translation.run_folder.translator import Translator
 
@@ -24,6 +26,11 @@ def saved_file(run: Path, name: str, file: str) -> Path:
     if file.startswith("training."):
         folder = state_of(folder)
     return folder / file
+
+
+def load_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The weights of a model, in the dtype in which they were saved."""
+    return load_saved(folder).weights
 
 
 def keep_model(run: Path, translator: Translator, facts: Mapping[str, object], step: int, most: int) -> None:

@@ -26,7 +26,7 @@ from recipes.translation.files.json_fields import (
     value,
 )
 from recipes.translation.run_folder.made_from import model_with
-from recipes.translation.run_folder.step_records import numbered_records
+from recipes.translation.run_folder.step_records import record_of
 from recipes.translation.settings.metrics import METRICS as VALIDATION_METRICS
 
 Record = Mapping[str, Any]
@@ -171,12 +171,14 @@ def check_record(record: object, check: Check, where: str) -> None:
 
 def _lines(path: Path, check: Check) -> list[dict[str, Any]]:
     """Read the records of a file with one a line; raise DataError for a field that is not what it must be."""
+    found: list[dict[str, Any]] = []
     if not path.is_file():
-        return []
-    records = numbered_records(path)
-    for number, record in records.items():
-        check_record(record, check, f"{path}, line {number:,}")
-    return list(records.values())
+        return found
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if (record := record_of(line)) is not None:
+            check_record(record, check, f"{path}, line {number:,}")
+            found.append(record)
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

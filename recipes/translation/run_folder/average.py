@@ -12,95 +12,52 @@ import torch
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.atomic_folder import listed_files, verified_folder, whole_folder
 from recipes.translation.files.tensors import OneByOne, described
-from recipes.translation.run_folder.checkpoint import (
-    BELONGINGS,
-    load_belongings,
-    load_facts,
-    load_weights,
-    saved_config,
-    subword_names,
-    write_model,
-)
-from recipes.translation.run_folder.numbered import kept_models
-from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
-from recipes.translation.run_folder.translator import WEIGHTS, Translator, check_sizes, model_on_meta, model_sizes
+from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, write_model
+from recipes.translation.run_folder.numbered import kept_models, step_of
 
 
 def average(run: Path, last: int | None = None) -> list[int]:
     """Write `<run>/averaged`, the mean of the `last` kept models, or of all; return their steps, in their order.
 
-    Raises CheckpointError if fewer models are kept than asked for, or they do not belong together.
+    They are of one run, which refuses to resume beside kept models of another. Raises CheckpointError if fewer are kept
+    than asked for.
     """
     while True:
         kept = kept_models(run)
+        count = last or len(kept)
+        check_enough(kept, count, run)
         try:
-            return average_of_kept(run, kept, last)
+            models = [load_saved(folder) for folder in kept[-count:]]
+            break
         except (CheckpointError, OSError):
             if kept_models(run) == kept:
                 raise
             # Otherwise training has kept a later model meanwhile, and removed the earliest
-
-
-def average_of_kept(run: Path, kept: Sequence[Path], last: int | None) -> list[int]:
-    """Do the same with these models, of which none may be removed meanwhile."""
-    if not kept:
-        raise CheckpointError(f"{run} keeps no models: train with --training.keep_checkpoints 10")
-    last = last or len(kept)
-    if last > len(kept):
-        raise CheckpointError(
-            f"--last asks for {last} models, but {run} keeps {len(kept)}: ask for fewer, or train with "
-            f"--training.keep_checkpoints {last}"
-        )
-    check_same_run(kept[-last:])
-    return write_average(run / "averaged", kept[-last:])
-
-
-def write_average(target: Path, folders: Sequence[Path]) -> list[int]:
-    """Write the mean of the models in `folders` to `target`, with the settings and subwords of the last one."""
-    weights = mean_of_weights(folders)
-    config, source, target_subwords = load_belongings(verified_folder(folders[-1], BELONGINGS))
-    sizes = model_sizes(config.model)
-    check_sizes(sizes, source, target_subwords, weights, folders[-1])
-    steps = [int(load_facts(folder)["step"]) for folder in folders]
-    # Only what belongs to it is written
-    newest = Translator(config, model_on_meta(sizes, source, target_subwords), source, target_subwords)
-    write_model(target, newest, weights, {"step": steps[-1], "averaged_steps": steps})
+    steps = [step_of(model.folder) for model in models]
+    write_model(run / "averaged", models[-1], mean_of_weights(models), {"step": steps[-1], "averaged_steps": steps})
     return steps
 
 
-def mean_of_weights(folders: Sequence[Path]) -> OneByOne:
-    """Compute the mean of each tensor, when it is asked for, in float64, rounded once to its own dtype."""
-    models = [load_weights(folder) for folder in folders]
-    shapes = described(models[0])
+def check_enough(kept: Sequence[Path], count: int, run: Path) -> None:
+    """Raise CheckpointError if no model is kept, or fewer than are to be averaged."""
+    if not kept:
+        raise CheckpointError(f"{run} keeps no models: train with --training.keep_checkpoints 10")
+    if count > len(kept):
+        raise CheckpointError(
+            f"--last asks for {count} models, but {run} keeps {len(kept)}: ask for fewer, or train with "
+            f"--training.keep_checkpoints {count}"
+        )
+
+
+def mean_of_weights(models: Sequence[SavedModel]) -> OneByOne:
+    """Compute the mean of each tensor, when it is asked for, in float64, rounded once to the dtype of the last one."""
+    shapes = described(models[-1].weights)
 
     def mean(name: str) -> Tensor:
-        total = models[0][name].to(torch.float64, copy=True)
-        for weights in models[1:]:
-            total += weights[name]
+        total = models[0].weights[name].to(torch.float64, copy=True)
+        for model in models[1:]:
+            total += model.weights[name]
         return (total / len(models)).to(shapes[name].dtype)
 
     return OneByOne(shapes, mean)
-
-
-def check_same_run(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError, naming the first difference, unless all are models of one run."""
-    first = identity_of(folders[0])
-    for folder in folders[1:]:
-        other = identity_of(folder)
-        for key in sorted(first.keys() | other.keys()):
-            if first.get(key) != other.get(key):
-                raise CheckpointError(
-                    f"{key} is {other.get(key)!r} in {folder} and {first.get(key)!r} in {folders[0]}: only models of "
-                    "one run can be averaged; move the others away"
-                )
-
-
-def identity_of(folder: Path) -> dict[str, object]:
-    """Return what all models of a run share: its settings, except those in MAY_CHANGE, its subwords, and the dtype."""
-    config = saved_config(folder)
-    settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
-    files = listed_files(whole_folder(folder) or folder)
-    subwords = {f"the SHA-256 of {name}.model": files.get(f"{name}.model") for name in subword_names(config)}
-    return {**settings, **subwords, "weights.dtype": WEIGHTS[config.training.precision]}

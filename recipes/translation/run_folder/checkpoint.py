@@ -189,12 +189,6 @@ def load_translator(
     return Translator(saved.config, model.to(device).eval(), saved.source, saved.target, digests=(saved.digest,))
 
 
-def load_weights(folder: Path) -> Mapping[str, Tensor]:
-    """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    weights, _ = undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
-    return weights
-
-
 def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
     """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
     weights, digest = _read_weights(folder)

@@ -20,10 +20,9 @@ from recipes.translation.run_folder.checkpoint import (
     TrainingState,
     load_belongings,
     load_saved,
-    load_weights,
     saved_config,
 )
-from recipes.translation.run_folder.translator import check_layers, model_sizes
+from recipes.translation.run_folder.translator import model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 
@@ -47,8 +46,7 @@ def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:
     if not config.training.start_from:
         return None
     folder, theirs = fitting_start(config)
-    weights = load_weights(folder)
-    check_layers(model_sizes(theirs.model), weights, folder)
+    weights = load_saved(folder).weights
     own_layers = _layers(config)
     for stack, layers in _layers(theirs).items():
         weights = spaced_layers(weights, stack, layers, own_layers[stack])

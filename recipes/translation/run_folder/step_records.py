@@ -10,13 +10,7 @@ from recipes.translation.files.json_fields import parsed
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read all records of a `metrics.jsonl`."""
-    return list(numbered_records(path).values())
-
-
-def numbered_records(path: Path) -> dict[int, dict[str, Any]]:
-    """Do the same, by the numbers of the lines, from 1."""
-    records = enumerate(map(record_of, path.read_bytes().splitlines()), start=1)
-    return {number: record for number, record in records if record is not None}
+    return [record for line in path.read_bytes().splitlines() if (record := record_of(line)) is not None]
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.importing.published_model import import_model, read_model
-from recipes.translation.run_folder.checkpoint import load_weights
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.data import NoiseConfig
@@ -26,7 +25,7 @@ from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import Task, alternatives, search_rows
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import load_weights, saved_file
 
 pytestmark = pytest.mark.formats
 

@@ -26,14 +26,13 @@ from recipes.translation.run_folder.checkpoint import (
     load_facts,
     load_training,
     load_translator,
-    load_weights,
 )
 from recipes.translation.run_folder.numbered import POINTERS
 from recipes.translation.run_folder.resume import check_best, flat
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, DecodingConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
-from tests.recipes.saved import model_in, saved_file
+from tests.recipes.saved import load_weights, model_in, saved_file
 from tests.recipes.tiny import options, tiny
 
 SHORT: dict[str, Any] = {**MADE, "training.validate_every": 2, "training.keep_checkpoints": 0}

@@ -12,7 +12,7 @@ from models import PRESETS, DecoderOnlyConfig, make_decoder_only
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import ModelConfig, RunConfig
@@ -22,6 +22,7 @@ from recipes.translation.train import train
 from recipes.translation.training.trained_weights import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
+from tests.recipes.saved import load_weights
 from tests.recipes.tiny import tiny_decoder_only
 
 

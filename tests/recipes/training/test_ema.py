@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.run_folder.checkpoint import load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes, tensors_of
 from recipes.translation.train import train
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import load_weights, saved_file
 from tests.recipes.tiny import tiny
 
 STEPS = 6

@@ -15,12 +15,12 @@ from recipes.translation.commands import main
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.run_folder.checkpoint import load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import load_weights, saved_file
 from tests.recipes.tiny import options, tiny, tiny_lstm
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}

@@ -18,14 +18,14 @@ from recipes.translation.commands.distillation import student_config
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
-from recipes.translation.run_folder.checkpoint import load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import load_weights, saved_file
 from tests.recipes.tiny import options, tiny, tiny_lstm
 
 BASE: dict[str, Any] = {

@@ -8,13 +8,14 @@ import pytest
 
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import model_sizes
 from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
+from tests.recipes.saved import load_weights
 from tests.recipes.tiny import tiny_lstm
 
 

@@ -22,7 +22,7 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, fill_model
@@ -35,6 +35,7 @@ from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
+from tests.recipes.saved import load_weights
 from tests.recipes.scores.scored import score
 from tests.recipes.tiny import tiny
 

@@ -20,7 +20,7 @@ from recipes.translation.data.batches import padded
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import load_facts, load_weights, save_model
+from recipes.translation.run_folder.checkpoint import load_facts, save_model
 from recipes.translation.run_folder.checkpoint import load_translator as load_parts
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
@@ -28,6 +28,7 @@ from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
+from tests.recipes.saved import load_weights
 from tests.recipes.tiny import tiny, tiny_lstm
 
 ROOT = Path(__file__).parents[3]
