@@ -42,26 +42,18 @@ class Contents:
             return unread.tell(), digest
 
 
-class _Noted(io.RawIOBase):
-    """The bytes of a file, of which size and SHA-256 are taken as they pass."""
+class _Noted(io.FileIO):
+    """A file of which the SHA-256 is taken as its bytes pass."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.file = path.open("rb", buffering=0)
+        super().__init__(path)
         self.digest = hashlib.sha256()
         self.size = 0
         self.ended = False
 
-    def readable(self) -> bool:
-        return True
-
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self.file.readinto(buffer)
+        count = super().readinto(buffer)
         self.digest.update(buffer[:count])
         self.size += count
         self.ended = count == 0
         return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()

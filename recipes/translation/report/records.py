@@ -27,6 +27,7 @@ from recipes.translation.files.json_fields import (
 )
 from recipes.translation.run_folder.made_from import model_with
 from recipes.translation.run_folder.step_records import record_of
+from recipes.translation.scores.statistics import TITLES
 from recipes.translation.settings.metrics import METRICS as VALIDATION_METRICS
 
 Record = Mapping[str, Any]
@@ -62,10 +63,8 @@ INTERVAL = value(
 )
 SCORES = fields(
     {
+        **dict.fromkeys(TITLES, maybe(NUMBER)),
         "bleu": NUMBER,
-        **dict.fromkeys(
-            ("bleu_lowercase", "multi_bleu_lowercase", "chrf", "ter", "comet", "exact_match"), maybe(NUMBER)
-        ),
         "sentences": maybe(STEP),
         "*_signature": maybe(TEXT),
         "intervals": maybe(fields({"*": INTERVAL})),
@@ -194,8 +193,6 @@ def _newest(path: Path) -> Record | None:
     if not found:
         return None
     check_record(found, SENTENCES, str(path))
-    if not found["sources"]:
-        return None
     return found
 
 

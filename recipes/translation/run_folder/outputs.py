@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import MANIFEST, MODELS, listed_files, whole_folder
+from recipes.translation.errors import ConfigError
+from recipes.translation.files.atomic_folder import MANIFEST, MODELS, whole_folder
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.pointers import NUMBERED
 from recipes.translation.files.writing import by_name, replace_file, writing_to
 
@@ -87,7 +88,7 @@ def write_output(output: Path, content: bytes) -> None:
 
 def owner_of(inside: Path) -> Path | None:
     """Return the run or the folder with a manifest that a resolved path is a part of; None for any other."""
-    if inside.name == MANIFEST or inside.name in _listed(inside.parent):
+    if inside.name in (MANIFEST, *(noted_in(inside.parent / MANIFEST, "files") or ())):
         return whole_folder(inside.parent)
     for folder in inside.parents:
         path = inside.relative_to(folder)
@@ -111,11 +112,3 @@ def is_run(folder: Path) -> bool:
     """Return whether a folder has the records, a model or the subwords of a run."""
     whole = (*(folder / name for name in WHOLE), *(folder / NUMBERED).glob("step-*"))
     return any((folder / name).is_file() for name in RECORDS) or any(map(whole_folder, whole))
-
-
-def _listed(folder: Path) -> Collection[str]:
-    """Return the names in a folder's manifest; none without a readable one."""
-    try:
-        return listed_files(folder)
-    except CheckpointError:
-        return ()

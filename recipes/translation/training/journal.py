@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.layout import Layout
-from recipes.translation.training.machine import hardware, peak_memory, software, started_by
+from recipes.translation.training.machine import hardware, peak_memory, software
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.trackers import Tracker
 from recipes.translation.training.validation import Validation
@@ -65,7 +67,8 @@ class Journal:
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
             began = {
-                **started_by(),
+                "command": shlex.join(sys.orig_argv),
+                "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
                 "steps": progress.steps,
                 "model": size,
                 "layout": str(layout),

@@ -9,11 +9,9 @@ import ctypes
 import os
 import platform
 import resource
-import shlex
 import sys
-import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -36,22 +34,7 @@ def hardware(devices: Sequence[torch.device], processes: int) -> dict[str, objec
 
 def software() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide a run's numbers."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    found["torch"] = torch.__version__  # with the build, which the package's version may leave out
-    return found
-
-
-def started_by() -> dict[str, str]:
-    """Return the command of this process and the time in UTC."""
-    return {
-        "command": shlex.join(sys.orig_argv),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-    }
+    return {"python": platform.python_version()} | {name: import_module(name).__version__ for name in PACKAGES}
 
 
 def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,7 +160,7 @@ def test_drawing_takes_at_most_a_hundredth_of_the_time_between_two_drawings(
 
     validate = training.validate
     monkeypatch.setattr(training, "validate", hundred_seconds)
-    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]}))
     monkeypatch.setattr("recipes.translation.report.draw.write_report", two_seconds)
     changes = {"training.report": True, "training.validate_every": 1}
     train(tiny(tmp_path / "run", {**changes, "training.steps": 4}))
