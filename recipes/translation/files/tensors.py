@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,8 +24,6 @@ from recipes.translation.errors import CheckpointError
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The format's names of the dtypes, in the order in which the package writes tensors."""
-READ = {"F64": torch.float64, "F32": torch.float32}
-"""Those that weights and moments have."""
 
 
 class OneByOne(Mapping[str, Tensor]):
@@ -125,31 +123,37 @@ def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) ->
 
 
 def read_tensors(path: Path) -> OneByOne:
-    """Open a file of float32 and float64, of which each tensor is read when it is asked for.
+    """Open a file, of which each tensor is mapped into memory when it is asked for, until it is dropped.
 
-    Raises CheckpointError if it is in another format. The contents are those of now, even if the file is replaced
-    meanwhile.
+    Raises CheckpointError if it is not in the safetensors format. The contents are those of now, even if the file is
+    replaced meanwhile.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-
-    def opened() -> Any:
-        # For numpy the package maps a file to be read; for torch to be written to, too, for which there must be room
-        return safe_open(f"/dev/fd/{descriptor}", framework="np")
-
-    def read(name: str) -> Tensor:
-        with opened() as file:  # and closed: until then what was read counts as memory of this process
-            return torch.from_numpy(file.get_tensor(name))
-
-    found: dict[str, Tensor] = {}
-    tensors = OneByOne(found, read)
-    weakref.finalize(tensors, os.close, descriptor)
     try:
-        with opened() as file:
-            for name in file.keys():  # noqa: SIM118, since it is no mapping
-                dtype = file.get_slice(name).get_dtype()
-                if dtype not in READ:
-                    raise CheckpointError(f"{path}: {name} is {dtype}, and weights are float32 or float64; {MIXED}")
-                found[name] = torch.empty(file.get_slice(name).get_shape(), dtype=READ[dtype], device="meta")
+        with safe_open(path, framework="np"):  # which checks the header against the file's size
+            descriptor = os.open(path, os.O_RDONLY)
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
+    size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, size, 8))
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in dtypes:
+            os.close(descriptor)
+            raise CheckpointError(f"{path}: {name} is {entry['dtype']}, and weights are float32 or float64; {MIXED}")
+        found[name] = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
+
+    def mapped(name: str) -> Tensor:
+        like = found[name]
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype)
+        begin = 8 + size + header[name]["data_offsets"][0]
+        inside = begin % mmap.ALLOCATIONGRANULARITY
+        # A copy when it is written to, which changes no file
+        part = mmap.mmap(descriptor, inside + like.nbytes, access=mmap.ACCESS_COPY, offset=begin - inside)
+        return torch.frombuffer(part, dtype=like.dtype, count=like.numel(), offset=inside).view(like.shape)
+
+    tensors = OneByOne(found, mapped)
+    weakref.finalize(tensors, os.close, descriptor)
     return tensors

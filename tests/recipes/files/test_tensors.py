@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.tensors import READ, read_tensors, write_tensors
+from recipes.translation.files.tensors import read_tensors, write_tensors
 
 WRITTEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -34,9 +34,7 @@ def test_a_file_has_the_bytes_that_the_package_writes_and_their_hash(
     data = (folder / "ours").read_bytes()
     assert data == (folder / "theirs").read_bytes()
     assert digest == hashlib.sha256(data).hexdigest()
-    found = {name: tensor for name, tensor in found.items() if tensor.dtype in READ.values()}
-    write_tensors(folder / "read", found)
-    again = read_tensors(folder / "read")
+    again = read_tensors(folder / "ours")
     assert again.keys() == found.keys()
     assert all(torch.equal(again[name], found[name]) and again[name].dtype == found[name].dtype for name in found)
 
@@ -62,8 +60,7 @@ def test_another_file_is_one_line(tmp_path: Path) -> None:
         read_tensors(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.int64, "I64"), (torch.bfloat16, "BF16"), (torch.float16, "F16")])
-def test_other_numbers_are_no_weights(dtype: torch.dtype, name: str, tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2, dtype=dtype)}, tmp_path / "file")
-    with pytest.raises(CheckpointError, match=rf"file: a is {name}, and weights are float32 or float64; restore"):
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"file: a is I64, and weights are float32 or float64; restore"):
         read_tensors(tmp_path / "file")
