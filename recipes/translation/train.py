@@ -27,7 +27,6 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.positions import check_positions
 from recipes.translation.errors import TrainingError
-from recipes.translation.files.tensors import described
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, saved_config
@@ -45,7 +44,6 @@ from recipes.translation.run_folder.translator import (
     Translator,
     build_model,
     check_fits,
-    check_sizes,
     model_sizes,
     tensors_of,
 )
@@ -222,13 +220,6 @@ def first_model(
         adapt(model, config)
         return model
 
-    def checked(saved: SavedTraining) -> None:
-        ordinary = described(saved.weights)
-        plain = {name: each for name, each in ordinary.items() if not name.endswith(LORA)}
-        check_sizes(sizes, corpus.source, corpus.target, plain, last)
-
-    if saved:
-        ranks.run_on_main(lambda: checked(saved))
     start = None
     if saved is None and settings.start_from:
         start = ranks.run_on_all(lambda: starting_weights(config) if ranks.is_main else {})

@@ -93,12 +93,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     digest = hashlib.sha256()
     # Both let go of Python's lock, so that hashing takes place while the disk writes
-    with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
+    with ThreadPoolExecutor(1) as beside, path.open("xb") as file:
         for part in _parts(tensors, metadata):
             hashed = beside.submit(digest.update, part)
-            written = 0
-            while written < len(part):
-                written += os.write(file.fileno(), part[written:])
+            file.write(part)
             hashed.result()  # before the next part is in memory
     return digest.hexdigest()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-import unicodedata
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,14 +171,7 @@ def _legend(axes: Any, labels: Sequence[str]) -> None:
     legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=11)
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
-        text.set_text(_plain(label))
-
-
-def _plain(text: str) -> str:
-    """Return a text without characters that XML does not have."""
-    return "".join(
-        each if unicodedata.category(each) not in ("Cc", "Cs") else "\N{REPLACEMENT CHARACTER}" for each in text
-    )
+        text.set_text(label)
 
 
 def _styled(found: re.Match[str]) -> str:

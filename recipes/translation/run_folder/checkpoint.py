@@ -45,7 +45,7 @@ from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, ren
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
-    check_sizes,
+    check_fits,
     fill_model,
     model_on_meta,
     model_sizes,
@@ -173,7 +173,7 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
         whole = verified_folder(folder)
         weights, digest = _merged_weights(whole)
         config, source, target = load_belongings(whole, overrides)
-        check_sizes(model_sizes(config.model), source, target, weights, whole)
+        check_fits(tensors_of(model_on_meta(model_sizes(config.model), source, target)), weights, whole)
         return SavedModel(folder, config, source, target, weights, digest)
 
     return undisturbed(folder, read)
@@ -193,12 +193,7 @@ def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
     """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
     weights, digest = _read_weights(folder)
     if has_lora(weights.described):
-        try:
-            weights = _merged(weights, load_config(folder / "config.yaml").training.lora_alpha)
-        except (LookupError, ArithmeticError, ValueError, RuntimeError):
-            raise CheckpointError(
-                f"{folder / 'model.safetensors'} has matrices of LoRA that do not fit; {MIXED}"
-            ) from None
+        weights = _merged(weights, load_config(folder / "config.yaml").training.lora_alpha)
     return weights, digest
 
 

@@ -116,26 +116,3 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: P
             )
         if saved[name].dtype not in WEIGHTS.values():
             raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
-
-
-def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Raise CheckpointError if a model has more layers than there are saved tensors: each layer has several."""
-    for name in ("encoder_layers", "decoder_layers"):
-        if (layers := getattr(sizes, name, 0)) > len(saved):
-            raise CheckpointError(
-                f"{folder} does not fit the model its config.yaml describes, which has {name} {layers:,}: all its "
-                f"tensors are {len(saved):,}"
-            )
-
-
-def check_sizes(
-    sizes: Sizes, source: Subwords, target: Subwords, saved: Mapping[str, Tensor], folder: Path | str
-) -> None:
-    """Raise CheckpointError unless saved tensors have these sizes, before anything of these sizes takes up memory."""
-    check_layers(sizes, saved, folder)
-    try:
-        model = model_on_meta(sizes, source, target)
-    except RuntimeError as error:  # a size beyond 64 bits
-        (reason, *_) = str(error).splitlines()
-        raise CheckpointError(f"{folder}: no model can have the sizes in its config.yaml: {reason}") from None
-    check_fits(dict(model.named_parameters()), saved, folder)

@@ -68,12 +68,6 @@ def spoiled_weights(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def one_matrix_of_lora(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["encoder.layers.0.feed_forward.inner.lora_A"] = torch.ones(2, 16)
-    save_file(weights, folder / "model.safetensors")
-
-
 def piece_that_is_no_text(folder: Path) -> None:
     model = (folder / "joint.model").read_bytes()
     piece = next(field.raw for field in reversed(list(fields_of(model))) if field.number == 1)
@@ -95,10 +89,7 @@ RESUMES = ("train", "--run", "RUN")
 SCORES = ("score", "--run", "RUN", "--sources", "TEXT", "--targets", "TEXT")
 DOES_NOT_FIT = "does not fit the model its config.yaml describes"
 HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
-    "layers": (TRANSLATES, setting("model", "encoder_layers", 10**9), f"{DOES_NOT_FIT}, which has encoder_layers"),
     "width": (TRANSLATES, setting("model", "d_model", 10**7), f"{DOES_NOT_FIT}: "),
-    "width beyond 64 bits": (TRANSLATES, setting("model", "d_model", 2**31 - 2), "no model can have the sizes"),
-    "layers to train on": (RESUMES, setting("model", "decoder_layers", 10**9), f"{DOES_NOT_FIT}, which has decoder_l"),
     "width to train on": (RESUMES, setting("model", "d_ff", 10**9), f"{DOES_NOT_FIT}: "),
     "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to below 1001; got"),
     "language": (TRANSLATES, setting("data", "source", ESCAPE), r"it contains the control character '\x1b'"),
@@ -111,7 +102,6 @@ HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
         notes('{"size": 9, "prefix": [9], "suffix": [], "start": [2]}'),
         "joint.model is damaged: prefix[0] is 9, and must be the number of a subword",
     ),
-    "LoRA": (TRANSLATES, one_matrix_of_lora, "model.safetensors has matrices of LoRA that do not fit"),
     "nan translates": (TRANSLATES, spoiled_weights, "model.safetensors: generator.bias has values that are nan or inf"),
     "nan scores": (SCORES, spoiled_weights, "generator.bias has values that are nan or inf"),
     "nan averages": (("average", "--run", "RUN"), spoiled_weights, "generator.bias has values that are nan or inf"),
