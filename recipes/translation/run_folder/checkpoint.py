@@ -171,8 +171,10 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
 
     def read() -> SavedModel:
         whole = verified_folder(folder)
-        weights, digest = _merged_weights(whole)
+        weights, digest = _read_weights(whole)
         config, source, target = load_belongings(whole, overrides)
+        if has_lora(weights.described):
+            weights = _merged(weights, config.training.lora_alpha)
         check_fits(tensors_of(model_on_meta(model_sizes(config.model), source, target)), weights, whole)
         return SavedModel(folder, config, source, target, weights, digest)
 
@@ -187,14 +189,6 @@ def load_translator(
     model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target)
     fill_model(model, saved.weights, folder)
     return Translator(saved.config, model.to(device).eval(), saved.source, saved.target, digests=(saved.digest,))
-
-
-def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
-    """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
-    weights, digest = _read_weights(folder)
-    if has_lora(weights.described):
-        weights = _merged(weights, load_config(folder / "config.yaml").training.lora_alpha)
-    return weights, digest
 
 
 def _merged(weights: OneByOne, alpha: float) -> OneByOne:
@@ -234,10 +228,13 @@ BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")
 
 
 def save_belongings(folder: Path, model: Translator | SavedModel) -> None:
-    """Write what belongs to a model's weights, whatever their format: the settings and the subword models."""
+    """Write what belongs to a model's weights, whatever their format: the settings and the subword models.
+
+    The latter are those in memory, since files in the run's folder may have been replaced.
+    """
     save_config(model.config, folder / "config.yaml")
-    for name, subwords in _subwords_of(model).items():
-        subwords.save(folder / name)
+    for name, subwords in dict(zip(subword_names(model.config), (model.source, model.target), strict=True)).items():
+        subwords.save(folder / f"{name}.model")
 
 
 def load_belongings(
@@ -247,12 +244,6 @@ def load_belongings(
     config = load_config(folder / "config.yaml", overrides)
     source, target = (Subwords.load(folder / f"{name}.model") for name in subword_names(config))
     return config, source, target
-
-
-def _subwords_of(model: Translator | SavedModel) -> dict[str, Subwords]:
-    """Return the subword models by file name; in memory, since those in the run's folder may have been replaced."""
-    source, target = subword_names(model.config)
-    return {f"{source}.model": model.source, f"{target}.model": model.target}
 
 
 def _read_weights(folder: Path) -> tuple[OneByOne, str]:
