@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.serve.models import Model
-from recipes.translation.translating.alignments import align
+from recipes.translation.serve.models import Line, Model
+from recipes.translation.translating.alignments import Link, align
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import refusals
-from recipes.translation.translating.translate import Translation, alternatives
+from recipes.translation.translating.translate import alternatives
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
@@ -37,21 +37,34 @@ def served_models(name: str, translator: Translator | None, exported: ExportedTr
             config.data.target,
             config.decoding.beam,
             config.decoding.batch_sentences,
-            refusals=partial(refusals, given.source, config),
-            search=partial(search, in_torch, exported and exported._replace(config=config)),
-            align=partial(align, in_torch) if in_torch else None,
+            aligns=in_torch is not None,
+            translate=partial(translate, in_torch, exported and exported._replace(config=config)),
         )
         found.append(model)
     return found
 
 
-def search(
-    translator: Translator | None, exported: ExportedTranslator | None, lines: Sequence[str], n_best: int
-) -> list[list[Translation]]:
-    """Translate lines by the exported model, or else in torch."""
+def translate(
+    translator: Translator | None,
+    exported: ExportedTranslator | None,
+    lines: Sequence[str],
+    n_best: int,
+    links: bool,
+) -> list[Line]:
+    """Translate lines by the exported model, or else in torch, but those that cannot be; link words if possible."""
+    given = exported or translator
+    assert given is not None
+    refused = refusals(given.source, given.config, lines)
+    fine = [line for number, line in enumerate(lines) if number not in refused]
     if exported:
         from recipes.translation.export import ctranslate2_engine
 
-        return ctranslate2_engine.alternatives(exported, lines, n_best)
-    assert translator is not None
-    return alternatives(translator, lines, SearchOptions(n_best=n_best))
+        found = ctranslate2_engine.alternatives(exported, fine, n_best)
+    else:
+        assert translator is not None
+        found = alternatives(translator, fine, SearchOptions(n_best=n_best))
+    linked: list[list[Link]] = [[] for _ in fine]
+    if links and translator:
+        linked = align(translator, fine, [row[0].text for row in found])
+    translated = map(Line, found, linked)
+    return [Line([], [], refused[number]) if number in refused else next(translated) for number in range(len(lines))]

@@ -62,18 +62,19 @@ def serve(argv: Sequence[str]) -> int:
     from recipes.translation.serve.app import application
     from recipes.translation.serve.batching import Batcher
     from recipes.translation.serve.bodies import Limits
-    from recipes.translation.serve.server import address_of, bound, is_loopback
-    from recipes.translation.serve.server import serve as serve_app
+    from recipes.translation.serve.server import address_of, listening, names_of, server_of
 
     limits = Limits()
     with ExitStack() as held:
-        taken = held.enter_context(bound(options.host, options.port))  # before the models are read, which takes longer
+        # Before the models are read, which takes longer
+        taken = held.enter_context(listening(options.host, options.port))
         models = [model for run in runs for model in models_of(run, options)]
         batcher = Batcher(models, limits.queued_lines)
         held.callback(batcher.close, 5)
-        app = application(models, batcher, limits, is_loopback(taken))
-        ready = f"[serve] {address_of(taken)} (Ctrl-C stops)"
-        return serve_app(app, taken, lambda: print(ready, flush=True))
+        app = application(models, batcher, limits, names_of(taken))
+        print(f"[serve] {address_of(taken)} (Ctrl-C stops, a second one at once)", flush=True)
+        server_of(app, limits).run(sockets=[taken])
+    return 0
 
 
 HOST_HELP = "0.0.0.0 lets other machines in, without a password (default: 127.0.0.1, only this machine)"

@@ -1,9 +1,8 @@
-"""The HTTP application: the page, translation in the shape of LibreTranslate's clients, health and metrics."""
+"""The HTTP application: the page, translation in the shape of LibreTranslate's clients, and health."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from recipes.translation.errors import DataError
@@ -20,8 +21,6 @@ from recipes.translation.serve.asked import lines_answer, lines_asked, translate
 from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
 from recipes.translation.serve.guard import Guard
-from recipes.translation.serve.language_names import language_name
-from recipes.translation.serve.metrics import Metrics
 from recipes.translation.serve.models import Line, Model
 
 PAGE = Path(__file__).parent / "page"
@@ -33,13 +32,13 @@ FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 """The files of the page by their paths."""
-RETRY = {"Retry-After": "1"}
-GONE = 499
-"""The status of a request whose client has gone, which nobody sees but the metrics: nginx's number."""
 
 
-def application(models: Sequence[Model], batcher: Batcher, limits: Limits, loopback: bool) -> Guard:
-    """Return the application; on `loopback` it answers only to the names of this machine."""
+def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names: Sequence[str]) -> Guard:
+    """Return the application, which answers only to these names of the machine, "*" for any.
+
+    Another site's page could give a name of its own to this machine ("DNS rebinding").
+    """
     service = Service(models, batcher, limits)
     routes = [
         Route("/translate", service.translate, methods=["POST"]),
@@ -48,11 +47,11 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, loopb
         Route("/languages", service.languages),
         Route("/models", service.described),
         Route("/health", service.health),
-        Route("/metrics", service.numbers),
         *(Route(path, file_response(*file)) for path, file in FILES.items()),
     ]
     app = Starlette(
         routes=routes,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=names)],
         exception_handlers={
             RefusedError: refused,
             HTTPException: no_such_page,
@@ -60,7 +59,7 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, loopb
             Exception: failed,
         },
     )
-    return Guard(app, service.metrics, {route.path for route in routes}, limits, loopback)
+    return Guard(app)
 
 
 class Service:
@@ -70,30 +69,29 @@ class Service:
         self.models = models
         self.batcher = batcher
         self.limits = limits
-        self.metrics = Metrics()
 
     async def translate(self, request: Request) -> Response:
         """Translate one text or several."""
         asked = translate_asked(await fields_of(request, self.limits), self.models, self.limits)
-        return JSONResponse(asked.answer(await self.found(request, asked.wanted, asked.lines)))
+        found = await self.found(request, asked.wanted, asked.lines)
+        for number, line in enumerate(found, start=1):
+            if line.refused:
+                raise RefusedError(400, f"line {number:,} {line.refused}")
+        return JSONResponse(asked.answer(found))
 
     async def lines(self, request: Request) -> Response:
         """Translate lines for the page: with scores, and alignments if wanted; one that cannot be has an error."""
         wanted, lines = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
-        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines, partly=True)))
+        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines)))
 
-    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> list[Line]:
+    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
         """Queue lines and wait for their translations."""
-        start = time.monotonic()
         try:
-            answer = self.batcher.submit(wanted, lines, partly)
-            found = await awaited(request, answer, self.limits.answer_seconds)
+            return await awaited(request, self.batcher.submit(wanted, lines), self.limits.answer_seconds)
         except NotAcceptedError as error:
-            raise RefusedError(503, str(error), RETRY) from None
+            raise RefusedError(503, str(error), {"Retry-After": "1"}) from None
         except DataError as error:
             raise RefusedError(400, str(error)) from None
-        self.metrics.took(time.monotonic() - start)
-        return found
 
     async def detect(self, request: Request) -> Response:
         """Refuse to detect languages."""
@@ -106,9 +104,7 @@ class Service:
             known = targets.setdefault(model.source, [])
             if model.target not in known:
                 known.append(model.target)
-        return JSONResponse(
-            [{"code": code, "name": language_name(code), "targets": names} for code, names in targets.items()]
-        )
+        return JSONResponse([{"code": code, "name": code, "targets": names} for code, names in targets.items()])
 
     async def described(self, request: Request) -> Response:
         """Return the models for the page."""
@@ -120,11 +116,6 @@ class Service:
         if not self.batcher.alive:
             raise RefusedError(503, "the thread that translates has ended: start the service again")
         return JSONResponse({"status": "ok"})
-
-    async def numbers(self, request: Request) -> Response:
-        """Return the metrics."""
-        text = self.metrics.text(self.batcher.waiting, self.batcher.translated)
-        return Response(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def awaited(request: Request, answer: Future[list[Line]], seconds: float) -> list[Line]:
@@ -177,7 +168,7 @@ async def no_such_page(request: Request, error: Exception) -> Response:
 
 async def client_gone(request: Request, error: Exception) -> Response:
     """End a request whose client does not read the answer."""
-    return PlainTextResponse("", GONE)
+    return Response(status_code=499)  # which nobody sees
 
 
 async def failed(request: Request, error: Exception) -> Response:

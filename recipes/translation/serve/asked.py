@@ -15,10 +15,6 @@ IGNORED = ("api_key", "secret")
 """Fields that LibreTranslate's clients send, and that mean nothing here."""
 
 
-MEANT = dict.fromkeys(("text", "texts", "query", "sentence", "sentences", "input"), "q")
-"""Names that other services have for a field."""
-
-
 @dataclass(frozen=True)
 class Translate:
     """A request to translate texts, in the shape of LibreTranslate's clients."""
@@ -156,7 +152,7 @@ def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
     for name in fields:
         if name in known or name in IGNORED:
             continue
-        near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         hint = "the fields are " + ", ".join(known)
         if near:
             hint = f"did you mean {near[0]}?"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from recipes.translation.errors import DataError
 from recipes.translation.serve.models import Line, Model
 
 
@@ -33,12 +32,9 @@ class Request:
 
     wanted: Wanted
     lines: Sequence[str]
-    partly: bool
-    """Whether the others are translated where one cannot be."""
     answer: Future[list[Line]] = field(default_factory=Future)
     begun: int = 0
     """The lines that the worker has taken."""
-    checked: bool = False
     found: dict[int, Line] = field(default_factory=dict)
 
     @property
@@ -64,8 +60,6 @@ class Batcher:
         """Start the thread; `most` lines can wait."""
         self.models = models
         self.most = most
-        self.translated = 0
-        """Lines translated so far."""
         self._requests: list[Request] = []
         self._stopped = False
         self._changed = threading.Condition()
@@ -77,20 +71,12 @@ class Batcher:
         """Return whether the thread runs."""
         return self._thread.is_alive()
 
-    @property
-    def waiting(self) -> int:
-        """Return the number of lines that wait."""
-        with self._changed:
-            return self._waiting()
-
-    def submit(self, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> Future[list[Line]]:
+    def submit(self, wanted: Wanted, lines: Sequence[str]) -> Future[list[Line]]:
         """Put lines into the queue; the future returns their translations.
-
-        It raises DataError where a line cannot be translated; `partly`, the other lines are, and that one says why not.
 
         Raises NotAcceptedError if more than `most` lines would wait, and after `close`.
         """
-        request = Request(wanted, lines, partly)
+        request = Request(wanted, lines)
         if not lines:
             request.answer.set_result([])
             return request.answer
@@ -107,6 +93,9 @@ class Batcher:
             self._changed.notify()
         return request.answer
 
+    def _waiting(self) -> int:
+        return sum(request.waiting for request in self._requests)
+
     def close(self, seconds: float) -> None:
         """Drop what waits, and wait for the end of the present batch, at most so many seconds."""
         with self._changed:
@@ -118,9 +107,6 @@ class Batcher:
     def _drop(self) -> None:
         for request in self._requests:
             fail(request, NotAcceptedError("the service is stopping"))
-
-    def _waiting(self) -> int:
-        return sum(request.waiting for request in self._requests)
 
     def _run(self) -> None:
         try:
@@ -160,7 +146,7 @@ class Batcher:
 
     def _translate(self, batch: Sequence[Place]) -> None:
         """Translate a batch; where that fails, translate the requests one by one, so that only one of them fails."""
-        batch = [place for place in batch if self._fits(*place)]
+        batch = [(request, number) for request, number in batch if not request.answer.done()]
         if not batch:
             return
         (model, n_best, links) = batch[0][0].wanted
@@ -176,35 +162,11 @@ class Batcher:
             for one in requests:
                 self._translate([place for place in batch if place[0] is one])
             return
-        self.translated += len(lines)
         for (request, number), line in zip(batch, found, strict=True):
-            answer(request, number, line)
-
-    def _fits(self, request: Request, number: int) -> bool:
-        """Return whether a line is to be translated; all lines of a request are checked with its first one."""
-        if not request.answer.done() and not request.checked:
-            request.checked = True
-            try:
-                refuse(request, self.models[request.wanted.model].refusals(request.lines))
-            except Exception as error:
-                fail(request, error)
-        return not request.answer.done() and number not in request.found
-
-
-def refuse(request: Request, refusals: Mapping[int, str]) -> None:
-    """Refuse lines of a request, or for one of them the request."""
-    for number, reason in sorted(refusals.items()):
-        if not request.partly:
-            raise DataError(f"line {number + 1:,} {reason}")
-        answer(request, number, Line([], [], reason))
-
-
-def answer(request: Request, number: int, line: Line) -> None:
-    """Note the translation of a line; with the last one the request has its answer."""
-    request.found[number] = line
-    if len(request.found) == len(request.lines):
-        with suppress(InvalidStateError):  # it was given up
-            request.answer.set_result([request.found[number] for number in range(len(request.lines))])
+            request.found[number] = line
+            if len(request.found) == len(request.lines):
+                with suppress(InvalidStateError):  # it was given up
+                    request.answer.set_result([line for _, line in sorted(request.found.items())])
 
 
 def fail(request: Request, error: Exception) -> None:

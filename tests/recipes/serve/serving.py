@@ -20,12 +20,12 @@ GOOD = {"q": "a", "source": "en", "target": "de"}
 
 @contextmanager
 def serving(model: Recorder, loopback: bool = False, **limits: Any) -> Iterator[Guard]:
-    """The application around one model; `loopback`, only this machine may call it."""
+    """The application around one model; `loopback`, it answers only to the names of this machine."""
     models: Any = [model]
     bounds = Limits(**limits)
     batcher = Batcher(models, bounds.queued_lines)
     try:
-        yield application(models, batcher, bounds, loopback=loopback)
+        yield application(models, batcher, bounds, ["localhost", "127.0.0.1", "[::1]"] if loopback else ["*"])
     finally:
         model.gate.set()
         batcher.close(20)

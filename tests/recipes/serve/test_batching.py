@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.errors import DataError
 from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
 from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
@@ -49,7 +48,6 @@ def test_a_full_queue_refuses_and_has_room_again_afterwards() -> None:
         waiting = batcher.submit(Wanted(0, 1), ["a", "b"])
         with pytest.raises(NotAcceptedError, match="2 lines are waiting, and 2 more would be above 3"):
             batcher.submit(Wanted(0, 1), ["c", "d"])
-        assert batcher.waiting == 2
         model.gate.set()
         waiting.result(20)
         batcher.submit(Wanted(0, 1), ["c", "d"]).result(20)
@@ -61,34 +59,20 @@ def test_what_a_client_gave_up_is_not_translated() -> None:
         given_up = batcher.submit(Wanted(0, 1), ["gone"])
         kept = batcher.submit(Wanted(0, 1), ["kept"])
         assert given_up.cancel()
-        assert batcher.waiting == 1
         model.gate.set()
         kept.result(20)
     assert model.batches == [["first"], ["kept"]]
 
 
-def test_a_line_that_is_too_long_fails_its_own_request_alone() -> None:
+def test_the_other_lines_are_translated_beside_one_that_is_too_long() -> None:
     model = Recorder()
     with batching(model) as batcher:
-        bad = batcher.submit(Wanted(0, 1), ["fine", "long"])
-        good = batcher.submit(Wanted(0, 1), ["good"])
-        model.gate.set()
-        assert texts(good.result(20)) == ["GOOD"]
-        with pytest.raises(DataError, match="line 2 is too long"):
-            bad.result(20)
-
-
-def test_the_other_lines_of_a_request_are_translated_beside_one_that_is_too_long_where_it_wants_that() -> None:
-    model = Recorder()
-    with batching(model) as batcher:
-        some = batcher.submit(Wanted(0, 1), ["a", "long", "b", "long"], partly=True)
-        none = batcher.submit(Wanted(0, 1), ["long"], partly=True)
+        some = batcher.submit(Wanted(0, 1), ["a", "long", "b", "long"])
+        none = batcher.submit(Wanted(0, 1), ["long"])
         model.gate.set()
         assert [line.refused for line in some.result(20)] == ["", "is too long", "", "is too long"]
         assert texts(some.result(20)[::2]) == ["A", "B"]
         assert [line.refused for line in none.result(20)] == ["is too long"]
-        assert batcher.translated == 3
-    assert model.batches[1:] == [["a", "b"]]
 
 
 def test_an_error_in_a_batch_fails_the_request_that_causes_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +121,6 @@ def test_a_thread_has_the_lock_where_it_counts_or_changes_what_waits() -> None:
     model.gate.set()
     batcher = Watched(models, most=100)
     assert texts(batcher.submit(Wanted(0, 1), ["a"]).result(20)) == ["A"]
-    assert batcher.waiting == 0
     batcher.close(20)
     assert not batcher.alive
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import Request
 
@@ -19,6 +20,7 @@ from recipes.translation.serve.app import awaited
 from recipes.translation.serve.batching import NotAcceptedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, body_of, too_large
 from recipes.translation.serve.models import Line
+from recipes.translation.serve.server import listening, server_of
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.serving import GOOD, batching, client_of, serving
@@ -67,23 +69,28 @@ def queued(lines: int) -> int:
         return 200
 
 
-def present(requests: int) -> int:
-    """The status of the last of so many requests at the same time."""
+def connected(clients: int) -> int:
+    """The status of a request of the last of so many clients that are connected."""
 
-    async def clients() -> int:
-        async with client_of(app) as client:
-            sent = [asyncio.ensure_future(client.post("/translate", json=GOOD)) for _ in range(requests - 1)]
-            async with asyncio.timeout(20):
-                while app.present < requests - 1:
-                    await asyncio.sleep(0.005)
-            found = (await client.get("/health")).status_code
-            model.gate.set()
-            await asyncio.gather(*sent)
-            return found
+    async def clients_of(port: int) -> int:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients - 1)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            answer = await client.get("/health")
+        for _, writer in silent:
+            writer.close()
+        return answer.status_code
 
-    model = Recorder()
-    with serving(model, requests=20) as app:
-        return asyncio.run(clients())
+    async def both() -> int:
+        with serving(Recorder()) as app, listening("127.0.0.1", 0) as taken:
+            server = server_of(app, Limits(connections=20))
+            serves = asyncio.ensure_future(server.serve(sockets=[taken]))
+            try:
+                return await clients_of(taken.getsockname()[1])
+            finally:
+                server.should_exit = True
+                await serves
+
+    return asyncio.run(both())
 
 
 LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
@@ -92,7 +99,7 @@ LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
     "characters": (lambda n: asked("a" * (n - 5) + "\n" + "b" * 5, characters=LIMIT), LIMIT, 413),
     "lines": (lambda n: asked("\n".join("a" * n), lines=LIMIT), LIMIT, 413),
     "queued_lines": (queued, LIMIT, 503),
-    "requests": (present, 20, 503),
+    "connections": (connected, 20, 503),
 }
 
 
@@ -102,7 +109,7 @@ def test_the_page_of_the_service_states_its_limits() -> None:
     for stated in (
         f"more than {limits.body_seconds:g} seconds",
         f"above {limits.body_bytes >> 20} MiB, {limits.characters:,} characters or {limits.lines:,} lines",
-        f"{limits.queued_lines:,} lines are waiting, or {limits.requests:,} requests are being answered",
+        f"{limits.queued_lines:,} lines are waiting, or {limits.connections:,} clients are connected",
         f"no translation within {limits.answer_seconds:g} seconds",
     ):
         assert stated in page
@@ -185,5 +192,5 @@ def test_a_line_may_be_exactly_as_long_as_the_model_reads(tmp_path: Path) -> Non
         config = replace(config, training=replace(config.training, max_length=most))
         (model,) = served_models("run", replace(translator, config=config))
         assert config.decoding.max_length < most
-        found.append(bool(model.refusals([line])))
+        found.append(bool(model.translate([line], 1, False)[0].refused))
     assert found == [True, False, False]
