@@ -100,5 +100,3 @@ STATE = fields(
 """`training.json`, without the hashes."""
 FACTS = fields({"step": STEP, "valid_*": maybe(NUMBER), "averaged_steps": maybe(each(STEP))})
 """`model.json`, likewise."""
-TRACKERS = fields({"id": TEXT})
-"""`trackers.json`."""
