@@ -39,13 +39,12 @@ def sentences_of(config: RunConfig, teacher: RunConfig) -> list[tuple[str, list[
     return found
 
 
-def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float) -> RunConfig:
+def student_of(config: RunConfig, names: list[tuple[str, ...]]) -> RunConfig:
     """Return the settings with which the student is trained: the translations in place of the training data.
 
     Args:
         config: with the original training data.
         names: the two files of each training corpus.
-        originals: the weight of the original pairs, as a factor of each corpus's own.
     """
     originally = Corpora(config).training
     corpora = {}
@@ -59,10 +58,6 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
             target=corpus.data.target,
             weight=corpus.weight,
         )
-        if originals:
-            original = config.corpora.get(corpus.name) or CorpusConfig(config.data.train, format=config.data.format)
-            weight = corpus.weight * originals
-            corpora[f"{prefix}originals"] = dataclasses.replace(original, weight=weight, valid=(), test=())
     # Under their own names and without the teacher's translations, which are not references
     for name, corpus_config in config.corpora.items():
         if corpus_config.valid or corpus_config.test:
@@ -72,13 +67,3 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
         # The default of a run with corpora, by which it would be judged without test data of its own
         data = dataclasses.replace(data, format="text")
     return dataclasses.replace(config, data=data, corpora=corpora)
-
-
-def originals_of(student: RunConfig) -> float:
-    """Return the weight of the original pairs beside the translations, by a student's saved settings."""
-    for name, corpus in student.corpora.items():
-        translations = student.corpora.get(f"{name.removesuffix('originals')}translations")
-        # A corpus of the teacher's data may have such a name, and no weight
-        if name.endswith("originals") and translations and translations.weight:
-            return corpus.weight / translations.weight
-    return 0.0
