@@ -7,16 +7,14 @@ and default, so that the command line cannot drift from the configuration.
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
-from recipes.translation.settings.schema import SettingType
+from recipes.translation.settings.schema import SettingType, nearest
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
@@ -51,12 +49,10 @@ class OneLineParser(argparse.ArgumentParser):
 def unknown(what: str, word: str, valid: Sequence[str]) -> str:
     """Return a message that `word` is unknown, with the most similar of the `valid` ones."""
     name = word.partition("=")[0]
-    ends = {option.rpartition(".")[2].lstrip("-"): option for option in valid}  # --step for --training.steps
-    by_end = difflib.get_close_matches(name.rpartition(".")[2].lstrip("-"), ends, n=1)
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.8) or [ends[end] for end in by_end]
-    if not near:
-        return f"unknown {what} {name}"
-    return f"unknown {what} {name}; did you mean {near[0]}?"
+    message = f"unknown {what} {name}"
+    if near := nearest(name, valid):
+        message += f"; did you mean {near[0]}?"
+    return message
 
 
 def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | None = None) -> None:
@@ -77,7 +73,8 @@ def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | No
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """Return the options on the command line by dotted name, for `load_config`."""
     given = {name: value for name, value in vars(options).items() if name in SCHEMA.settings and value is not None}
-    return {name: _as_yaml(value) for name, value in given.items()}
+    # A single word may be a YAML list itself, or `auto`
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
 class _ByPreset:
@@ -109,17 +106,6 @@ def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, defaul
         *flags, nargs=nargs, dest=name, metavar=metavar, help=f"{help_text} (default: %(shown)s)"
     )
     action.shown = default  # type: ignore[attr-defined]
-
-
-def _as_yaml(words: str | list[str]) -> str | list[str]:
-    """Return a single word as it is, numbers as a YAML list, and other words as a list of texts."""
-    if isinstance(words, str):
-        return words
-    if len(words) == 1:  # it may be a YAML list itself, or `auto`
-        return words[0]
-    if all(re.fullmatch(r"[-+.\deE]+", word) for word in words):
-        return f"[{', '.join(words)}]"
-    return words
 
 
 def _shown(name: str, default: object) -> str | _ByPreset:
