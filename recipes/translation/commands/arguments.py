@@ -203,8 +203,6 @@ def with_folder(config: RunConfig) -> RunConfig:
     """Return settings whose run is a folder that a run can be in; raise ConfigError for any other."""
     if not config.run:
         raise ConfigError("run is empty, perhaps because a shell variable is not set: name the folder of the run")
-    if "\0" in config.run:
-        raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
     check_run(Path(config.run))
     return config
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.asked import lines_answer, lines_asked, translate_asked
+from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
 from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
 from recipes.translation.serve.guard import Guard
@@ -43,7 +43,6 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
     routes = [
         Route("/translate", service.translate, methods=["POST"]),
         Route("/lines", service.lines, methods=["POST"]),
-        Route("/detect", service.detect, methods=["POST"]),
         Route("/languages", service.languages),
         Route("/models", service.described),
         Route("/health", service.health),
@@ -82,7 +81,8 @@ class Service:
     async def lines(self, request: Request) -> Response:
         """Translate lines for the page: with scores, and alignments if wanted; one that cannot be has an error."""
         wanted, lines = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
-        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines)))
+        found = await self.found(request, wanted, lines)
+        return JSONResponse({"lines": [line_answer(*each) for each in zip(lines, found, strict=True)]})
 
     async def found(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
         """Queue lines and wait for their translations."""
@@ -92,10 +92,6 @@ class Service:
             raise RefusedError(503, str(error), {"Retry-After": "1"}) from None
         except DataError as error:
             raise RefusedError(400, str(error)) from None
-
-    async def detect(self, request: Request) -> Response:
-        """Refuse to detect languages."""
-        raise RefusedError(501, "languages are not detected here: name the language of the text as source")
 
     async def languages(self, request: Request) -> Response:
         """Return the source languages, each with its targets."""

@@ -92,11 +92,6 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
     return Wanted(model, n_best, links), lines
 
 
-def lines_answer(lines: Sequence[str], found: Sequence[Line]) -> dict[str, object]:
-    """Return what was found for each line, in their order."""
-    return {"lines": [line_answer(line, one) for line, one in zip(lines, found, strict=True)]}
-
-
 def line_answer(line: str, found: Line) -> dict[str, object]:
     """Return the translations of a line, its words and those of the best translation, and their links, or an error."""
     if found.refused:

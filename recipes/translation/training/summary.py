@@ -53,7 +53,7 @@ def announce(
         lines.append(end_of(settings, corpus))
     if teacher is not None:
         lines.append(
-            f"learning from {teacher.saved.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"learning from {teacher.saved.folder}, {size_of(teacher.model)}: weight "
             f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}"
         )
     if settings.label_smoothing:
@@ -75,16 +75,12 @@ def end_of(settings: TrainingConfig, corpus: Corpus) -> str:
 
 def size_of(model: EncoderDecoder) -> str:
     """Return the number of parameters, and how many of them are trained, as text."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{parameters_of(model)} parameters"
-    if trained < sum(parameter.numel() for parameter in model.parameters()):
+    size = f"{parameters / 1e6:.1f} M parameters"
+    if 0 < trained < parameters:
         size += f" ({trained / 1e6:.2f} M trained)"
     return size
-
-
-def parameters_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters as text."""
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
 
 
 @dataclass(frozen=True)
