@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,14 +64,11 @@ def serve(argv: Sequence[str]) -> int:
     from recipes.translation.serve.server import address_of, listening, names_of, server_of
 
     limits = Limits()
-    with ExitStack() as held:
-        # Before the models are read, which takes longer
-        taken = held.enter_context(listening(options.host, options.port))
+    # Before the models are read, which takes longer
+    with listening(options.host, options.port) as taken:
         models = [model for run in runs for model in models_of(run, options)]
-        batcher = Batcher(models, limits.queued_lines)
-        held.callback(batcher.close, 5)
-        app = application(models, batcher, limits, names_of(taken))
-        print(f"[serve] {address_of(taken)} (Ctrl-C stops, a second one at once)", flush=True)
+        app = application(models, Batcher(models, limits.queued_lines), limits, names_of(taken))
+        print(f"[serve] {address_of(taken)} (Ctrl-C stops)", flush=True)
         server_of(app, limits).run(sockets=[taken])
     return 0
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from starlette.routing import Route
 
 from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
-from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
+from recipes.translation.serve.batching import Batcher, FullError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
 from recipes.translation.serve.guard import Guard
 from recipes.translation.serve.models import Line, Model
@@ -87,8 +86,8 @@ class Service:
     async def found(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
         """Queue lines and wait for their translations."""
         try:
-            return await awaited(request, self.batcher.submit(wanted, lines), self.limits.answer_seconds)
-        except NotAcceptedError as error:
+            return await awaited(request, self.batcher.translated(wanted, lines), self.limits.answer_seconds)
+        except FullError as error:
             raise RefusedError(503, str(error), {"Retry-After": "1"}) from None
         except DataError as error:
             raise RefusedError(400, str(error)) from None
@@ -108,15 +107,13 @@ class Service:
         return JSONResponse([{name: getattr(model, name) for name in shown} for model in self.models])
 
     async def health(self, request: Request) -> Response:
-        """Return whether translations can be made."""
-        if not self.batcher.alive:
-            raise RefusedError(503, "the thread that translates has ended: start the service again")
+        """Say that the service answers."""
         return JSONResponse({"status": "ok"})
 
 
-async def awaited(request: Request, answer: Future[list[Line]], seconds: float) -> list[Line]:
+async def awaited(request: Request, answer: Coroutine[Any, Any, list[Line]], seconds: float) -> list[Line]:
     """Wait for an answer, and give it up when the client goes or the time is over."""
-    found = asyncio.wrap_future(answer)
+    found = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(disconnected(request))
     try:
         both: set[asyncio.Future[Any]] = {found, gone}
@@ -127,7 +124,7 @@ async def awaited(request: Request, answer: Future[list[Line]], seconds: float) 
             raise ClientDisconnect
         raise RefusedError(504, f"there was no translation within {seconds:g} seconds: send less at a time")
     finally:
-        answer.cancel()  # at once; `found` follows
+        found.cancel()
         gone.cancel()
 
 

@@ -29,8 +29,7 @@ CORPORA = {"a": {}, "b": {"target": "fr"}, "c": {"source": "nl", "target": "fr"}
 @contextmanager
 def asking(models: Sequence[Any]) -> Iterator[Any]:
     """A function that sends a request to a service of these models, by GET or with fields by POST."""
-    batcher = Batcher(models, 100)
-    app = application(models, batcher, Limits(), ["*"])
+    app = application(models, Batcher(models, 100), Limits(), ["*"])
 
     async def sent(path: str, fields: dict[str, object] | None) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
@@ -38,10 +37,7 @@ def asking(models: Sequence[Any]) -> Iterator[Any]:
                 return await client.get(path)
             return await client.post(path, json=fields)
 
-    try:
-        yield lambda path, **fields: asyncio.run(sent(path, fields or None))
-    finally:
-        batcher.close(20)
+    yield lambda path, **fields: asyncio.run(sent(path, fields or None))
 
 
 def opened(source: str, target: str) -> Recorder:

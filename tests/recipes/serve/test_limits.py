@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import awaited
-from recipes.translation.serve.batching import NotAcceptedError, Wanted
+from recipes.translation.serve.batching import Batcher, FullError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, body_of, too_large
-from recipes.translation.serve.models import Line
 from recipes.translation.serve.server import listening, server_of
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.serving import GOOD, batching, client_of, serving
+from tests.recipes.serve.serving import GOOD, batched, client_of, serving, waiting
 
 LIMIT = 200
 
@@ -59,14 +57,17 @@ def asked(q: str, **limits: int) -> int:
 
 def queued(lines: int) -> int:
     """The status of a request of so many lines, where one line waits."""
+    found = []
+
+    async def clients(batcher: Batcher) -> None:
+        one = await waiting(batcher, Wanted(0, 1), ["a"])
+        others = await waiting(batcher, Wanted(0, 1), ["a"] * (lines - 1))
+        model.gate.set()
+        found.extend(await asyncio.gather(one, others, return_exceptions=True))
+
     model = Recorder()
-    with batching(model, LIMIT) as batcher:
-        batcher.submit(Wanted(0, 1), ["a"])
-        try:
-            batcher.submit(Wanted(0, 1), ["a"] * (lines - 1))
-        except NotAcceptedError:
-            return 503
-        return 200
+    batched(model, clients, LIMIT)
+    return 503 if isinstance(found[1], FullError) else 200
 
 
 def connected(clients: int) -> int:
@@ -165,10 +166,8 @@ async def body_after(seconds: float) -> int:
 
 async def answer_after(seconds: float) -> int:
     """The status of a request whose translation takes so long."""
-    answer: Future[list[Line]] = Future()
-    asyncio.get_running_loop().call_later(seconds, answer.set_result, [])
     try:
-        await awaited(request_of([]), answer, 100)
+        await awaited(request_of([]), asyncio.sleep(seconds, []), 100)
     except RefusedError as error:
         return error.status
     return 200
