@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
@@ -23,14 +24,6 @@ from recipes.translation.serve.guard import Guard
 from recipes.translation.serve.models import Line, Model
 
 PAGE = Path(__file__).parent / "page"
-FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/view.js": ("view.js", "text/javascript"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-"""The files of the page by their paths."""
 
 
 def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names: Sequence[str]) -> Guard:
@@ -45,7 +38,7 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
         Route("/languages", service.languages),
         Route("/models", service.described),
         Route("/health", service.health),
-        *(Route(path, file_response(*file)) for path, file in FILES.items()),
+        Mount("/", StaticFiles(directory=PAGE, html=True)),
     ]
     app = Starlette(
         routes=routes,
@@ -132,16 +125,6 @@ async def disconnected(request: Request) -> None:
     """Wait until the client of a request whose body has been read goes away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def file_response(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that sends a file of the page."""
-    content = (PAGE / name).read_bytes()
-
-    async def endpoint(request: Request) -> Response:
-        return Response(content, media_type=media_type)
-
-    return endpoint
 
 
 async def refused(request: Request, error: Exception) -> Response:
