@@ -19,7 +19,7 @@ from recipes.translation.files.atomic_folder import model_folder, undisturbed, w
 from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
-from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, overrides
+from recipes.translation.settings.options import ALSO, OneLineParser, add_setting, overrides
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
@@ -126,13 +126,8 @@ DECODING = tuple(field.name for field in fields(DecodingConfig))
 def add_decoding_options(parser: argparse.ArgumentParser, names: Sequence[str] = DECODING) -> None:
     """Add an option for each of these settings of decoding; their values remain text, as in `add_config_options`."""
     for name in names:
-        setting = SCHEMA.settings[f"decoding.{name}"]
-        parser.add_argument(
-            as_option(name),
-            metavar=METAVARS.get(setting.kinds[0], "NAME"),
-            help=f"{setting.help.rstrip('.')} (default: the run's own decoding.{name}, "
-            f"{getattr(DecodingConfig(), name)} unless it was set)",
-        )
+        default = f"the run's own decoding.{name}, {getattr(DecodingConfig(), name)} unless it was set"
+        add_setting(parser, [as_option(name)], name, SCHEMA.settings[f"decoding.{name}"], default)
 
 
 def as_option(name: str) -> str:
