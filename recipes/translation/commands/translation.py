@@ -64,16 +64,15 @@ def translate(argv: Sequence[str]) -> int:
         parser.error("give sentences or --file, not both")
     if clash := clashing(options):
         parser.error(clash)
-    check_alignments(options)
+    if options.alignments:
+        reads = (options.file, options.prefixes, options.constraints)
+        check_output_file(Path(options.alignments), "--alignments", reads=reads)
 
     from recipes.translation.processes.ranks import joined
 
-    typing = is_typing(options)
     with joined(LayoutConfig().timeout) as ranks, ExitStack() as held:
         sentences: list[str] = []
-        if typing:
-            check_typing(options, ranks)
-        else:
+        if not (typing := is_typing(options, ranks)):
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
         if options.engine == "ctranslate2":
             config, translated = by_ctranslate2(options, ranks)
@@ -93,21 +92,22 @@ def translate(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_alignments(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a file of alignments that would replace one of a run, or one that is read."""
-    if options.alignments:
-        reads = (options.file, options.prefixes, options.constraints)
-        check_output_file(Path(options.alignments), "--alignments", reads=reads)
-
-
-def is_typing(options: argparse.Namespace) -> bool:
-    """Return whether a person types the sentences; raise ConfigError if there is nothing to read them from."""
+def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
+    """Return whether a person types the sentences; raise ConfigError if nobody can."""
     if options.sentences or options.file:
         return False
     # Python has none where the program that started it has closed it
     if sys.stdin is None:
         raise ConfigError("there is no standard input: give sentences, or --file")
-    return sys.stdin.isatty()
+    if not sys.stdin.isatty():
+        return False
+    if ranks.world > 1:
+        raise ConfigError("sentences can be typed to one process only; give several processes words, --file or a pipe")
+    if options.prefixes or options.constraints or options.alignments:
+        raise ConfigError(
+            "--prefixes, --constraints and --alignments have a line for each sentence: give sentences or --file"
+        )
+    return True
 
 
 def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, Callable[[list[str]], list[str]]]:
@@ -121,16 +121,6 @@ def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig
     if note := outdated(options.run):
         print(f"[translate] {note}", file=sys.stderr)
     return translator.config, partial(ctranslate2_engine.translate, translator)
-
-
-def check_typing(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Raise ConfigError where a person cannot type the sentences."""
-    if ranks.world > 1:
-        raise ConfigError("sentences can be typed to one process only; give several processes words, --file or a pipe")
-    if options.prefixes or options.constraints or options.alignments:
-        raise ConfigError(
-            "--prefixes, --constraints and --alignments have a line for each sentence: give sentences or --file"
-        )
 
 
 def printed(

@@ -87,12 +87,10 @@ class Service:
 
     async def languages(self, request: Request) -> Response:
         """Return the source languages, each with its targets."""
-        targets: dict[str, list[str]] = {}
+        targets: dict[str, dict[str, None]] = {}  # each once, in their order
         for model in self.models:
-            known = targets.setdefault(model.source, [])
-            if model.target not in known:
-                known.append(model.target)
-        return JSONResponse([{"code": code, "name": code, "targets": names} for code, names in targets.items()])
+            targets.setdefault(model.source, {})[model.target] = None
+        return JSONResponse([{"code": code, "name": code, "targets": list(names)} for code, names in targets.items()])
 
     async def described(self, request: Request) -> Response:
         """Return the models for the page."""

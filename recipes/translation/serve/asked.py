@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,7 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     check_names(fields, ("q", "source", "target", "format", "alternatives"))
     q = fields.get("q")
     several = isinstance(q, list)
-    if not several:
-        q = [q]
-    texts = strings(q)
+    texts = strings(q if several else [q])
     if texts is None:
         raise RefusedError(400, "q is the text to translate: send a string, or a list of strings")
     if (form := fields.get("format", "text")) != "text":
@@ -113,23 +111,18 @@ def strings(value: object) -> list[str] | None:
 
 def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
     """Return the number of the first model that translates between the languages of the request."""
-    source = language(fields, "source", {model.source for model in models})
+    source, target = (fields.get(name) for name in ("source", "target"))
+    for name, given in (("source", source), ("target", target)):
+        if not isinstance(given, str) or not given:
+            known = ", ".join(sorted({getattr(model, name) for model in models}))
+            raise RefusedError(400, f"{name} is missing: name a language, one of {known}")
     if source == "auto":
         raise RefusedError(400, "source is auto, and languages are not detected here: name the language of the text")
-    target = language(fields, "target", {model.target for model in models})
     for number, model in enumerate(models):
         if (model.source, model.target) == (source, target):
             return number
     pairs = ", ".join(sorted({f"{model.source} to {model.target}" for model in models}))
     raise RefusedError(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
-
-
-def language(fields: Mapping[str, object], name: str, known: Set[str]) -> str:
-    """Return a language of the request."""
-    found = fields.get(name)
-    if not isinstance(found, str) or not found:
-        raise RefusedError(400, f"{name} is missing: name a language, one of {', '.join(sorted(known))}")
-    return found
 
 
 def whole(fields: Mapping[str, object], name: str, default: int, least: int, most: int) -> int:

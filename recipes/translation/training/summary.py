@@ -144,7 +144,8 @@ def summarize(
     Every rank calls it, as the model may be too large for one of them.
     """
     run = Path(config.run)
-    best, files = ranks.run_on_main(lambda: (best_of(run), visible(run)))
+    best = ranks.run_on_main(lambda: best_of(run))
+    files = ranks.run_on_main(lambda: tuple(sorted(path.name for path in run.iterdir() if path.name[0] != ".")))
     # Nobody who presses Ctrl-C wants to wait for translations
     if best is None or stopped_by:
         return Summary(run, state, steps, best, stopped_by, files)
@@ -205,11 +206,6 @@ def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]
     with loaded_models([lambda: load_saved(folder)], ranks) as ((translator,), searching):
         found = translate(translator, [pair.source for pair in pairs], searching)
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
-
-
-def visible(run: Path) -> tuple[str, ...]:
-    """Return the names of a run's files and folders that are not hidden."""
-    return tuple(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
 
 
 def going_on(run: Path | str, *words: object) -> str:
