@@ -85,17 +85,16 @@ def models_of(run: str, options: argparse.Namespace) -> list[Model]:
 
     exported = exported_folder(run)
     if options.engine == "torch" or (options.engine is None and not (exported / "model.bin").is_file()):
-        models = served_models(run, load(run, options))
+        translator = load(run, options)
+        models = served_models(run, translator, translator)
     else:
         found = load_exported(run, options)
         if options.checkpoint:
             raise ConfigError(
                 f"{run} translates with {exported}, and --checkpoint is for torch: leave it out, or add --engine torch"
             )
-        translator = None
-        if exported != Path(run) and whole_folder(model_folder(run)):
-            translator = load(run, options)  # for alignments
-        models = served_models(run, translator, found)
+        beside = exported != Path(run) and whole_folder(model_folder(run))
+        models = served_models(run, found, load(run, options) if beside else None)
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
     print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].beam}", flush=True)
     if models[0].engine == "ctranslate2" and (note := outdated(run)):

@@ -95,7 +95,8 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
     subwords: Any = Counting()
     model = make_transformer(PRESETS["tiny"], 5, 5, pad=0)
     config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})
-    with asking(served_models.served_models("run", Translator(config, model, subwords, subwords))) as ask:
+    translator = Translator(config, model, subwords, subwords)
+    with asking(served_models.served_models("run", translator, translator)) as ask:
         assert ask("/languages").json() == [
             {"code": "en", "name": "en", "targets": ["de", "fr"]},
             {"code": "nl", "name": "nl", "targets": ["fr"]},

@@ -189,7 +189,7 @@ def test_a_line_may_be_exactly_as_long_as_the_model_reads(tmp_path: Path) -> Non
     for most in (longest - 1, longest, longest + 1):
         config = translator.config
         config = replace(config, training=replace(config.training, max_length=most))
-        (model,) = served_models("run", replace(translator, config=config))
+        (model,) = served_models("run", replace(translator, config=config), None)
         assert config.decoding.max_length < most
         found.append(bool(model.translate([line], 1, False)[0].refused))
     assert found == [True, False, False]
