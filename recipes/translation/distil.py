@@ -19,9 +19,8 @@ from recipes.translation.run_folder.resume import check_others_stay
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.loaded_models import loaded_models
-from recipes.translation.training.student_data import FOLDER, sentences_of, student_of
+from recipes.translation.training.student_data import FOLDER, sentences_of, student_of, write_translations
 from recipes.translation.training.summary import Summary
-from recipes.translation.training.teacher_translations import write_translations
 
 
 def distil(config: RunConfig, fresh: bool, ranks: Ranks) -> Summary:

@@ -24,9 +24,8 @@ from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
-from recipes.translation.training import teacher_translations
-from recipes.translation.training.student_data import sentences_of, student_of
-from recipes.translation.training.teacher_translations import write_translations
+from recipes.translation.training import student_data
+from recipes.translation.training.student_data import sentences_of, student_of, write_translations
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
@@ -41,7 +40,7 @@ SMALL = ["--model.d_model", "16", "--model.d_ff", "16", "--model.heads", "2"]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_translations, "BLOCK", 5)
+    monkeypatch.setattr(student_data, "BLOCK", 5)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.extend(sentences)
         return translate(translator, sentences, *more)
 
-    monkeypatch.setattr(teacher_translations, "translate", noted)
+    monkeypatch.setattr(student_data, "translate", noted)
     return seen
 
 

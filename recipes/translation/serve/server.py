@@ -9,8 +9,8 @@ import socket
 import uvicorn
 
 from recipes.translation.errors import ConfigError
+from recipes.translation.serve.app import Guard
 from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.guard import Guard
 
 FINISH_SECONDS = 30
 """How long the requests that have arrived can take after the signal to stop."""

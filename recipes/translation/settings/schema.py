@@ -243,9 +243,7 @@ def _entries(node: yaml.Node, section: str, path: Path, what: str) -> Iterator[t
         raise ConfigError(f"{what}; got {_shown(node)}")
     locations: dict[str, str] = {}
     for key_node, value in node.value:
-        key = _shown(key_node)
-        if isinstance(key_node, yaml.ScalarNode):
-            key = key_node.value
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
         if section:
             key = f"{section}.{key}"
         location = f"{path}:{key_node.start_mark.line + 1}"
@@ -264,13 +262,11 @@ def _composed_file(path: Path) -> yaml.Node:
         raise ConfigError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-    except yaml.MarkedYAMLError as error:
-        where = str(path)
-        if error.problem_mark:
-            where = f"{path}:{error.problem_mark.line + 1}"
-        raise ConfigError(f"{where} is not YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        what = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
+        raise ConfigError(f"{where} is not YAML: {what}") from error
 
 
 def _composed(text: str) -> yaml.Node:
@@ -358,13 +354,11 @@ def shortened(text: str) -> str:
 def _words(kind: Any, limits: str) -> str:
     if get_origin(kind) is Mapping:
         return "sections, each under a name"
-    names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
     if _is_list(kind):
         inner = get_args(kind)
         each = _words(inner[0], limits)
         if inner[-1] is ...:
             return f"a list, each {each}"
         return f"a list of {len(inner)}, each {each}"
-    if kind in (int, float):
-        return names[kind] + limits
-    return names[kind]
+    names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
+    return names[kind] + (limits if kind in (int, float) else "")

@@ -9,10 +9,9 @@ from typing import Any
 
 import httpx
 
-from recipes.translation.serve.app import application
+from recipes.translation.serve.app import Guard, application
 from recipes.translation.serve.batching import Batcher, Wanted
 from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.guard import Guard
 from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
 

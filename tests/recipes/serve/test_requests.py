@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from recipes.translation.serve.guard import Guard
+from recipes.translation.serve.app import Guard
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.serving import GOOD, client_of, serving
 
