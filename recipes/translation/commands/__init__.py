@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from recipes.translation.commands.arguments import PROGRAM, Command, count, explained
+from recipes.translation.commands.arguments import PROGRAM, Command, count, explained, name_of
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
@@ -36,21 +36,9 @@ from recipes.translation.settings.options import unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
-COMMANDS: dict[str, Command] = {
-    "demo": demo,
-    "prepare": prepare,
-    "train": train,
-    "average": average,
-    "distil": distil,
-    "evaluate": evaluate,
-    "compare": compare,
-    "score": score,
-    "translate": translate,
-    "import": import_,
-    "export": export,
-    "report": report,
-    "serve": serve,
-}
+RUN = (demo, prepare, train, average, distil, evaluate, compare, score, translate, import_, export, report, serve)
+COMMANDS: dict[str, Command] = {name_of(run): run for run in RUN}
+"""The commands by their names, in the order of the overview."""
 
 
 PRINTING = ("translate", "score", "compare")

@@ -6,8 +6,8 @@ import argparse
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -41,8 +41,12 @@ def explained(run: Command) -> tuple[str, str]:
     return description, examples
 
 
+def name_of(run: Command) -> str:
+    return run.__name__.rstrip("_")  # `import` is a word of Python
+
+
 def parser_of(run: Command) -> OneLineParser:
-    return OneLineParser(f"{PROGRAM} {run.__name__.rstrip('_')}", *explained(run))
+    return OneLineParser(f"{PROGRAM} {name_of(run)}", *explained(run))
 
 
 def number(kind: Callable[[str], N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
@@ -254,13 +258,13 @@ def load(run: str, options: argparse.Namespace) -> Translator:
     return load_translator(checkpoint_folder(run, options.checkpoint), device, decoding_overrides(options))
 
 
-@contextmanager
-def loaded(runs: Sequence[str], options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[list[Translator], Ranks]]:
-    """Within the block, yield the models of some runs, with the decoding options given, as `loaded_models` does."""
+def loaded(
+    runs: Sequence[str], options: argparse.Namespace, ranks: Ranks
+) -> AbstractContextManager[tuple[list[Translator], Ranks]]:
+    """Within the block, give the models of some runs, with the decoding options given, as `loaded_models` does."""
     from recipes.translation.training.loaded_models import loaded_models
 
-    with loaded_models([partial(saved_model, run, options) for run in runs], ranks) as found:
-        yield found
+    return loaded_models([partial(saved_model, run, options) for run in runs], ranks)
 
 
 def exported_folder(run: str) -> Path:

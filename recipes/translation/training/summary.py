@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -146,12 +146,13 @@ def summarize(
     run = Path(config.run)
     best = ranks.run_on_main(lambda: best_of(run))
     files = ranks.run_on_main(lambda: tuple(sorted(path.name for path in run.iterdir() if path.name[0] != ".")))
+    summary = Summary(run, state, steps, best, stopped_by, files)
     # Nobody who presses Ctrl-C wants to wait for translations
     if best is None or stopped_by:
-        return Summary(run, state, steps, best, stopped_by, files)
+        return summary
     if is_hopeless(best):
-        return Summary(run, state, steps, best, stopped_by, files, advice=advice(config, state))
-    return Summary(run, state, steps, best, stopped_by, files, translated(run / "best", corpus, ranks))
+        return replace(summary, advice=advice(config, state))
+    return replace(summary, samples=translated(run / "best", corpus, ranks))
 
 
 def best_of(run: Path) -> Validation | None:
