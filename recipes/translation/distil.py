@@ -19,17 +19,15 @@ from recipes.translation.run_folder.resume import check_others_stay
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.loaded_models import loaded_models
-from recipes.translation.training.student_data import FOLDER, sentences_of, student_of
+from recipes.translation.training.student_data import FOLDER, sentences_of, student_of, write_translations
 from recipes.translation.training.summary import Summary
-from recipes.translation.training.teacher_translations import write_translations
 
 
-def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Summary:
+def distil(config: RunConfig, fresh: bool, ranks: Ranks) -> Summary:
     """Translate the training sentences by `config.training.teacher`, and train a student on the translations.
 
     Args:
         config: the student's settings, with the original training data.
-        originals: the weight of the original pairs beside the translations; with 0 there are none of them.
         fresh: start the training over; translations made from the same sentences are kept.
         ranks: the processes, each of which calls this.
     """
@@ -40,8 +38,7 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
         torch.set_num_threads(config.training.threads)
     with ranks.held_by_main(lambda: sole_writer(Path(config.run))):
         names = translations_of(config, ranks)
-    student = student_of(config, names, originals)
-    return train(student, fresh=fresh, ranks=ranks)
+    return train(student_of(config, names), fresh=fresh, ranks=ranks)
 
 
 def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:

@@ -116,7 +116,6 @@ def train_on(
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
     if saved:
-        ranks.run_on_main(lambda: average.check(saved.averages, run / "last"))
         if saved.state.step:
             layout.fill_moments(optimizer, saved.moments)
         layout.parts.receive(average.averages, saved.averages)

@@ -24,9 +24,8 @@ from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
-from recipes.translation.training import teacher_translations
-from recipes.translation.training.student_data import originals_of, sentences_of, student_of
-from recipes.translation.training.teacher_translations import write_translations
+from recipes.translation.training import student_data
+from recipes.translation.training.student_data import sentences_of, student_of, write_translations
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
@@ -41,7 +40,7 @@ SMALL = ["--model.d_model", "16", "--model.d_ff", "16", "--model.heads", "2"]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_translations, "BLOCK", 5)
+    monkeypatch.setattr(student_data, "BLOCK", 5)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.extend(sentences)
         return translate(translator, sentences, *more)
 
-    monkeypatch.setattr(teacher_translations, "translate", noted)
+    monkeypatch.setattr(student_data, "translate", noted)
     return seen
 
 
@@ -154,15 +153,8 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     # The same command goes on with the student; with --fresh the translations are kept
     assert main(["distil", "--run", str(student), "--training.steps", "2"]) == 0
     assert "[train] resuming from step 1" in capsys.readouterr().out
-    assert main([*words, "--training.steps", "1", "--fresh", "--originals", "0.5"]) == 0
+    assert main([*words, "--training.steps", "1", "--fresh"]) == 0
     assert "40 translations reused" in capsys.readouterr().out
-    mixed = Corpora(load_translator(student / "best").config).training
-    assert [(each.name, each.weight) for each in mixed] == [("translations", 1.0), ("originals", 0.5)]
-    assert main([*words, "--training.steps", "2", "--originals", "0.5"]) == 0
-    for other in ("0", "1"):
-        capsys.readouterr()
-        assert main([*words, "--training.steps", "3", "--originals", other]) == 2
-        assert f"--originals is {other}, but {student} was begun with 0.5: keep it" in capsys.readouterr().err
 
 
 def test_a_student_that_was_moved_is_resumed_averaged_and_evaluated(
@@ -242,16 +234,14 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
     news, back = sentences_of(config, config)
     assert news == ("<2de>", files["en"])
     assert back == ("<2en>", files["de"])
-    student = student_of(config, [("a", "b"), ("c", "d")], 0.5)
+    student = student_of(config, [("a", "b"), ("c", "d")])
     save_config(student, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == student
     found = {each.name: (each.data.train, each.data.path, each.tags, each.weight) for each in Corpora(student).training}
     folder = str(tmp_path / "run" / "translations")
     assert found == {
         "news.translations": (("a", "b"), folder, ("<2de>",), 2.0),
-        "news.originals": (("en", "de"), str(tmp_path), ("<2de>",), 1.0),
         "back.translations": (("c", "d"), folder, ("<2en>",), 1.0),
-        "back.originals": (("de", "en"), str(tmp_path), ("<2en>", "<bt>"), 0.5),
     }
 
 
@@ -259,15 +249,14 @@ def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path:
     held_out_files = {"valid": ["en", "de"], "test": ["x", "y"], "tag": "<bt>"}
     corpora = {"news": {"train": ["en", "de"], "weight": 2, **held_out_files}, "new": {"valid": ["v", "w"]}}
     config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
-    for originals in (0.0, 1.0):
-        student = student_of(config, [("a", "b")], originals)
-        for split in SPLITS:
-            theirs = Corpora(config).held_out(split)
-            own = [replace(each, config=student, data=replace(each.data, train=())) for each in theirs]
-            assert Corpora(student).held_out(split) == own
-        assert "news" not in [each.name for each in Corpora(student).training]
-        # One that has no training data has no weight in it either, and is refused with one
-        assert {student.corpora[name].weight for name in corpora} == {1.0}
+    student = student_of(config, [("a", "b")])
+    for split in SPLITS:
+        theirs = Corpora(config).held_out(split)
+        own = [replace(each, config=student, data=replace(each.data, train=())) for each in theirs]
+        assert Corpora(student).held_out(split) == own
+    assert "news" not in [each.name for each in Corpora(student).training]
+    # One that has no training data has no weight in it either, and is refused with one
+    assert {student.corpora[name].weight for name in corpora} == {1.0}
 
 
 @pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "parquet", "hub"])
@@ -275,32 +264,18 @@ def test_a_student_reads_validation_and_test_data_in_their_own_format(format: st
     names = {split: ["a", "b"] if format == "text" else [f"{split}.{format}"] for split in ("train", *SPLITS)}
     files = {f"data.{split}": each for split, each in names.items()}
     config = tiny(tmp_path / "run", {"data.format": format, "data.path": str(tmp_path), **files})
-    student = student_of(config, [("a", "b")], 0.5)
+    student = student_of(config, [("a", "b")])
     for split in SPLITS:
         (own,), (theirs,) = Corpora(student).held_out(split), Corpora(config).held_out(split)
         assert own.data == replace(theirs.data, train=())
 
 
-@pytest.mark.parametrize(("weight", "originals"), [(0.1, 0.7), (3.0, 0.1), (1.0, 0.25)])
-def test_the_weight_of_the_originals_is_found_again(weight: float, originals: float, tmp_path: Path) -> None:
-    held = {"valid": ["v", "w"]}
-    corpora = {"unused": {"train": ["en", "de"], "weight": 0}, "news": {"train": ["en", "de"], "weight": weight}}
-    corpora["the.originals"] = held
-    config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
-    student = student_of(config, [("a", "b"), ("c", "d")], originals)
-    assert originals_of(student) == pytest.approx(originals, rel=1e-12)
-
-
-def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> None:
+def test_files_that_are_the_only_corpus_become_one(tmp_path: Path) -> None:
     files = {"data.format": "text", "data.path": str(tmp_path), "data.train": ["en", "de"], "data.valid": ["en", "de"]}
-    student = student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.25)
+    student = student_of(tiny(tmp_path / "run", files), [("a", "b")])
     assert student.data.train == ()
-    translations, originals = Corpora(student).training
+    (translations,) = Corpora(student).training
     assert (translations.name, translations.data.train, translations.weight) == ("translations", ("a", "b"), 1.0)
-    assert (originals.name, originals.data.train, originals.weight) == ("originals", ("en", "de"), 0.25)
-    assert (originals.data.path, originals.data.format) == (str(tmp_path), "text")
-    (only,) = Corpora(student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.0)).training
-    assert only.name == "translations"
 
 
 def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> None:
@@ -317,7 +292,6 @@ def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> N
         (["--teacher", "a"], "name the student's folder: --run FOLDER"),
         (["--run", "{tmp}"], "training.teacher names no model to learn from: give --teacher FOLDER"),
         (["--run", "{tmp}", "--teacher", "nowhere"], "there is no trained model in nowhere/best"),
-        (["--run", "{tmp}", "--teacher", "a", "--originals", "-1"], "'-1' is not a number from 0"),
         (["--run", "{tmp}", "--teacher", "{run}", "--subwords.kind", "bpe"], "a student has its teacher's subwords"),
     ],
 )
@@ -338,7 +312,7 @@ def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
 
 def told(rank: int, world: int, config: RunConfig) -> int:
     with joined(60) as processes:
-        return distil(config, 0.0, False, processes).state.step
+        return distil(config, False, processes).state.step
 
 
 @pytest.mark.launched
@@ -356,11 +330,11 @@ def test_several_processes_share_the_sentences_and_write_them_in_order(run: Path
 def test_a_student_of_files_without_a_test_set_has_none(tmp_path: Path) -> None:
     corpora = {"news": {"train": ["en", "de"], "valid": ["v", "w"]}}
     config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
-    student = student_of(config, [("a", "b")], 0.0)
+    student = student_of(config, [("a", "b")])
     assert not Corpora(config).has("test")
     assert not Corpora(student).has("test")
     builtin = tiny(tmp_path / "run")
-    assert Corpora(student_of(builtin, [("a", "b")], 0.0)).has("test")
+    assert Corpora(student_of(builtin, [("a", "b")])).has("test")
 
 
 def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_path: Path) -> None:
@@ -393,6 +367,6 @@ def test_a_student_in_its_teachers_folder_is_refused_before_any_work(
     before = contents(run)
     for fresh in (False, True):
         with joined(60) as ranks, pytest.raises(ConfigError, match=f"a model of {run} itself, which a new run there"):
-            distil(tiny(run, {"training.teacher": str(run)}), 0.0, fresh, ranks)
+            distil(tiny(run, {"training.teacher": str(run)}), fresh, ranks)
     assert seen == []
     assert contents(run) == before

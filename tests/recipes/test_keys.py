@@ -24,7 +24,7 @@ from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig
 from recipes.translation.settings.schema import Schema
 from recipes.translation.text.subwords import Subwords
-from recipes.translation.training.teacher_translations import origin
+from recipes.translation.training.student_data import origin
 from tests.recipes.random_translator import random_translator
 
 LINES = ["a dog", "two cats"]

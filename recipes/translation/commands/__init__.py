@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from recipes.translation.commands.arguments import PROGRAM, Command, explained
+from recipes.translation.commands.arguments import PROGRAM, Command, count, explained, name_of
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
@@ -36,21 +36,9 @@ from recipes.translation.settings.options import unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
-COMMANDS: dict[str, Command] = {
-    "demo": demo,
-    "prepare": prepare,
-    "train": train,
-    "average": average,
-    "distil": distil,
-    "evaluate": evaluate,
-    "compare": compare,
-    "score": score,
-    "translate": translate,
-    "import": import_,
-    "export": export,
-    "report": report,
-    "serve": serve,
-}
+RUN = (demo, prepare, train, average, distil, evaluate, compare, score, translate, import_, export, report, serve)
+COMMANDS: dict[str, Command] = {name_of(run): run for run in RUN}
+"""The commands by their names, in the order of the overview."""
 
 
 PRINTING = ("translate", "score", "compare")
@@ -128,25 +116,14 @@ def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
     Raises ConfigError for a value that is not a number, and in a process that was launched already.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--processes")
+    parser.add_argument("--processes", type=lambda word: automatic() if word == "auto" else count(word))
     try:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: give a number, or auto") from None
-    word = options.processes
-    if word is None:
-        return None, rest
-    if "RANK" in os.environ:
+    if options.processes and "RANK" in os.environ:
         raise ConfigError("--processes was given to a process that torchrun started: leave one of them out")
-    if word == "auto":
-        count = automatic()
-    elif word.isdecimal() and int(word) > 0:
-        count = int(word)
-    else:
-        raise ConfigError(f"--processes is {word!r}: give a number from 1 up, or auto")
-    if count == 1:
-        return None, rest
-    return count, rest
+    return options.processes if options.processes != 1 else None, rest
 
 
 def overview() -> str:

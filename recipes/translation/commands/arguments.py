@@ -6,8 +6,8 @@ import argparse
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from recipes.translation.files.atomic_folder import model_folder, undisturbed, w
 from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
-from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, overrides
+from recipes.translation.settings.options import ALSO, OneLineParser, add_setting, overrides
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
@@ -41,8 +41,12 @@ def explained(run: Command) -> tuple[str, str]:
     return description, examples
 
 
+def name_of(run: Command) -> str:
+    return run.__name__.rstrip("_")  # `import` is a word of Python
+
+
 def parser_of(run: Command) -> OneLineParser:
-    return OneLineParser(f"{PROGRAM} {run.__name__.rstrip('_')}", *explained(run))
+    return OneLineParser(f"{PROGRAM} {name_of(run)}", *explained(run))
 
 
 def number(kind: Callable[[str], N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
@@ -126,13 +130,8 @@ DECODING = tuple(field.name for field in fields(DecodingConfig))
 def add_decoding_options(parser: argparse.ArgumentParser, names: Sequence[str] = DECODING) -> None:
     """Add an option for each of these settings of decoding; their values remain text, as in `add_config_options`."""
     for name in names:
-        setting = SCHEMA.settings[f"decoding.{name}"]
-        parser.add_argument(
-            as_option(name),
-            metavar=METAVARS.get(setting.kinds[0], "NAME"),
-            help=f"{setting.help.rstrip('.')} (default: the run's own decoding.{name}, "
-            f"{getattr(DecodingConfig(), name)} unless it was set)",
-        )
+        default = f"the run's own decoding.{name}, {getattr(DecodingConfig(), name)} unless it was set"
+        add_setting(parser, [as_option(name)], name, SCHEMA.settings[f"decoding.{name}"], default)
 
 
 def as_option(name: str) -> str:
@@ -203,8 +202,6 @@ def with_folder(config: RunConfig) -> RunConfig:
     """Return settings whose run is a folder that a run can be in; raise ConfigError for any other."""
     if not config.run:
         raise ConfigError("run is empty, perhaps because a shell variable is not set: name the folder of the run")
-    if "\0" in config.run:
-        raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
     check_run(Path(config.run))
     return config
 
@@ -261,13 +258,13 @@ def load(run: str, options: argparse.Namespace) -> Translator:
     return load_translator(checkpoint_folder(run, options.checkpoint), device, decoding_overrides(options))
 
 
-@contextmanager
-def loaded(runs: Sequence[str], options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[list[Translator], Ranks]]:
-    """Within the block, yield the models of some runs, with the decoding options given, as `loaded_models` does."""
+def loaded(
+    runs: Sequence[str], options: argparse.Namespace, ranks: Ranks
+) -> AbstractContextManager[tuple[list[Translator], Ranks]]:
+    """Within the block, give the models of some runs, with the decoding options given, as `loaded_models` does."""
     from recipes.translation.training.loaded_models import loaded_models
 
-    with loaded_models([partial(saved_model, run, options) for run in runs], ranks) as found:
-        yield found
+    return loaded_models([partial(saved_model, run, options) for run in runs], ranks)
 
 
 def exported_folder(run: str) -> Path:

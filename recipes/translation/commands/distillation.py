@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.translation.commands.arguments import (
     add,
     config_file,
-    number,
     parser_of,
     path,
     run_config,
@@ -49,7 +47,7 @@ def distil(argv: Sequence[str]) -> int:
 
     example:
     python -m recipes.translation distil --teacher runs/teacher --run runs/student
-    python -m recipes.translation distil --teacher runs/teacher/averaged --run runs/student --originals 1 --processes 2
+    python -m recipes.translation distil --teacher runs/teacher/averaged --run runs/student --processes 2
     python -m recipes.translation distil --config recipes/translation/configs/multi30k_student.yaml
     """
     parser = parser_of(distil)
@@ -60,13 +58,6 @@ def distil(argv: Sequence[str]) -> int:
         metavar="FOLDER",
         type=path,
         help="the run to learn from (its best model), or a checkpoint folder; the same as --training.teacher",
-    )
-    parser.add_argument(
-        "--originals",
-        metavar="X",
-        type=number(float, lambda found: 0 <= found < 1e9, "a number from 0 to below 1e9"),
-        help="train on the original pairs too, with this weight beside that of the translations, which is 1 (default: "
-        "0, only on the translations)",
     )
     parser.add_argument(
         "--fresh", action="store_true", help="start the training over; translations that still fit are kept"
@@ -81,23 +72,13 @@ def distil(argv: Sequence[str]) -> int:
     from recipes.translation.distil import distil as distil_model
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train
-    from recipes.translation.training.student_data import originals_of
     from recipes.translation.training.summary import command
 
     resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
     config = student_config(options, bool(resumed))
-    begun = originals_of(config)
-    # Computed from two weights, and rounded
-    if resumed and options.originals is not None and not math.isclose(begun, options.originals, rel_tol=1e-9):
-        raise ConfigError(
-            f"--originals is {options.originals:g}, but {config.run} was begun with {begun:g}: keep it, choose another "
-            "--run, or start over with --fresh"
-        )
     with joined(config.layout.timeout) as ranks:
-        if resumed:  # its training data are the translations
-            summary = train(config, ranks=ranks)
-        else:
-            summary = distil_model(config, options.originals or 0.0, options.fresh, ranks)
+        # The training data of one that is resumed are the translations
+        summary = train(config, ranks=ranks) if resumed else distil_model(config, options.fresh, ranks)
         print(summary)
         if not summary.stopped_by:
             print("[distil] its scores, its export with int8 weights, and its translations:\n")

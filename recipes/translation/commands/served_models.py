@@ -9,49 +9,55 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.serve.models import Model
-from recipes.translation.translating.alignments import align
+from recipes.translation.serve.models import Line, Model
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.translating.alignments import Link, align
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import refusals
-from recipes.translation.translating.translate import Translation, alternatives
+from recipes.translation.translating.translate import alternatives
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
 
 
-def served_models(name: str, translator: Translator | None, exported: ExportedTranslator | None = None) -> list[Model]:
-    """Return a model, once for each of its pairs of languages.
-
-    If it is `exported`, CTranslate2 translates, and `translator` aligns where there is one.
-    """
-    given = exported or translator
-    assert given is not None
+def served_models(name: str, given: Translator | ExportedTranslator, aligner: Translator | None) -> list[Model]:
+    """Return a model, once for each of its pairs of languages; `aligner` is its run in torch, where there is one."""
     found = []
     for pair in language_pairs(Corpora(given.config)):
         config = with_languages(given.config, *pair)
-        in_torch = translator and replace(translator, config=config)
         model = Model(
             name,
-            "ctranslate2" if exported else "torch",
+            "torch" if isinstance(given, Translator) else "ctranslate2",
             config.data.source,
             config.data.target,
             config.decoding.beam,
             config.decoding.batch_sentences,
-            refusals=partial(refusals, given.source, config),
-            search=partial(search, in_torch, exported and exported._replace(config=config)),
-            align=partial(align, in_torch) if in_torch else None,
+            aligns=aligner is not None,
+            translate=partial(translate, given, aligner, config),
         )
         found.append(model)
     return found
 
 
-def search(
-    translator: Translator | None, exported: ExportedTranslator | None, lines: Sequence[str], n_best: int
-) -> list[list[Translation]]:
-    """Translate lines by the exported model, or else in torch."""
-    if exported:
+def translate(
+    given: Translator | ExportedTranslator,
+    aligner: Translator | None,
+    config: RunConfig,
+    lines: Sequence[str],
+    n_best: int,
+    links: bool,
+) -> list[Line]:
+    """Translate lines in torch or by CTranslate2, but those that cannot be; link words where that is possible."""
+    refused = refusals(given.source, config, lines)
+    fine = [line for number, line in enumerate(lines) if number not in refused]
+    if isinstance(given, Translator):
+        found = alternatives(replace(given, config=config), fine, SearchOptions(n_best=n_best))
+    else:
         from recipes.translation.export import ctranslate2_engine
 
-        return ctranslate2_engine.alternatives(exported, lines, n_best)
-    assert translator is not None
-    return alternatives(translator, lines, SearchOptions(n_best=n_best))
+        found = ctranslate2_engine.alternatives(given._replace(config=config), fine, n_best)
+    linked: list[list[Link]] = [[] for _ in fine]
+    if links and aligner:
+        linked = align(replace(aligner, config=config), fine, [row[0].text for row in found])
+    translated = map(Line, found, linked)
+    return [Line([], [], refused[number]) if number in refused else next(translated) for number in range(len(lines))]

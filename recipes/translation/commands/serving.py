@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,18 +61,16 @@ def serve(argv: Sequence[str]) -> int:
     from recipes.translation.serve.app import application
     from recipes.translation.serve.batching import Batcher
     from recipes.translation.serve.bodies import Limits
-    from recipes.translation.serve.server import address_of, bound, is_loopback
-    from recipes.translation.serve.server import serve as serve_app
+    from recipes.translation.serve.server import address_of, listening, names_of, server_of
 
     limits = Limits()
-    with ExitStack() as held:
-        taken = held.enter_context(bound(options.host, options.port))  # before the models are read, which takes longer
+    # Before the models are read, which takes longer
+    with listening(options.host, options.port) as taken:
         models = [model for run in runs for model in models_of(run, options)]
-        batcher = Batcher(models, limits.queued_lines)
-        held.callback(batcher.close, 5)
-        app = application(models, batcher, limits, is_loopback(taken))
-        ready = f"[serve] {address_of(taken)} (Ctrl-C stops)"
-        return serve_app(app, taken, lambda: print(ready, flush=True))
+        app = application(models, Batcher(models, limits.queued_lines), limits, names_of(taken))
+        print(f"[serve] {address_of(taken)} (Ctrl-C stops)", flush=True)
+        server_of(app, limits).run(sockets=[taken])
+    return 0
 
 
 HOST_HELP = "0.0.0.0 lets other machines in, without a password (default: 127.0.0.1, only this machine)"
@@ -88,17 +85,16 @@ def models_of(run: str, options: argparse.Namespace) -> list[Model]:
 
     exported = exported_folder(run)
     if options.engine == "torch" or (options.engine is None and not (exported / "model.bin").is_file()):
-        models = served_models(run, load(run, options))
+        translator = load(run, options)
+        models = served_models(run, translator, translator)
     else:
         found = load_exported(run, options)
         if options.checkpoint:
             raise ConfigError(
                 f"{run} translates with {exported}, and --checkpoint is for torch: leave it out, or add --engine torch"
             )
-        translator = None
-        if exported != Path(run) and whole_folder(model_folder(run)):
-            translator = load(run, options)  # for alignments
-        models = served_models(run, translator, found)
+        beside = exported != Path(run) and whole_folder(model_folder(run))
+        models = served_models(run, found, load(run, options) if beside else None)
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
     print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].beam}", flush=True)
     if models[0].engine == "ctranslate2" and (note := outdated(run)):

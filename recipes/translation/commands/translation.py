@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import lines_of, read_lines
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
-from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.settings.config import LayoutConfig, RunConfig
 from recipes.translation.translating.search_options import SearchOptions
 
 if TYPE_CHECKING:
@@ -63,52 +64,54 @@ def translate(argv: Sequence[str]) -> int:
         parser.error("give sentences or --file, not both")
     if clash := clashing(options):
         parser.error(clash)
-    check_alignments(options)
-
-    from recipes.translation.processes.ranks import joined
-
-    typing = is_typing(options)
-    with joined(LayoutConfig().timeout) as ranks:
-        if typing:
-            check_typing(options, ranks)
-        sentences: list[str] = []
-        if not typing:
-            sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
-        if options.engine == "ctranslate2":
-            translate_by_ctranslate2(sentences, typing, options, ranks)
-            return 0
-        search = ranks.run_on_main(lambda: search_options(options))
-        with loaded_ensemble(options, ranks) as (translator, searching):
-            if typing:
-                for sentence in typed(f"{translator.config.data.source}> "):
-                    print_text("\n".join(printed(translator, [sentence], search, options, searching)), flush=True)
-            lines = printed(translator, sentences, search, options, searching)
-            for line in lines:
-                print_text(line)
-            if options.alignments:
-                write_alignments(Path(options.alignments), translator, sentences, lines, searching)
-    return 0
-
-
-def check_alignments(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a file of alignments that would replace one of a run, or one that is read."""
     if options.alignments:
         reads = (options.file, options.prefixes, options.constraints)
         check_output_file(Path(options.alignments), "--alignments", reads=reads)
 
+    from recipes.translation.processes.ranks import joined
 
-def is_typing(options: argparse.Namespace) -> bool:
-    """Return whether a person types the sentences; raise ConfigError if there is nothing to read them from."""
+    with joined(LayoutConfig().timeout) as ranks, ExitStack() as held:
+        sentences: list[str] = []
+        if not (typing := is_typing(options, ranks)):
+            sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
+        if options.engine == "ctranslate2":
+            config, translated = by_ctranslate2(options, ranks)
+        else:
+            search = ranks.run_on_main(lambda: search_options(options))
+            translator, searching = held.enter_context(loaded_ensemble(options, ranks))
+            config = translator.config
+            translated = partial(printed, translator, search, options, searching)
+        if typing:
+            for sentence in typed(f"{config.data.source}> "):
+                print_text("\n".join(translated([sentence])), flush=True)
+        lines = translated(sentences)
+        for line in lines:
+            print_text(line)
+        if options.alignments:
+            write_alignments(Path(options.alignments), translator, sentences, lines, searching)
+    return 0
+
+
+def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
+    """Return whether a person types the sentences; raise ConfigError if nobody can."""
     if options.sentences or options.file:
         return False
     # Python has none where the program that started it has closed it
     if sys.stdin is None:
         raise ConfigError("there is no standard input: give sentences, or --file")
-    return sys.stdin.isatty()
+    if not sys.stdin.isatty():
+        return False
+    if ranks.world > 1:
+        raise ConfigError("sentences can be typed to one process only; give several processes words, --file or a pipe")
+    if options.prefixes or options.constraints or options.alignments:
+        raise ConfigError(
+            "--prefixes, --constraints and --alignments have a line for each sentence: give sentences or --file"
+        )
+    return True
 
 
-def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: argparse.Namespace, ranks: Ranks) -> None:
-    """Translate with an exported model, in one process: CTranslate2 has threads of its own."""
+def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, Callable[[list[str]], list[str]]]:
+    """Return an exported model's settings, and what translates with it in one process: it has threads of its own."""
     if ranks.world > 1:
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
     translator = load_exported(options.run, options)
@@ -117,25 +120,11 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
 
     if note := outdated(options.run):
         print(f"[translate] {note}", file=sys.stderr)
-    if typing:
-        for sentence in typed(f"{translator.config.data.source}> "):
-            print_text("".join(ctranslate2_engine.translate(translator, [sentence])), flush=True)
-    for translation in ctranslate2_engine.translate(translator, sentences):
-        print_text(translation)
-
-
-def check_typing(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Raise ConfigError where a person cannot type the sentences."""
-    if ranks.world > 1:
-        raise ConfigError("sentences can be typed to one process only; give several processes words, --file or a pipe")
-    if options.prefixes or options.constraints or options.alignments:
-        raise ConfigError(
-            "--prefixes, --constraints and --alignments have a line for each sentence: give sentences or --file"
-        )
+    return translator.config, partial(ctranslate2_engine.translate, translator)
 
 
 def printed(
-    translator: Translator, sentences: Sequence[str], search: SearchOptions, options: argparse.Namespace, ranks: Ranks
+    translator: Translator, search: SearchOptions, options: argparse.Namespace, ranks: Ranks, sentences: Sequence[str]
 ) -> list[str]:
     """Return the lines that show the translations."""
     from recipes.translation.translating.translate import alternatives

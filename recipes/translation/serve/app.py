@@ -1,58 +1,60 @@
-"""The HTTP application: the page, translation in the shape of LibreTranslate's clients, health and metrics."""
+"""The HTTP application: the page, translation in the shape of LibreTranslate's clients, and health."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.asked import lines_answer, lines_asked, translate_asked
-from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
+from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
+from recipes.translation.serve.batching import Batcher, FullError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
-from recipes.translation.serve.guard import Guard
-from recipes.translation.serve.language_names import language_name
-from recipes.translation.serve.metrics import Metrics
 from recipes.translation.serve.models import Line, Model
 
 PAGE = Path(__file__).parent / "page"
-FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/view.js": ("view.js", "text/javascript"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+
+
+SAFETY = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
 }
-"""The files of the page by their paths."""
-RETRY = {"Retry-After": "1"}
-GONE = 499
-"""The status of a request whose client has gone, which nobody sees but the metrics: nginx's number."""
+"""Headers of every answer: the page loads its own files and speaks to its own server, and nothing else."""
 
 
-def application(models: Sequence[Model], batcher: Batcher, limits: Limits, loopback: bool) -> Guard:
-    """Return the application; on `loopback` it answers only to the names of this machine."""
+def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names: Sequence[str]) -> Guard:
+    """Return the application, which answers only to these names of the machine, "*" for any.
+
+    Another site's page could give a name of its own to this machine ("DNS rebinding").
+    """
     service = Service(models, batcher, limits)
     routes = [
         Route("/translate", service.translate, methods=["POST"]),
         Route("/lines", service.lines, methods=["POST"]),
-        Route("/detect", service.detect, methods=["POST"]),
         Route("/languages", service.languages),
         Route("/models", service.described),
         Route("/health", service.health),
-        Route("/metrics", service.numbers),
-        *(Route(path, file_response(*file)) for path, file in FILES.items()),
+        Mount("/", StaticFiles(directory=PAGE, html=True)),
     ]
     app = Starlette(
         routes=routes,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=names)],
         exception_handlers={
             RefusedError: refused,
             HTTPException: no_such_page,
@@ -60,7 +62,7 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, loopb
             Exception: failed,
         },
     )
-    return Guard(app, service.metrics, {route.path for route in routes}, limits, loopback)
+    return Guard(app)
 
 
 class Service:
@@ -70,45 +72,37 @@ class Service:
         self.models = models
         self.batcher = batcher
         self.limits = limits
-        self.metrics = Metrics()
 
     async def translate(self, request: Request) -> Response:
         """Translate one text or several."""
         asked = translate_asked(await fields_of(request, self.limits), self.models, self.limits)
-        return JSONResponse(asked.answer(await self.found(request, asked.wanted, asked.lines)))
+        found = await self.found(request, asked.wanted, asked.lines)
+        for number, line in enumerate(found, start=1):
+            if line.refused:
+                raise RefusedError(400, f"line {number:,} {line.refused}")
+        return JSONResponse(asked.answer(found))
 
     async def lines(self, request: Request) -> Response:
         """Translate lines for the page: with scores, and alignments if wanted; one that cannot be has an error."""
         wanted, lines = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
-        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines, partly=True)))
+        found = await self.found(request, wanted, lines)
+        return JSONResponse({"lines": [line_answer(*each) for each in zip(lines, found, strict=True)]})
 
-    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> list[Line]:
+    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
         """Queue lines and wait for their translations."""
-        start = time.monotonic()
         try:
-            answer = self.batcher.submit(wanted, lines, partly)
-            found = await awaited(request, answer, self.limits.answer_seconds)
-        except NotAcceptedError as error:
-            raise RefusedError(503, str(error), RETRY) from None
+            return await awaited(request, self.batcher.translated(wanted, lines), self.limits.answer_seconds)
+        except FullError as error:
+            raise RefusedError(503, str(error), {"Retry-After": "1"}) from None
         except DataError as error:
             raise RefusedError(400, str(error)) from None
-        self.metrics.took(time.monotonic() - start)
-        return found
-
-    async def detect(self, request: Request) -> Response:
-        """Refuse to detect languages."""
-        raise RefusedError(501, "languages are not detected here: name the language of the text as source")
 
     async def languages(self, request: Request) -> Response:
         """Return the source languages, each with its targets."""
-        targets: dict[str, list[str]] = {}
+        targets: dict[str, dict[str, None]] = {}  # each once, in their order
         for model in self.models:
-            known = targets.setdefault(model.source, [])
-            if model.target not in known:
-                known.append(model.target)
-        return JSONResponse(
-            [{"code": code, "name": language_name(code), "targets": names} for code, names in targets.items()]
-        )
+            targets.setdefault(model.source, {})[model.target] = None
+        return JSONResponse([{"code": code, "name": code, "targets": list(names)} for code, names in targets.items()])
 
     async def described(self, request: Request) -> Response:
         """Return the models for the page."""
@@ -116,20 +110,13 @@ class Service:
         return JSONResponse([{name: getattr(model, name) for name in shown} for model in self.models])
 
     async def health(self, request: Request) -> Response:
-        """Return whether translations can be made."""
-        if not self.batcher.alive:
-            raise RefusedError(503, "the thread that translates has ended: start the service again")
+        """Say that the service answers."""
         return JSONResponse({"status": "ok"})
 
-    async def numbers(self, request: Request) -> Response:
-        """Return the metrics."""
-        text = self.metrics.text(self.batcher.waiting, self.batcher.translated)
-        return Response(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-
-async def awaited(request: Request, answer: Future[list[Line]], seconds: float) -> list[Line]:
+async def awaited(request: Request, answer: Coroutine[Any, Any, list[Line]], seconds: float) -> list[Line]:
     """Wait for an answer, and give it up when the client goes or the time is over."""
-    found = asyncio.wrap_future(answer)
+    found = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(disconnected(request))
     try:
         both: set[asyncio.Future[Any]] = {found, gone}
@@ -140,7 +127,7 @@ async def awaited(request: Request, answer: Future[list[Line]], seconds: float) 
             raise ClientDisconnect
         raise RefusedError(504, f"there was no translation within {seconds:g} seconds: send less at a time")
     finally:
-        answer.cancel()  # at once; `found` follows
+        found.cancel()
         gone.cancel()
 
 
@@ -148,16 +135,6 @@ async def disconnected(request: Request) -> None:
     """Wait until the client of a request whose body has been read goes away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def file_response(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that sends a file of the page."""
-    content = (PAGE / name).read_bytes()
-
-    async def endpoint(request: Request) -> Response:
-        return Response(content, media_type=media_type)
-
-    return endpoint
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -177,9 +154,45 @@ async def no_such_page(request: Request, error: Exception) -> Response:
 
 async def client_gone(request: Request, error: Exception) -> Response:
     """End a request whose client does not read the answer."""
-    return PlainTextResponse("", GONE)
+    return Response(status_code=499)  # which nobody sees
 
 
 async def failed(request: Request, error: Exception) -> Response:
     """Answer after an error of the service, which is printed on stderr."""
     return error_response(500, "the service failed; its own output says how")
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have the application answer it."""
+        started = False
+
+        async def send_safely(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message).update(SAFETY)
+            await send(message)
+
+        app = self.app
+        if scope["method"] == "POST" and is_from_elsewhere(Headers(scope=scope)):
+            app = error_response(403, "a page of another site cannot ask for translations: open the service's own page")
+        try:
+            await app(scope, receive, send_safely)
+        except asyncio.CancelledError:  # by a second signal, or at the end of the time to finish
+            if not started:
+                stopped = error_response(503, "the service is stopping: send the request again later")
+                await stopped(scope, receive, send_safely)
+
+
+def is_from_elsewhere(headers: Headers) -> bool:
+    """Return whether a page of another site makes a browser send a request; programs have neither of these headers."""
+    if site := headers.get("sec-fetch-site"):
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,6 @@ from recipes.translation.serve.models import Line, Model
 
 IGNORED = ("api_key", "secret")
 """Fields that LibreTranslate's clients send, and that mean nothing here."""
-
-
-MEANT = dict.fromkeys(("text", "texts", "query", "sentence", "sentences", "input"), "q")
-"""Names that other services have for a field."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,7 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     check_names(fields, ("q", "source", "target", "format", "alternatives"))
     q = fields.get("q")
     several = isinstance(q, list)
-    if not several:
-        q = [q]
-    texts = strings(q)
+    texts = strings(q if several else [q])
     if texts is None:
         raise RefusedError(400, "q is the text to translate: send a string, or a list of strings")
     if (form := fields.get("format", "text")) != "text":
@@ -96,11 +90,6 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
     return Wanted(model, n_best, links), lines
 
 
-def lines_answer(lines: Sequence[str], found: Sequence[Line]) -> dict[str, object]:
-    """Return what was found for each line, in their order."""
-    return {"lines": [line_answer(line, one) for line, one in zip(lines, found, strict=True)]}
-
-
 def line_answer(line: str, found: Line) -> dict[str, object]:
     """Return the translations of a line, its words and those of the best translation, and their links, or an error."""
     if found.refused:
@@ -122,23 +111,18 @@ def strings(value: object) -> list[str] | None:
 
 def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
     """Return the number of the first model that translates between the languages of the request."""
-    source = language(fields, "source", {model.source for model in models})
+    source, target = (fields.get(name) for name in ("source", "target"))
+    for name, given in (("source", source), ("target", target)):
+        if not isinstance(given, str) or not given:
+            known = ", ".join(sorted({getattr(model, name) for model in models}))
+            raise RefusedError(400, f"{name} is missing: name a language, one of {known}")
     if source == "auto":
         raise RefusedError(400, "source is auto, and languages are not detected here: name the language of the text")
-    target = language(fields, "target", {model.target for model in models})
     for number, model in enumerate(models):
         if (model.source, model.target) == (source, target):
             return number
     pairs = ", ".join(sorted({f"{model.source} to {model.target}" for model in models}))
     raise RefusedError(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
-
-
-def language(fields: Mapping[str, object], name: str, known: Set[str]) -> str:
-    """Return a language of the request."""
-    found = fields.get(name)
-    if not isinstance(found, str) or not found:
-        raise RefusedError(400, f"{name} is missing: name a language, one of {', '.join(sorted(known))}")
-    return found
 
 
 def whole(fields: Mapping[str, object], name: str, default: int, least: int, most: int) -> int:
@@ -156,7 +140,7 @@ def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
     for name in fields:
         if name in known or name in IGNORED:
             continue
-        near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         hint = "the fields are " + ", ".join(known)
         if near:
             hint = f"did you mean {near[0]}?"

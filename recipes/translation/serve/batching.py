@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import traceback
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from recipes.translation.errors import DataError
 from recipes.translation.serve.models import Line, Model
 
 
-class NotAcceptedError(Exception):
-    """Lines are not translated, as there is no room for them or the service stops; the message is one line."""
+class FullError(Exception):
+    """There is no room for more lines; the message is one line."""
 
 
 class Wanted(NamedTuple):
@@ -33,17 +31,14 @@ class Request:
 
     wanted: Wanted
     lines: Sequence[str]
-    partly: bool
-    """Whether the others are translated where one cannot be."""
-    answer: Future[list[Line]] = field(default_factory=Future)
+    answer: asyncio.Future[list[Line]]
     begun: int = 0
-    """The lines that the worker has taken."""
-    checked: bool = False
+    """The lines that were taken for a batch."""
     found: dict[int, Line] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
-        """Return the number of lines that the worker has not taken; a request that was given up has none."""
+        """Return the number of lines that no batch has; a request that was given up has none."""
         if self.answer.done():
             return 0
         return len(self.lines) - self.begun
@@ -54,96 +49,46 @@ Place = tuple[Request, int]
 
 
 class Batcher:
-    """Translates the lines of many requests in batches, in one thread.
+    """Translates the lines of many requests in batches, one after the other, in a thread beside the event loop.
 
     A batch has lines of requests that want the same of one model, a line of each in turn, so that a short request need
-    not wait for all of a long one. Cancelling a request's `answer` drops those of its lines that no batch has.
+    not wait for all of a long one. Cancelling `translated` drops those of its lines that no batch has.
     """
 
     def __init__(self, models: Sequence[Model], most: int) -> None:
-        """Start the thread; `most` lines can wait."""
+        """Let at most `most` lines wait."""
         self.models = models
         self.most = most
-        self.translated = 0
-        """Lines translated so far."""
         self._requests: list[Request] = []
-        self._stopped = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="translation", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "translation")
+        self._work: asyncio.Task[None] | None = None
 
-    @property
-    def alive(self) -> bool:
-        """Return whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of lines that wait."""
-        with self._changed:
-            return self._waiting()
-
-    def submit(self, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> Future[list[Line]]:
-        """Put lines into the queue; the future returns their translations.
-
-        It raises DataError where a line cannot be translated; `partly`, the other lines are, and that one says why not.
-
-        Raises NotAcceptedError if more than `most` lines would wait, and after `close`.
-        """
-        request = Request(wanted, lines, partly)
+    async def translated(self, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
+        """Put lines into the queue, and return their translations; raise FullError if too many would wait."""
         if not lines:
-            request.answer.set_result([])
-            return request.answer
-        with self._changed:
-            if self._stopped:
-                raise NotAcceptedError("the service is stopping")
-            waiting = self._waiting()
-            if waiting + len(lines) > self.most:
-                raise NotAcceptedError(
-                    f"{waiting:,} lines are waiting, and {len(lines):,} more would be above {self.most:,}: try again "
-                    "in a moment"
-                )
-            self._requests.append(request)
-            self._changed.notify()
-        return request.answer
+            return []
+        waiting = sum(request.waiting for request in self._requests)
+        if waiting + len(lines) > self.most:
+            raise FullError(
+                f"{waiting:,} lines are waiting, and {len(lines):,} more would be above {self.most:,}: try again in a "
+                "moment"
+            )
+        request = Request(wanted, lines, asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._translate_all())
+        return await request.answer
 
-    def close(self, seconds: float) -> None:
-        """Drop what waits, and wait for the end of the present batch, at most so many seconds."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join(seconds)
-        self._drop()
-
-    def _drop(self) -> None:
-        for request in self._requests:
-            fail(request, NotAcceptedError("the service is stopping"))
-
-    def _waiting(self) -> int:
-        return sum(request.waiting for request in self._requests)
-
-    def _run(self) -> None:
-        try:
-            while batch := self._next():
-                self._translate(batch)
-        finally:
-            # Also where stderr cannot be written to: nobody waits for a thread that has ended
-            with self._changed:
-                self._stopped = True
-            self._drop()
-
-    def _next(self) -> list[Place]:
-        """Wait for lines and return the next batch; an empty one after `close`."""
-        with self._changed:
-            while not self._stopped:
-                self._requests = [request for request in self._requests if request.waiting]
-                if self._requests:
-                    return self._take()
-                self._changed.wait()
-        return []
+    async def _translate_all(self) -> None:
+        """Translate batch after batch, until no line waits."""
+        while batch := self._take():
+            await self._translate(batch)
 
     def _take(self) -> list[Place]:
-        """Take lines of the first request and of all that want the same, one of each in turn."""
+        """Take lines of the first request and of all that want the same, one of each in turn; none if none wait."""
+        self._requests = [request for request in self._requests if request.waiting]
+        if not self._requests:
+            return []
         wanted = self._requests[0].wanted
         size = self.models[wanted.model].batch_sentences
         same = [request for request in self._requests if request.wanted == wanted]
@@ -158,56 +103,23 @@ class Batcher:
         self._requests.sort(key=lambda request: id(request) in had)
         return batch
 
-    def _translate(self, batch: Sequence[Place]) -> None:
+    async def _translate(self, batch: Sequence[Place]) -> None:
         """Translate a batch; where that fails, translate the requests one by one, so that only one of them fails."""
-        batch = [place for place in batch if self._fits(*place)]
-        if not batch:
-            return
         (model, n_best, links) = batch[0][0].wanted
         lines = [request.lines[number] for request, number in batch]
+        translate = self.models[model].translate
         try:
-            found = self.models[model].translate(lines, n_best, links)
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, translate, lines, n_best, links)
         except Exception as error:
             requests = list(dict.fromkeys(request for request, _ in batch))
-            if len(requests) == 1:
-                traceback.print_exception(error)
-                fail(requests[0], error)
-                return
-            for one in requests:
-                self._translate([place for place in batch if place[0] is one])
+            if len(requests) > 1:
+                for one in requests:
+                    await self._translate([place for place in batch if place[0] is one])
+            elif not requests[0].answer.done():
+                logging.getLogger(__name__).error("a translation failed", exc_info=error)
+                requests[0].answer.set_exception(error)
             return
-        self.translated += len(lines)
         for (request, number), line in zip(batch, found, strict=True):
-            answer(request, number, line)
-
-    def _fits(self, request: Request, number: int) -> bool:
-        """Return whether a line is to be translated; all lines of a request are checked with its first one."""
-        if not request.answer.done() and not request.checked:
-            request.checked = True
-            try:
-                refuse(request, self.models[request.wanted.model].refusals(request.lines))
-            except Exception as error:
-                fail(request, error)
-        return not request.answer.done() and number not in request.found
-
-
-def refuse(request: Request, refusals: Mapping[int, str]) -> None:
-    """Refuse lines of a request, or for one of them the request."""
-    for number, reason in sorted(refusals.items()):
-        if not request.partly:
-            raise DataError(f"line {number + 1:,} {reason}")
-        answer(request, number, Line([], [], reason))
-
-
-def answer(request: Request, number: int, line: Line) -> None:
-    """Note the translation of a line; with the last one the request has its answer."""
-    request.found[number] = line
-    if len(request.found) == len(request.lines):
-        with suppress(InvalidStateError):  # it was given up
-            request.answer.set_result([request.found[number] for number in range(len(request.lines))])
-
-
-def fail(request: Request, error: Exception) -> None:
-    """Answer a request with an error, unless it was given up."""
-    with suppress(InvalidStateError):
-        request.answer.set_exception(error)
+            request.found[number] = line
+            if len(request.found) == len(request.lines) and not request.answer.done():  # as of one that was given up
+                request.answer.set_result([line for _, line in sorted(request.found.items())])

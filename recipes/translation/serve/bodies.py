@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from email.message import Message
-from importlib.util import find_spec
 from urllib.parse import parse_qsl
 
-from starlette.datastructures import Headers
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -30,8 +26,8 @@ class Limits:
     """Of a request."""
     queued_lines: int = 5_000
     """Of all requests that wait."""
-    requests: int = 512
-    """That are answered at the same time."""
+    connections: int = 512
+    """And requests, at the same time."""
     answer_seconds: float = 120.0
     """From the end of a request's body to its translation."""
 
@@ -52,9 +48,6 @@ def error_response(status: int, message: str, headers: Mapping[str, str] | None 
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
-MULTIPART = "multipart/form-data"
-CLOSE = {"Connection": "close"}
-"""For an answer before the body's end, of which the server would otherwise read the rest."""
 
 
 async def fields_of(request: Request, limits: Limits) -> dict[str, object]:
@@ -74,18 +67,14 @@ async def fields_of(request: Request, limits: Limits) -> dict[str, object]:
 async def fields_of_body(request: Request, limits: Limits) -> dict[str, object]:
     """Read the fields of the body; raises as `fields_of` does."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in (JSON, FORM, MULTIPART):
-        raise RefusedError(415, f"Content-Type is {kind or 'missing'}: send {JSON}, {FORM} or {MULTIPART}", CLOSE)
-    if kind == MULTIPART and find_spec("python_multipart") is None:
-        raise RefusedError(415, f"{MULTIPART} needs pip install python-multipart: send {JSON} or {FORM}", CLOSE)
+    if kind not in (JSON, FORM):
+        raise RefusedError(415, f"Content-Type is {kind or 'missing'}: send {JSON} or {FORM}")
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise RefusedError(415, "Content-Encoding is not supported: send the body uncompressed", CLOSE)
+        raise RefusedError(415, "Content-Encoding is not supported: send the body uncompressed")
     text = text_of(await body_of(request, limits), "body")
     if kind == JSON:
         return object_of(text)
-    if kind == FORM:
-        return form_of(text, "body")
-    return await parts_of(request, text, limits)
+    return form_of(text, "body")
 
 
 def text_of(content: bytes, what: str) -> str:
@@ -109,16 +98,15 @@ async def body_of(request: Request, limits: Limits) -> bytes:
                 if len(body) > limits.body_bytes:
                     raise too_large(f"more than {limits.body_bytes:,}", limits)
     except TimeoutError:
-        raise RefusedError(
-            408, f"the body did not arrive within {limits.body_seconds:g} seconds: send the request again", CLOSE
-        ) from None
+        message = f"the body did not arrive within {limits.body_seconds:g} seconds: send the request again"
+        raise RefusedError(408, message, {"Connection": "close"}) from None
     return bytes(body)
 
 
 def too_large(size: str, limits: Limits) -> RefusedError:
     """Return the error for a body of this size."""
     return RefusedError(
-        413, f"the body has {size} bytes, and at most {limits.body_bytes:,} are read: send less at a time", CLOSE
+        413, f"the body has {size} bytes, and at most {limits.body_bytes:,} are read: send less at a time"
     )
 
 
@@ -140,26 +128,6 @@ def form_of(text: str, what: str) -> dict[str, object]:
     except ValueError as error:
         raise RefusedError(400, f"the {what} is not a form in UTF-8: {' '.join(str(error).split())}") from None
     return once(pairs)
-
-
-async def parts_of(request: Request, text: str, limits: Limits) -> dict[str, object]:
-    """Decode a form of several parts, each of which is a field in UTF-8; files are refused."""
-
-    async def body() -> AsyncGenerator[bytes, None]:
-        yield text.encode()
-
-    header = Message()
-    header["content-type"] = request.headers["content-type"]
-    boundary = header.get_boundary()
-    # Of a form that was cut off, the parser returns the fields before the cut
-    if not boundary or f"--{boundary}--" not in text:
-        raise RefusedError(400, "the body is not a form of fields: its last boundary is missing")
-    utf8 = Headers({"content-type": f'{MULTIPART}; boundary="{boundary}"'})
-    try:
-        form = await MultiPartParser(utf8, body(), max_files=0, max_part_size=limits.body_bytes).parse()
-    except MultiPartException as error:
-        raise RefusedError(400, f"the body is not a form of fields: {error.message}") from None
-    return once(form.multi_items())
 
 
 def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:

@@ -5,8 +5,7 @@ What makes them of a run, or of what it was exported to, is `commands.served_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from recipes.translation.translating.alignments import Link
@@ -22,8 +21,7 @@ class Line(NamedTuple):
     """Why the line was not translated."""
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A model that translates between two languages."""
 
     name: str
@@ -37,22 +35,7 @@ class Model:
     """The most translations of a line."""
     batch_sentences: int
     """The lines that are translated at a time."""
-    refusals: Callable[[Sequence[str]], Mapping[int, str]]
-    """Lines -> why some of them cannot be translated, by their places."""
-    search: Callable[[Sequence[str], int], list[list[Translation]]]
-    """Sentences and the number of translations wanted of each -> the translations, best first."""
-    align: Callable[[Sequence[str], Sequence[str]], list[list[Link]]] | None
-    """Sentences and translations -> the links between their words; None where there is only an exported model."""
-
-    @property
-    def aligns(self) -> bool:
-        """Return whether the model can link words: its run is there, and not only an export."""
-        return self.align is not None
-
-    def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
-        """Translate lines; link the words of each with its best translation if wanted and possible."""
-        found = self.search(lines, n_best)
-        linked: list[list[Link]] = [[] for _ in lines]
-        if links and self.align:
-            linked = self.align(lines, [row[0].text for row in found])
-        return [Line(*each) for each in zip(found, linked, strict=True)]
+    aligns: bool
+    """Whether it can link words: its run is there, and not only an export."""
+    translate: Callable[[Sequence[str], int, bool], list[Line]]
+    """Lines, the number of translations wanted of each, and whether its words are to be linked with the best one's."""

@@ -7,6 +7,9 @@ from typing import Literal
 
 from recipes.translation.settings.schema import setting
 
+TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none", "spm", "flores101", "flores200", "spBLEU-1K")
+"""Those of sacreBLEU."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -35,24 +38,11 @@ class DataConfig:
         "Source language: its column or key in tsv, jsonl, parquet and hub data, and its side of the built-in corpus.",
     )
     target: str = setting("de", "Target language, likewise.")
-    tokenize: Literal[
-        "auto",
-        "13a",
-        "intl",
-        "zh",
-        "ja-mecab",
-        "ko-mecab",
-        "char",
-        "none",
-        "spm",
-        "flores101",
-        "flores200",
-        "spBLEU-1K",
-    ] = setting(
+    tokenize: str = setting(
         "auto",
         "sacreBLEU's tokeniser for BLEU: auto (by the target language, and where that says nothing, by the "
-        "script of the references) | 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 "
-        "| flores200 | spBLEU-1K.",
+        f"script of the references) | {' | '.join(TOKENIZERS)}.",
+        choices=("auto", *TOKENIZERS),
     )
     language_tags: bool = setting(
         False,

@@ -7,16 +7,14 @@ and default, so that the command line cannot drift from the configuration.
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
-from recipes.translation.settings.schema import SettingType
+from recipes.translation.settings.schema import SettingType, nearest
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
@@ -51,12 +49,10 @@ class OneLineParser(argparse.ArgumentParser):
 def unknown(what: str, word: str, valid: Sequence[str]) -> str:
     """Return a message that `word` is unknown, with the most similar of the `valid` ones."""
     name = word.partition("=")[0]
-    ends = {option.rpartition(".")[2].lstrip("-"): option for option in valid}  # --step for --training.steps
-    by_end = difflib.get_close_matches(name.rpartition(".")[2].lstrip("-"), ends, n=1)
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.8) or [ends[end] for end in by_end]
-    if not near:
-        return f"unknown {what} {name}"
-    return f"unknown {what} {name}; did you mean {near[0]}?"
+    message = f"unknown {what} {name}"
+    if near := nearest(name, valid):
+        message += f"; did you mean {near[0]}?"
+    return message
 
 
 def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | None = None) -> None:
@@ -71,64 +67,34 @@ def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | No
         if section not in groups:
             description = inspect.getdoc(getattr(defaults, section)) or ""
             groups[section] = parser.add_argument_group(section, description.partition("\n")[0])
-        _add(groups[section], name, setting, _shown(name, attrgetter(name)(defaults)))
+        flags = [f"--{name}", *([ALSO[name]] if name in ALSO else [])]
+        add_setting(groups[section], flags, name, setting, _shown(name, attrgetter(name)(defaults)))
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """Return the options on the command line by dotted name, for `load_config`."""
     given = {name: value for name, value in vars(options).items() if name in SCHEMA.settings and value is not None}
-    return {name: _as_yaml(value) for name, value in given.items()}
+    # A single word may be a YAML list itself, or `auto`
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
-class _ByPreset:
-    """The value that each preset has for a setting of the model: tiny 128, multi30k 128, small 256, ..."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __str__(self) -> str:
-        from models import PRESETS  # only for help: whatever else the options are for does not wait for torch
-
-        values = {name: getattr(preset, self.key, None) for name, preset in PRESETS.items()}
-        return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-
-
-def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, default: str | _ByPreset) -> None:
+def add_setting(
+    group: argparse._ActionsContainer, flags: Sequence[str], dest: str, setting: SettingType, default: str
+) -> None:
+    """Add an option for a setting. Its value remains text: see `overrides`."""
+    kind = setting.kinds[0]
+    metavar = "YAML" if get_origin(kind) is Mapping else METAVARS.get(kind, "TEXT")
     nargs = None
-    metavar = METAVARS.get(setting.kinds[0], "TEXT")
-    if get_origin(setting.kinds[0]) is Mapping:
-        metavar = "YAML"
-    if any(get_origin(kind) is tuple for kind in setting.kinds):
-        nargs = "+"
-        metavar = "VALUE"
-    flags = [f"--{name}"]
-    if name in ALSO:
-        flags.append(ALSO[name])
-    help_text = setting.help.replace("%", "%%")  # argparse expands %
-    action = group.add_argument(
-        *flags, nargs=nargs, dest=name, metavar=metavar, help=f"{help_text} (default: %(shown)s)"
-    )
-    action.shown = default  # type: ignore[attr-defined]
+    if any(get_origin(each) is tuple for each in setting.kinds):
+        nargs, metavar = "+", "VALUE"
+    help_text = f"{setting.help} (default: {default})".replace("%", "%%")  # argparse expands %
+    group.add_argument(*flags, nargs=nargs, dest=dest, metavar=metavar, help=help_text)
 
 
-def _as_yaml(words: str | list[str]) -> str | list[str]:
-    """Return a single word as it is, numbers as a YAML list, and other words as a list of texts."""
-    if isinstance(words, str):
-        return words
-    if len(words) == 1:  # it may be a YAML list itself, or `auto`
-        return words[0]
-    if all(re.fullmatch(r"[-+.\deE]+", word) for word in words):
-        return f"[{', '.join(words)}]"
-    return words
-
-
-def _shown(name: str, default: object) -> str | _ByPreset:
+def _shown(name: str, default: object) -> str:
     """Return the default of a setting in words."""
-    section, _, key = name.rpartition(".")
-    if default is None and section == "model":
-        return _ByPreset(key)
     if default is None:
-        return "null"
+        return "that of the preset" if name.startswith("model.") else "null"
     if isinstance(default, (tuple, Mapping)):
         return " ".join(map(str, default)) or "none"
     if isinstance(default, bool):

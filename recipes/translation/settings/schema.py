@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -28,8 +28,6 @@ SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 
 LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
-DEEPEST = 20
-"""The most nested lists and sections in a file: settings need three at most, and Python's recursion limit is higher."""
 
 
 class _UnfitError(ValueError):
@@ -120,14 +118,7 @@ class Schema:
 
     def read_file(self, path: Path) -> dict[str, Setting]:
         """Read all settings of a YAML file."""
-        given = {}
-        for name, node, location in self._entries(_compose(path), "", path):
-            section: Iterable[tuple[str, yaml.Node, str]] = [(name, node, location)]
-            if name in self.sections:
-                section = self._entries(node, name, path)
-            for key, value_node, value_location in section:
-                given[key] = Setting(self._value(key, value_node, value_location), value_location)
-        return given
+        return self._read(_composed_file(path), "", path)
 
     def read_overrides(self, overrides: Mapping[str, object], location: str = COMMAND_LINE) -> dict[str, Setting]:
         """Read settings by dotted key, from text as on the command line or from values; errors name the location."""
@@ -139,50 +130,35 @@ class Schema:
                 raise ConfigError(f"{key} ({location}) is a section; name one of its settings, such as {example}")
             try:
                 node = _as_node(value, self.settings[key].kinds)
-            except _UnfitError as error:
-                raise ConfigError(f"{self._refusal(key, location, shortened(repr(value)))}: {error}") from None
-            except yaml.YAMLError:
-                raise ConfigError(self._refusal(key, location, shortened(repr(value)))) from None
+            except (_UnfitError, yaml.YAMLError) as error:
+                reason = f": {error}" if isinstance(error, _UnfitError) else ""
+                raise ConfigError(self._refusal(key, location, shortened(repr(value))) + reason) from None
             given[key] = Setting(self._value(key, node, location), location)
         return given
 
-    def _entries(self, node: yaml.Node | None, section: str, path: Path) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Yield key, value and location of each entry of a section (the file itself is section ""), each key once."""
-        if node is None or node.tag == f"{YAML_TAG}null":
-            return
-        if not isinstance(node, yaml.MappingNode):
-            what = "a configuration file has sections"
-            example = "training: {steps: 100}"
-            if section:
-                what = f"{section} is a section"
-                example = f"{section}: {{{self.sections[section][0]}: ...}}"
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: {what}, as in {example}; got {_shown(node)}")
-        locations: dict[str, str] = {}
-        for key_node, value in node.value:
-            key = _shown(key_node)
-            if isinstance(key_node, yaml.ScalarNode):
-                key = key_node.value
-            if section:
-                key = f"{section}.{key}"
-            location = f"{path}:{key_node.start_mark.line + 1}"
-            if key in locations:
-                raise ConfigError(f"{key} is given twice ({locations[key]} and {location}); keep one")
-            locations[key] = location
+    def _read(self, node: yaml.Node, section: str, path: Path) -> dict[str, Setting]:
+        """Read the settings of a section; the file itself is section ""."""
+        what = "a configuration file has sections, as in training: {steps: 100}"
+        if section:
+            what = f"{section} is a section, as in {section}: {{{self.sections[section][0]}: ...}}"
+        given: dict[str, Setting] = {}
+        line = node.start_mark.line + 1 if node.start_mark else 1
+        for key, value, location in _entries(node, section, path, f"{path}:{line}: {what}"):
             self._check_known(key, location)
-            yield key, value, location
+            if key in self.sections:
+                given |= self._read(value, key, path)
+            else:
+                given[key] = Setting(self._value(key, value, location), location)
+        return given
 
     def _check_known(self, key: str, location: str) -> None:
         known = [*self.settings, *filter(None, self.sections)]
         if key in known:
             return
-        section, _, name = key.rpartition(".")
-        ends = {each.rpartition(".")[2]: each for each in known}  # `steps` for `training.steps`
-        near = difflib.get_close_matches(key, known, n=1) or [
-            ends[end] for end in difflib.get_close_matches(name, ends, n=1)
-        ]
-        if near:
+        if near := nearest(key, known):
             hint = f"did you mean {near[0]}?"
         else:
+            section = key.rpartition(".")[0]
             hint = f"known: {', '.join(self.sections.get(section) or next(iter(self.sections.values())))}"
         raise ConfigError(f"unknown setting {key} ({location}); {hint}")
 
@@ -211,25 +187,16 @@ class Schema:
 
     def _named_sections(self, key: str, node: yaml.Node, location: str) -> dict[str, Any]:
         """Read sections whose names the user has chosen."""
-        if node.tag == f"{YAML_TAG}null":
-            return {}
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(self._refusal(key, location, _shown(node)))
-        file = location.rpartition(":")[0] or location
+        path = Path(location.rpartition(":")[0] or location)
         kind = get_args(self.settings[key].kinds[0])[1]
         found: dict[str, Any] = {}
-        for name_node, inner in node.value:
-            name = _shown(name_node)
-            if isinstance(name_node, yaml.ScalarNode):
-                name = _text(name_node.value)
-            if name in found:
-                raise ConfigError(f"{key}.{name} is given twice ({file}:{name_node.start_mark.line + 1}); keep one")
-            section = f"{key}.{name}"
-            schema = Schema(kind, section)
-            values = {}
-            for setting, value, where in schema._entries(inner, section, Path(file)):
-                values[setting.rpartition(".")[2]] = schema._value(setting, value, where)
-            found[name] = kind(**values)
+        for section, inner, where in _entries(node, key, path, self._expected(key, location)):
+            values = Schema(kind, section)._read(inner, section, path)
+            try:
+                name = _text(section.removeprefix(f"{key}."))
+            except _UnfitError as error:
+                raise ConfigError(f"{section!a} ({where}) cannot be a name: {error}") from None
+            found[name] = kind(**{setting.rpartition(".")[2]: given.value for setting, given in values.items()})
         return found
 
     def _allows(self, key: str, value: object) -> bool:
@@ -245,25 +212,48 @@ class Schema:
         return setting.range is None or value in setting.range
 
     def _refusal(self, key: str, location: str, got: str) -> str:
+        message = f"{self._expected(key, location)}; got {got}"
+        if near := difflib.get_close_matches(got.strip("'\""), self.settings[key].choices, n=1):
+            message += f": did you mean {near[0]}?"
+        return message
+
+    def _expected(self, key: str, location: str) -> str:
         setting = self.settings[key]
-        near: list[str] = []
+        limits = f" {setting.range}" if setting.range else ""
+        expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
         if setting.choices:
             expected = "one of " + ", ".join(setting.choices)
             if _is_list(setting.kinds[0]):
                 expected = f"a list, each {expected}"
-            near = difflib.get_close_matches(got.strip("'\""), setting.choices, n=1)
-        else:
-            limits = ""
-            if setting.range is not None:
-                limits = f" {setting.range}"
-            expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
-        message = f"{key} ({location}) expects {expected}; got {got}"
-        if not near:
-            return message
-        return f"{message}: did you mean {near[0]}?"
+        return f"{key} ({location}) expects {expected}"
 
 
-def _compose(path: Path) -> yaml.Node | None:
+def nearest(word: str, valid: Sequence[str]) -> list[str]:
+    """Return the valid name that is most like a word or, if none is, whose end is: training.steps for step."""
+    ends = {name.rpartition(".")[2].lstrip("-"): name for name in valid}
+    by_end = difflib.get_close_matches(word.rpartition(".")[2].lstrip("-"), ends, n=1)
+    return difflib.get_close_matches(word, valid, n=1, cutoff=0.8) or [ends[end] for end in by_end]
+
+
+def _entries(node: yaml.Node, section: str, path: Path, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
+    """Yield key, value and location of each entry of a section, each key once; `what` says what is expected."""
+    if node.tag == f"{YAML_TAG}null":
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{what}; got {_shown(node)}")
+    locations: dict[str, str] = {}
+    for key_node, value in node.value:
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
+        if section:
+            key = f"{section}.{key}"
+        location = f"{path}:{key_node.start_mark.line + 1}"
+        if key in locations:
+            raise ConfigError(f"{key} is given twice ({locations[key]} and {location}); keep one")
+        locations[key] = location
+        yield key, value, location
+
+
+def _composed_file(path: Path) -> yaml.Node:
     try:
         return _composed(path.read_text(encoding="utf-8"))
     except _UnfitError as error:
@@ -272,48 +262,34 @@ def _compose(path: Path) -> yaml.Node | None:
         raise ConfigError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-    except yaml.MarkedYAMLError as error:
-        where = str(path)
-        if error.problem_mark:
-            where = f"{path}:{error.problem_mark.line + 1}"
-        raise ConfigError(f"{where} is not YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        what = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
+        raise ConfigError(f"{where} is not YAML: {what}") from error
 
 
-def _composed(text: str) -> yaml.Node | None:
+def _composed(text: str) -> yaml.Node:
+    """Compose the nodes of a document; an empty one is null."""
     try:
-        # libyaml's, where PyYAML has it: ten times as fast
-        return _composed_by(getattr(yaml, "CSafeLoader", yaml.SafeLoader), text)
-    except yaml.YAMLError:
-        # PyYAML's own messages say more: which alias, and in which line a bracket was opened
-        return _composed_by(yaml.SafeLoader, text)
+        # Not by libyaml, whose messages say less: which alias, and in which line a bracket was opened
+        return yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    except RecursionError:
+        raise _UnfitError("nested too deeply") from None
 
 
-def _composed_by(loader: Any, text: str) -> yaml.Node | None:
-    """Compose the nodes of a document, after a check of their depth: composing them is recursive."""
-    depth = 0
-    for event in yaml.parse(text, Loader=loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise _UnfitError("nested too deeply")
-    node: yaml.Node | None = yaml.compose(text, Loader=loader)
-    return node
-
-
-def _as_node(value: object, alternatives: Sequence[Any]) -> yaml.Node:
+def _as_node(value: object, kinds: Sequence[Any]) -> yaml.Node:
     """Convert an override to the YAML node that it would be in a file; text remains text if the setting may be text."""
+    inner = [get_args(kind)[0] for kind in kinds if _is_list(kind)]
+    if isinstance(value, (list, tuple)):
+        return yaml.SequenceNode(f"{YAML_TAG}seq", [_as_node(each, inner) for each in value])
     if not isinstance(value, str):
-        if isinstance(value, tuple):  # which safe_dump refuses
-            value = list(value)
-        return _composed(yaml.safe_dump(value, sort_keys=False)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+        return _composed(yaml.safe_dump(value, sort_keys=False))
     # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
-    lists = [kind for kind in alternatives if _is_list(kind)]
-    nothing = types.NoneType in alternatives and value in ("null", "~")
-    is_text = str in alternatives or any(get_args(kind)[0] is str for kind in lists)
-    if is_text and not nothing and not (lists and value.startswith("[")):
+    nothing = types.NoneType in kinds and value in ("null", "~")
+    if str in (*kinds, *inner) and not nothing and not (inner and value.startswith("[")):
         return yaml.ScalarNode(f"{YAML_TAG}str", value)
-    return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    return _composed(_text(value))
 
 
 def _is_list(kind: object) -> bool:
@@ -378,13 +354,11 @@ def shortened(text: str) -> str:
 def _words(kind: Any, limits: str) -> str:
     if get_origin(kind) is Mapping:
         return "sections, each under a name"
-    names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
     if _is_list(kind):
         inner = get_args(kind)
         each = _words(inner[0], limits)
         if inner[-1] is ...:
             return f"a list, each {each}"
         return f"a list of {len(inner)}, each {each}"
-    if kind in (int, float):
-        return names[kind] + limits
-    return names[kind]
+    names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
+    return names[kind] + (limits if kind in (int, float) else "")

@@ -10,15 +10,13 @@ The smaller d of the first steps lets the average forget the first weights; it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from recipes.translation.errors import CheckpointError
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.parts import local_of
 
@@ -42,11 +40,6 @@ class WeightAverage:
         averages = [local_of(average) for average in self.averages.values()]
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(averages, weights, step)
-
-    def check(self, saved: Mapping[str, Tensor], folder: Path) -> None:
-        """Raise CheckpointError unless the checkpoint in `folder`, with these averages, has those of this model."""
-        for name in sorted(self.averages.keys() ^ saved.keys()):
-            raise CheckpointError(f"{folder} does not fit training.ema {self.decay:g}: {name} is in only one of them")
 
     def weights(self) -> dict[str, Tensor]:
         """Return what is validated and translates, as this rank has it: the averages, or without them the weights."""

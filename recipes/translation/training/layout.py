@@ -38,7 +38,7 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
-from recipes.translation.training.shards import gathered_together, shard, shard_layers
+from recipes.translation.training.shards import fill, gathered_together, shard_layers
 from seqpar.distributed.collectives import group_sum
 from seqpar.multi_device.devices import check_devices
 
@@ -201,14 +201,12 @@ class Layout:
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
-        parts = Parts(Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, teacher.model)
+        axes, ranks, mesh = Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, None
         # An LSTM keeps a list of its weights, which would not follow them
         if self.groups.shards is not None and not isinstance(teacher.model, RecurrentEncoderDecoder):
-            shard(teacher.model, self.groups.shards, self.device)
             # Ranks that split the vocabulary have the same rows
-            parts = Parts(self.axes._replace(vocab=1), replace(self.parts.ranks, rank=self.token_rank), teacher.model)
-        allocate(teacher.model, self.device)
-        parts.fill_model(teacher.model, teacher.weights)
+            axes, ranks, mesh = self.axes._replace(vocab=1), replace(ranks, rank=self.token_rank), self.groups.shards
+        fill(teacher, axes, ranks, mesh, self.device)
 
     def _distribute(
         self, objective: Objective, weights: Iterable[tuple[str, Tensor]]

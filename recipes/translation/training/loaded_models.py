@@ -9,15 +9,14 @@ from dataclasses import replace
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from models.transformer import allocate
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.layout import Groups, device_of
-from recipes.translation.training.parts import Axes, Parts, opened
-from recipes.translation.training.shards import gathered_together, shard
+from recipes.translation.training.parts import Axes, opened
+from recipes.translation.training.shards import fill, gathered_together
 
 
 @contextmanager
@@ -35,19 +34,18 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     translators = []
     in_parts = []
     for read in reads:
-        saved, model, weights = opened(read, ranks)
-        axes = Axes(ranks.world, 1, 1, 1)
-        if was_in_parts(saved.config):
+        made = opened(read, ranks)
+        saved = made.saved
+        axes, mesh = Axes(ranks.world, 1, 1, 1), None
+        if was_in_parts(saved.config) and ranks.world > 1:
             axes = Axes(1, ranks.world, 1, 1)
-        parts = Parts(axes, ranks, model)
-        if axes.shard > 1:
             mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
-            assert mesh is not None
-            shard(model, mesh, device)
-            in_parts.append((model, mesh.get_group("shard")))
-        allocate(model, device)
-        parts.fill_model(model, weights)
-        translators.append(Translator(saved.config, model.eval(), saved.source, saved.target, digests=(saved.digest,)))
+        fill(made, axes, ranks, mesh, device)
+        if mesh is not None:
+            in_parts.append((made.model, mesh.get_group("shard")))
+        translators.append(
+            Translator(saved.config, made.model.eval(), saved.source, saved.target, digests=(saved.digest,))
+        )
     if not in_parts:
         yield translators, ranks
         return

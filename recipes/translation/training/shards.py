@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from models.transformer import Layer, allocate
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.training.parts import Axes, OpenedModel, Parts
 from seqpar.distributed.collectives import gather_numbers
 from seqpar.distributed.torch_private import forget_forwards
 
@@ -35,11 +37,15 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
         fully_shard(layer, mesh=mesh)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Shard a model that is on "meta", and give memory to this rank's rows."""
-    shard_layers(model, mesh, device)
-    allocate(model, device)
-    fully_shard(model, mesh=mesh)
+def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Give memory to a model and its weights to it: to all of it or, over a mesh, to this rank's rows."""
+    parts = Parts(axes, ranks, opened.model)
+    if mesh is not None:
+        shard_layers(opened.model, mesh, device)
+    allocate(opened.model, device)
+    if mesh is not None:
+        fully_shard(opened.model, mesh=mesh)
+    parts.fill_model(opened.model, opened.weights)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def announce(
         lines.append(end_of(settings, corpus))
     if teacher is not None:
         lines.append(
-            f"learning from {teacher.saved.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"learning from {teacher.saved.folder}, {size_of(teacher.model)}: weight "
             f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}"
         )
     if settings.label_smoothing:
@@ -75,16 +75,12 @@ def end_of(settings: TrainingConfig, corpus: Corpus) -> str:
 
 def size_of(model: EncoderDecoder) -> str:
     """Return the number of parameters, and how many of them are trained, as text."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{parameters_of(model)} parameters"
-    if trained < sum(parameter.numel() for parameter in model.parameters()):
+    size = f"{parameters / 1e6:.1f} M parameters"
+    if 0 < trained < parameters:
         size += f" ({trained / 1e6:.2f} M trained)"
     return size
-
-
-def parameters_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters as text."""
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
 
 
 @dataclass(frozen=True)
@@ -148,13 +144,15 @@ def summarize(
     Every rank calls it, as the model may be too large for one of them.
     """
     run = Path(config.run)
-    best, files = ranks.run_on_main(lambda: (best_of(run), visible(run)))
+    best = ranks.run_on_main(lambda: best_of(run))
+    files = ranks.run_on_main(lambda: tuple(sorted(path.name for path in run.iterdir() if path.name[0] != ".")))
+    summary = Summary(run, state, steps, best, stopped_by, files)
     # Nobody who presses Ctrl-C wants to wait for translations
     if best is None or stopped_by:
-        return Summary(run, state, steps, best, stopped_by, files)
+        return summary
     if is_hopeless(best):
-        return Summary(run, state, steps, best, stopped_by, files, advice=advice(config, state))
-    return Summary(run, state, steps, best, stopped_by, files, translated(run / "best", corpus, ranks))
+        return replace(summary, advice=advice(config, state))
+    return replace(summary, samples=translated(run / "best", corpus, ranks))
 
 
 def best_of(run: Path) -> Validation | None:
@@ -209,11 +207,6 @@ def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]
     with loaded_models([lambda: load_saved(folder)], ranks) as ((translator,), searching):
         found = translate(translator, [pair.source for pair in pairs], searching)
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
-
-
-def visible(run: Path) -> tuple[str, ...]:
-    """Return the names of a run's files and folders that are not hidden."""
-    return tuple(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
 
 
 def going_on(run: Path | str, *words: object) -> str:

@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.json_fields import TEXT, fields, parsed
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.writing import check_no_link, replace_file
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
-
-PROJECT = "seqpar"
-"""The project of wandb and trackio, where WANDB_PROJECT or TRACKIO_PROJECT does not name another one."""
 
 
 @dataclass
@@ -38,7 +35,13 @@ class Tracker:
 
     def log(self, values: Mapping[str, object]) -> None:
         """Send the numbers of a record of `metrics.jsonl`."""
-        self._try(lambda: self.send(numbers(values), step=values["step"]))
+        numbers = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        step = numbers.pop("step")
+        self._try(lambda: self.send(numbers, step=step))
 
     def close(self) -> None:
         """Send what is left."""
@@ -68,16 +71,16 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     Raises ConfigError for a tracker that cannot begin, as wandb without a key.
     """
     run = Path(config.run)
-    names = list(dict.fromkeys(config.training.trackers))
-    if not names and not (run / "trackers.json").exists():
-        return []
-    for name in names:
-        check_no_link(run / name)
-    in_trackers = _name_of(run, resumed_at is not None)
+    note = run / "trackers.json"
+    if resumed_at is None:  # another run that was in the folder is another run there, too
+        note.unlink(missing_ok=True)
     found: list[Tracker] = []
-    for name in names:
+    for name in dict.fromkeys(config.training.trackers):
+        check_no_link(run / name)
+        id_there = noted_in(note, "id") or uuid.uuid4().hex[:12]
+        replace_file(note, (json.dumps({"id": id_there}) + "\n").encode())
         try:
-            found.append(_begun(config, name, in_trackers, (resumed_at or 0) + 1))
+            found.append(_begun(config, name, id_there, (resumed_at or 0) + 1))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} cannot start: {type(error).__name__}: {error}") from error
     return found
@@ -101,33 +104,6 @@ def _begun(config: RunConfig, name: str, id_there: str, first: int) -> Tracker:
     if name == "trackio":
         # Found again by its name, which therefore must not be that of another folder's run
         own = {"name": f"{run.name}-{id_there}", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    project = os.environ.get({"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT"}[name], PROJECT)
+    project = os.environ.get(f"{name.upper()}_PROJECT", "seqpar")
     opened = import_module(name).init(project=project, config=flat(config), resume="allow", **own)
     return Tracker(name, opened.log, opened.finish)
-
-
-def _name_of(run: Path, resumed: bool) -> str:
-    """Return the name by which trackers find the run again: that in `trackers.json`, or a new one, also for a new run.
-
-    Raises ConfigError for a file that is damaged.
-    """
-    path = run / "trackers.json"
-    if resumed and path.exists():
-        try:
-            known = parsed(path.read_text(encoding="utf-8"))
-            fields({"id": TEXT})(known, "")
-        except ValueError as error:
-            raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers start over") from None
-        return str(known["id"])
-    name = uuid.uuid4().hex[:12]
-    replace_file(path, (json.dumps({"id": name}) + "\n").encode())
-    return name
-
-
-def numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of a record, without its step."""
-    return {
-        name: value
-        for name, value in values.items()
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-    }

@@ -157,9 +157,8 @@ def note_validation(state: TrainingState, found: Validation, best_by: str = "los
     before = state.best_loss if best_by == "loss" else state.best_score
     now = found[best_by]
     assert now is not None  # the settings are refused where validations translate nothing
-    better = before is None or math.isnan(before)
-    if before is not None and not better:
-        better = now < before if METRICS[best_by].smaller_is_better else now > before
+    smaller = METRICS[best_by].smaller_is_better
+    better = before is None or math.isnan(before) or (now < before if smaller else now > before)
     if better:
         state.stale = 0
         state.best_loss = found["loss"]

@@ -102,23 +102,8 @@ def default_of(option: str, command: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("command", "option", "default"),
     [
-        (
-            "train",
-            "--model.d_model",
-            "tiny 128, multi30k 128, student 128, small 256, base 512, big 1024, lstm 256, decoder_only 128, "
-            "opus_mt 512, m2m100 1024, mbart 1024",
-        ),
-        (
-            "train",
-            "--model.heads",
-            "tiny 4, multi30k 4, student 4, small 8, base 8, big 16, decoder_only 4, opus_mt 8, m2m100 16, mbart 16",
-        ),
-        (
-            "train",
-            "--model.norm",
-            "tiny pre, multi30k pre, student pre, small pre, base post, big post, decoder_only pre, "
-            "opus_mt post, m2m100 pre, mbart pre",
-        ),
+        ("train", "--model.d_model", "that of the preset"),
+        ("train", "--model.norm", "that of the preset"),
         ("train", "--training.chunk_tokens", "null"),
         ("train", "--cleaning.max_ratio", "null"),
         ("train", "--training.steps", "1000"),

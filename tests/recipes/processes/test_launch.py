@@ -124,8 +124,11 @@ def test_a_launcher_that_is_killed_in_training_ends_its_processes_which_save(tmp
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--processes", "none"], "--processes is 'none': give a number from 1 up, or auto"),
-        (["--processes", "0"], "--processes is '0': give a number from 1 up, or auto"),
+        (
+            ["--processes", "none"],
+            "argument --processes: 'none' is not a whole number from 1 up: give a number, or auto",
+        ),
+        (["--processes", "0"], "argument --processes: '0' is not a whole number from 1 up: give a number, or auto"),
         (["--processes"], "expected one argument: give a number, or auto"),
     ],
 )

@@ -24,16 +24,15 @@ class Recorder:
     beam: int = 4
     batch_sentences: int = 4
 
-    def refusals(self, lines: Sequence[str]) -> dict[int, str]:
-        """Refuse the line "long"."""
-        return {place: "is too long" for place, line in enumerate(lines) if line == "long"}
-
     def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
-        """Wait at the gate; the line "poison" is an error."""
+        """Wait at the gate; the line "poison" is an error, and "long" is refused."""
         self.begun.set()
         assert self.gate.wait(20)
         self.batches.append(list(lines))
         self.wishes.append((n_best, links))
         if "poison" in lines:
             raise RuntimeError("poison")
-        return [Line([Translation(line.upper(), 0.0, 0.0)], []) for line in lines]
+        return [
+            Line([], [], "is too long") if line == "long" else Line([Translation(line.upper(), 0.0, 0.0)], [])
+            for line in lines
+        ]

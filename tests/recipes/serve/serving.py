@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
-from recipes.translation.serve.app import application
+from recipes.translation.serve.app import Guard, application
 from recipes.translation.serve.batching import Batcher, Wanted
 from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.guard import Guard
+from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
 
 GOOD = {"q": "a", "source": "en", "target": "de"}
@@ -20,15 +20,14 @@ GOOD = {"q": "a", "source": "en", "target": "de"}
 
 @contextmanager
 def serving(model: Recorder, loopback: bool = False, **limits: Any) -> Iterator[Guard]:
-    """The application around one model; `loopback`, only this machine may call it."""
+    """The application around one model; `loopback`, it answers only to the names of this machine."""
     models: Any = [model]
     bounds = Limits(**limits)
-    batcher = Batcher(models, bounds.queued_lines)
+    names = ["localhost", "127.0.0.1", "[::1]"] if loopback else ["*"]
     try:
-        yield application(models, batcher, bounds, loopback=loopback)
+        yield application(models, Batcher(models, bounds.queued_lines), bounds, names)
     finally:
         model.gate.set()
-        batcher.close(20)
 
 
 def client_of(app: Guard) -> httpx.AsyncClient:
@@ -42,15 +41,26 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-@contextmanager
-def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
-    """A batcher whose thread is busy with a first line, so that what follows waits."""
+def batched(model: Recorder, clients: Callable[[Batcher], Awaitable[None]], most: int = 100) -> None:
+    """Run clients of a batcher whose thread is busy with a first line, so that what follows waits."""
     models: Any = [model, model]
-    batcher = Batcher(models, most)
-    try:
-        batcher.submit(Wanted(0, 1), ["first"])
-        assert model.begun.wait(20)
-        yield batcher
-    finally:
-        model.gate.set()
-        batcher.close(20)
+
+    async def all_of_them() -> None:
+        batcher = Batcher(models, most)
+        first = asyncio.ensure_future(batcher.translated(Wanted(0, 1), ["first"]))
+        await until(model.begun.is_set)
+        try:
+            async with asyncio.timeout(20):
+                await clients(batcher)
+        finally:
+            model.gate.set()
+            await first
+
+    asyncio.run(all_of_them())
+
+
+async def waiting(batcher: Batcher, wanted: Wanted, lines: Sequence[str]) -> asyncio.Task[list[Line]]:
+    """Lines that are in the queue, and will be translated."""
+    task = asyncio.create_task(batcher.translated(wanted, lines))
+    await asyncio.sleep(0)
+    return task

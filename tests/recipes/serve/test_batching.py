@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
-from recipes.translation.errors import DataError
-from recipes.translation.serve.batching import Batcher, NotAcceptedError, Wanted
+from recipes.translation.serve.batching import Batcher, FullError, Wanted
 from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.serving import batching
+from tests.recipes.serve.serving import batched, waiting
 
 
 def texts(lines: Sequence[Line]) -> list[str]:
@@ -21,150 +19,112 @@ def texts(lines: Sequence[Line]) -> list[str]:
 
 
 def test_a_batch_has_a_line_of_each_request_in_turn() -> None:
-    model = Recorder()
-    with batching(model) as batcher:
-        long = batcher.submit(Wanted(0, 1), ["a1", "a2", "a3", "a4", "a5"])
-        short = batcher.submit(Wanted(0, 1), ["b1"])
+    async def clients(batcher: Batcher) -> None:
+        long = await waiting(batcher, Wanted(0, 1), ["a1", "a2", "a3", "a4", "a5"])
+        short = await waiting(batcher, Wanted(0, 1), ["b1"])
         model.gate.set()
-        assert texts(long.result(20)) == ["A1", "A2", "A3", "A4", "A5"]
-        assert texts(short.result(20)) == ["B1"]
+        assert texts(await long) == ["A1", "A2", "A3", "A4", "A5"]
+        assert texts(await short) == ["B1"]
+
+    model = Recorder()
+    batched(model, clients)
     assert model.batches == [["first"], ["a1", "b1", "a2", "a3"], ["a4", "a5"]]
 
 
 def test_requests_of_another_model_or_of_other_wishes_share_no_batch_and_take_turns() -> None:
-    model = Recorder()
-    with batching(model) as batcher:
-        answers = [batcher.submit(Wanted(0, 1), [f"a{number}" for number in range(6)])]
-        answers.append(batcher.submit(Wanted(1, 1), ["b"]))
-        answers.append(batcher.submit(Wanted(0, 2), ["c"]))
+    async def clients(batcher: Batcher) -> None:
+        answers = [await waiting(batcher, Wanted(0, 1), [f"a{number}" for number in range(6)])]
+        answers.append(await waiting(batcher, Wanted(1, 1), ["b"]))
+        answers.append(await waiting(batcher, Wanted(0, 2), ["c"]))
         model.gate.set()
-        for answer in answers:
-            answer.result(20)
+        await asyncio.gather(*answers)
+
+    model = Recorder()
+    batched(model, clients)
     assert model.batches[1:] == [["a0", "a1", "a2", "a3"], ["b"], ["c"], ["a4", "a5"]]
 
 
 def test_a_full_queue_refuses_and_has_room_again_afterwards() -> None:
-    model = Recorder()
-    with batching(model, most=3) as batcher:
-        waiting = batcher.submit(Wanted(0, 1), ["a", "b"])
-        with pytest.raises(NotAcceptedError, match="2 lines are waiting, and 2 more would be above 3"):
-            batcher.submit(Wanted(0, 1), ["c", "d"])
-        assert batcher.waiting == 2
+    async def clients(batcher: Batcher) -> None:
+        there = await waiting(batcher, Wanted(0, 1), ["a", "b"])
+        with pytest.raises(FullError, match="2 lines are waiting, and 2 more would be above 3"):
+            await batcher.translated(Wanted(0, 1), ["c", "d"])
         model.gate.set()
-        waiting.result(20)
-        batcher.submit(Wanted(0, 1), ["c", "d"]).result(20)
+        await there
+        await batcher.translated(Wanted(0, 1), ["c", "d"])
 
-
-def test_what_a_client_gave_up_is_not_translated() -> None:
     model = Recorder()
-    with batching(model) as batcher:
-        given_up = batcher.submit(Wanted(0, 1), ["gone"])
-        kept = batcher.submit(Wanted(0, 1), ["kept"])
-        assert given_up.cancel()
-        assert batcher.waiting == 1
+    batched(model, clients, most=3)
+
+
+def test_what_a_client_gave_up_is_not_translated_and_leaves_its_room_to_others() -> None:
+    async def clients(batcher: Batcher) -> None:
+        given_up = await waiting(batcher, Wanted(0, 1), ["gone"])
+        kept = await waiting(batcher, Wanted(0, 1), ["kept"])
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        more = await waiting(batcher, Wanted(0, 1), ["more"])
         model.gate.set()
-        kept.result(20)
-    assert model.batches == [["first"], ["kept"]]
+        await kept
+        await more
 
-
-def test_a_line_that_is_too_long_fails_its_own_request_alone() -> None:
     model = Recorder()
-    with batching(model) as batcher:
-        bad = batcher.submit(Wanted(0, 1), ["fine", "long"])
-        good = batcher.submit(Wanted(0, 1), ["good"])
+    batched(model, clients, most=2)
+    assert model.batches == [["first"], ["kept", "more"]]
+
+
+@pytest.mark.parametrize("line", ["gone", "poison"])
+def test_another_client_gets_its_answer_where_one_gives_up_while_both_are_translated(line: str) -> None:
+    class Leaving(Recorder):
+        def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
+            if line in lines:
+                given_up[0].get_loop().call_soon_threadsafe(given_up[0].cancel)
+            return super().translate(lines, n_best, links)
+
+    async def clients(batcher: Batcher) -> None:
+        given_up.append(await waiting(batcher, Wanted(0, 1), [line]))
+        kept = await waiting(batcher, Wanted(0, 1), ["kept"])
         model.gate.set()
-        assert texts(good.result(20)) == ["GOOD"]
-        with pytest.raises(DataError, match="line 2 is too long"):
-            bad.result(20)
+        assert texts(await kept) == ["KEPT"]
+        assert given_up[0].cancelled()
+
+    given_up: list[asyncio.Task[list[Line]]] = []
+    model = Leaving()
+    batched(model, clients)
 
 
-def test_the_other_lines_of_a_request_are_translated_beside_one_that_is_too_long_where_it_wants_that() -> None:
+def test_the_other_lines_are_translated_beside_one_that_is_too_long() -> None:
+    async def clients(batcher: Batcher) -> None:
+        some = await waiting(batcher, Wanted(0, 1), ["a", "long", "b", "long"])
+        none = await waiting(batcher, Wanted(0, 1), ["long"])
+        model.gate.set()
+        assert [line.refused for line in await some] == ["", "is too long", "", "is too long"]
+        assert texts((await some)[::2]) == ["A", "B"]
+        assert [line.refused for line in await none] == ["is too long"]
+
     model = Recorder()
-    with batching(model) as batcher:
-        some = batcher.submit(Wanted(0, 1), ["a", "long", "b", "long"], partly=True)
-        none = batcher.submit(Wanted(0, 1), ["long"], partly=True)
-        model.gate.set()
-        assert [line.refused for line in some.result(20)] == ["", "is too long", "", "is too long"]
-        assert texts(some.result(20)[::2]) == ["A", "B"]
-        assert [line.refused for line in none.result(20)] == ["is too long"]
-        assert batcher.translated == 3
-    assert model.batches[1:] == [["a", "b"]]
+    batched(model, clients)
 
 
 def test_an_error_in_a_batch_fails_the_request_that_causes_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Recorder()
-    with batching(model) as batcher:
-        bad = batcher.submit(Wanted(0, 1), ["poison"])
-        good = batcher.submit(Wanted(0, 1), ["good"])
+    async def clients(batcher: Batcher) -> None:
+        bad = await waiting(batcher, Wanted(0, 1), ["poison"])
+        good = await waiting(batcher, Wanted(0, 1), ["good"])
         model.gate.set()
-        assert texts(good.result(20)) == ["GOOD"]
+        assert texts(await good) == ["GOOD"]
         with pytest.raises(RuntimeError, match="poison"):
-            bad.result(20)
-        assert batcher.alive
-    assert "RuntimeError: poison" in capsys.readouterr().err
+            await bad
+        assert texts(await batcher.translated(Wanted(0, 1), ["next"])) == ["NEXT"]
 
-
-def test_closing_drops_what_waits_and_refuses_more() -> None:
     model = Recorder()
-    with batching(model) as batcher:
-        waiting = batcher.submit(Wanted(0, 1), ["a"])
-        threading.Timer(0.05, model.gate.set).start()
-        batcher.close(20)
-        assert not batcher.alive
-        with pytest.raises(NotAcceptedError, match="the service is stopping"):
-            waiting.result(20)
-        with pytest.raises(NotAcceptedError, match="the service is stopping"):
-            batcher.submit(Wanted(0, 1), ["b"])
-    assert model.batches == [["first"]]
-
-
-class Watched(Batcher):
-    """One whose queue is counted and changed only by a thread that has the lock: `notify` is an error without it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("_requests", "_stopped") and hasattr(self, "_changed"):
-            self._changed.notify(0)
-        super().__setattr__(name, value)
-
-    def _waiting(self) -> int:
-        self._changed.notify(0)
-        return super()._waiting()
-
-
-def test_a_thread_has_the_lock_where_it_counts_or_changes_what_waits() -> None:
-    model = Recorder()
-    models: Any = [model]
-    model.gate.set()
-    batcher = Watched(models, most=100)
-    assert texts(batcher.submit(Wanted(0, 1), ["a"]).result(20)) == ["A"]
-    assert batcher.waiting == 0
-    batcher.close(20)
-    assert not batcher.alive
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_thread_that_ended_because_it_could_not_say_what_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(_: BaseException) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("traceback.print_exception", full)
-    model = Recorder()
-    models: Any = [model]
-    batcher = Batcher(models, most=100)
-    waiting = batcher.submit(Wanted(0, 1), ["poison"])
-    model.gate.set()
-    with pytest.raises(NotAcceptedError, match="the service is stopping"):
-        waiting.result(20)
-    with pytest.raises(NotAcceptedError, match="the service is stopping"):
-        batcher.submit(Wanted(0, 1), ["b"])
-    batcher.close(20)
+    batched(model, clients)
 
 
 def test_nothing_to_translate_is_answered_at_once() -> None:
-    model = Recorder()
-    with batching(model) as batcher:
+    async def clients(batcher: Batcher) -> None:
         start = time.monotonic()
-        assert batcher.submit(Wanted(0, 1), []).result(20) == []
+        assert await batcher.translated(Wanted(0, 1), []) == []
         assert time.monotonic() - start < 10
+
+    batched(Recorder(), clients)

@@ -29,8 +29,7 @@ CORPORA = {"a": {}, "b": {"target": "fr"}, "c": {"source": "nl", "target": "fr"}
 @contextmanager
 def asking(models: Sequence[Any]) -> Iterator[Any]:
     """A function that sends a request to a service of these models, by GET or with fields by POST."""
-    batcher = Batcher(models, 100)
-    app = application(models, batcher, Limits(), loopback=False)
+    app = application(models, Batcher(models, 100), Limits(), ["*"])
 
     async def sent(path: str, fields: dict[str, object] | None) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
@@ -38,10 +37,7 @@ def asking(models: Sequence[Any]) -> Iterator[Any]:
                 return await client.get(path)
             return await client.post(path, json=fields)
 
-    try:
-        yield lambda path, **fields: asyncio.run(sent(path, fields or None))
-    finally:
-        batcher.close(20)
+    yield lambda path, **fields: asyncio.run(sent(path, fields or None))
 
 
 def opened(source: str, target: str) -> Recorder:
@@ -55,8 +51,8 @@ def test_the_models_of_several_pairs_are_one_list_of_languages_and_the_pair_choo
     models = [opened("en", "de"), opened("en", "fr"), opened("fr", "en"), opened("en", "de")]
     with asking(models) as ask:
         assert ask("/languages").json() == [
-            {"code": "en", "name": "English", "targets": ["de", "fr"]},
-            {"code": "fr", "name": "French", "targets": ["en"]},
+            {"code": "en", "name": "en", "targets": ["de", "fr"]},
+            {"code": "fr", "name": "fr", "targets": ["en"]},
         ]
         for number, pair in enumerate([("en", "de"), ("en", "fr"), ("fr", "en")]):
             answer = ask("/translate", q=f"text {number}", source=pair[0], target=pair[1])
@@ -99,10 +95,11 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
     subwords: Any = Counting()
     model = make_transformer(PRESETS["tiny"], 5, 5, pad=0)
     config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})
-    with asking(served_models.served_models("run", Translator(config, model, subwords, subwords))) as ask:
+    translator = Translator(config, model, subwords, subwords)
+    with asking(served_models.served_models("run", translator, translator)) as ask:
         assert ask("/languages").json() == [
-            {"code": "en", "name": "English", "targets": ["de", "fr"]},
-            {"code": "nl", "name": "Dutch", "targets": ["fr"]},
+            {"code": "en", "name": "en", "targets": ["de", "fr"]},
+            {"code": "nl", "name": "nl", "targets": ["fr"]},
         ]
         for source, target in (("en", "fr"), ("en", "de"), ("nl", "fr")):
             answer = ask("/translate", q="a house", source=source, target=target)

@@ -6,22 +6,22 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import awaited
-from recipes.translation.serve.batching import NotAcceptedError, Wanted
+from recipes.translation.serve.batching import Batcher, FullError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, body_of, too_large
-from recipes.translation.serve.models import Line
+from recipes.translation.serve.server import listening, server_of
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.serving import GOOD, batching, client_of, serving
+from tests.recipes.serve.serving import GOOD, batched, client_of, serving, waiting
 
 LIMIT = 200
 
@@ -57,33 +57,41 @@ def asked(q: str, **limits: int) -> int:
 
 def queued(lines: int) -> int:
     """The status of a request of so many lines, where one line waits."""
-    model = Recorder()
-    with batching(model, LIMIT) as batcher:
-        batcher.submit(Wanted(0, 1), ["a"])
-        try:
-            batcher.submit(Wanted(0, 1), ["a"] * (lines - 1))
-        except NotAcceptedError:
-            return 503
-        return 200
+    found = []
 
-
-def present(requests: int) -> int:
-    """The status of the last of so many requests at the same time."""
-
-    async def clients() -> int:
-        async with client_of(app) as client:
-            sent = [asyncio.ensure_future(client.post("/translate", json=GOOD)) for _ in range(requests - 1)]
-            async with asyncio.timeout(20):
-                while app.present < requests - 1:
-                    await asyncio.sleep(0.005)
-            found = (await client.get("/health")).status_code
-            model.gate.set()
-            await asyncio.gather(*sent)
-            return found
+    async def clients(batcher: Batcher) -> None:
+        one = await waiting(batcher, Wanted(0, 1), ["a"])
+        others = await waiting(batcher, Wanted(0, 1), ["a"] * (lines - 1))
+        model.gate.set()
+        found.extend(await asyncio.gather(one, others, return_exceptions=True))
 
     model = Recorder()
-    with serving(model, requests=20) as app:
-        return asyncio.run(clients())
+    batched(model, clients, LIMIT)
+    return 503 if isinstance(found[1], FullError) else 200
+
+
+def connected(clients: int) -> int:
+    """The status of a request of the last of so many clients that are connected."""
+
+    async def clients_of(port: int) -> int:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients - 1)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            answer = await client.get("/health")
+        for _, writer in silent:
+            writer.close()
+        return answer.status_code
+
+    async def both() -> int:
+        with serving(Recorder()) as app, listening("127.0.0.1", 0) as taken:
+            server = server_of(app, Limits(connections=20))
+            serves = asyncio.ensure_future(server.serve(sockets=[taken]))
+            try:
+                return await clients_of(taken.getsockname()[1])
+            finally:
+                server.should_exit = True
+                await serves
+
+    return asyncio.run(both())
 
 
 LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
@@ -92,7 +100,7 @@ LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
     "characters": (lambda n: asked("a" * (n - 5) + "\n" + "b" * 5, characters=LIMIT), LIMIT, 413),
     "lines": (lambda n: asked("\n".join("a" * n), lines=LIMIT), LIMIT, 413),
     "queued_lines": (queued, LIMIT, 503),
-    "requests": (present, 20, 503),
+    "connections": (connected, 20, 503),
 }
 
 
@@ -102,7 +110,7 @@ def test_the_page_of_the_service_states_its_limits() -> None:
     for stated in (
         f"more than {limits.body_seconds:g} seconds",
         f"above {limits.body_bytes >> 20} MiB, {limits.characters:,} characters or {limits.lines:,} lines",
-        f"{limits.queued_lines:,} lines are waiting, or {limits.requests:,} requests are being answered",
+        f"{limits.queued_lines:,} lines are waiting, or {limits.connections:,} clients are connected",
         f"no translation within {limits.answer_seconds:g} seconds",
     ):
         assert stated in page
@@ -158,10 +166,8 @@ async def body_after(seconds: float) -> int:
 
 async def answer_after(seconds: float) -> int:
     """The status of a request whose translation takes so long."""
-    answer: Future[list[Line]] = Future()
-    asyncio.get_running_loop().call_later(seconds, answer.set_result, [])
     try:
-        await awaited(request_of([]), answer, 100)
+        await awaited(request_of([]), asyncio.sleep(seconds, []), 100)
     except RefusedError as error:
         return error.status
     return 200
@@ -183,7 +189,7 @@ def test_a_line_may_be_exactly_as_long_as_the_model_reads(tmp_path: Path) -> Non
     for most in (longest - 1, longest, longest + 1):
         config = translator.config
         config = replace(config, training=replace(config.training, max_length=most))
-        (model,) = served_models("run", replace(translator, config=config))
+        (model,) = served_models("run", replace(translator, config=config), None)
         assert config.decoding.max_length < most
-        found.append(bool(model.refusals([line])))
+        found.append(bool(model.translate([line], 1, False)[0].refused))
     assert found == [True, False, False]

@@ -126,7 +126,6 @@ OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "--temperature": (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
     "--top-p": (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),
     "--port": (["0", "1", "65534", "65535"], ["-1", "65536"]),
-    "--originals": (["0", repr(math.nextafter(1e9, 0))], ["-5e-324", "1e9", "nan"]),
 }
 """Options of numbers, and the values on the good and on the bad side of their limits."""
 

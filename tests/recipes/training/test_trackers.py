@@ -19,7 +19,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.training import trackers
 from recipes.translation.training.progress import Metrics
-from recipes.translation.training.trackers import check_installed, numbers, open_trackers
+from recipes.translation.training.trackers import Tracker, check_installed, open_trackers
 from tests.recipes.tiny import options, tiny
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -142,17 +142,21 @@ def test_another_run_in_the_folder_is_another_run_of_its_trackers(
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{", "nan;", "[" * 100_000, "[]", "3", "{}", '{"id": 3}', '{"begun": []}'),
+        *("", "{", "nan;", "[" * 100_000, "[]", "3", "{}", '{"begun": []}'),
     ],
 )
-def test_a_damaged_record_of_trackers_is_one_line(content: str, tmp_path: Path) -> None:
-    config = tiny(tmp_path / "run", {"training.trackers": ("tensorboard",)})
+def test_where_the_record_of_trackers_is_damaged_they_start_over(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr("wandb.init", lambda *, id, **_: begun.append(id) or Counted())
+    config = tiny(tmp_path / "run", {"training.trackers": ("wandb",)})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trackers.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"trackers\.json is damaged \(.*\): remove it, and the trackers start over$"):
-        open_trackers(config, 3)
-    assert open_trackers(config, None)
-    assert list(json.loads((tmp_path / "run" / "trackers.json").read_text())) == ["id"]
+    for _ in range(2):
+        assert open_trackers(config, 3)
+    assert json.loads((tmp_path / "run" / "trackers.json").read_text()) == {"id": begun[0]}
+    assert begun[0] == begun[1]
 
 
 def in_a_process(run: Path, name: str, **environment: str) -> None:
@@ -220,7 +224,9 @@ def test_trackio_has_every_number_in_its_folder(tmp_path: Path) -> None:
 
 def test_only_numbers_are_sent() -> None:
     values = {"step": 3, "loss": 0.5, "tokens": 7, "words": ["loss"], "valid_bleu": None, "odd": True}
-    assert numbers(values) == {"loss": 0.5, "tokens": 7}
+    sent: list[tuple[Any, int]] = []
+    Tracker("x", lambda numbers, step: sent.append((numbers, step)), list).log(values)
+    assert sent == [({"loss": 0.5, "tokens": 7}, 3)]
 
 
 def test_a_tracker_that_is_not_installed_is_one_line_before_training(

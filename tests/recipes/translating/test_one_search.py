@@ -23,7 +23,7 @@ from recipes.translation.run_folder.checkpoint import load_translator, save_mode
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.settings.options import OneLineParser
-from recipes.translation.training.teacher_translations import write_translations
+from recipes.translation.training.student_data import write_translations
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
