@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from recipes.translation.commands.arguments import PROGRAM, Command, explained
 from recipes.translation.commands.distillation import distil
-from recipes.translation.commands.evaluation import compare, evaluate, score
+from recipes.translation.commands.evaluation import compare, evaluate
 from recipes.translation.commands.export import export
 from recipes.translation.commands.importing import import_
 from recipes.translation.commands.reporting import report
@@ -44,7 +44,6 @@ COMMANDS: dict[str, Command] = {
     "distil": distil,
     "evaluate": evaluate,
     "compare": compare,
-    "score": score,
     "translate": translate,
     "import": import_,
     "export": export,
@@ -53,7 +52,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-PRINTING = ("translate", "score", "compare")
+PRINTING = ("translate", "compare")
 """The commands that have no result but what they print."""
 
 

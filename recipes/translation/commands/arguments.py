@@ -123,9 +123,9 @@ DECODING = tuple(field.name for field in fields(DecodingConfig))
 """The settings of decoding, each of which is an option of the commands that translate."""
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, names: Sequence[str] = DECODING) -> None:
-    """Add an option for each of these settings of decoding; their values remain text, as in `add_config_options`."""
-    for name in names:
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting of decoding; their values remain text, as in `add_config_options`."""
+    for name in DECODING:
         setting = SCHEMA.settings[f"decoding.{name}"]
         parser.add_argument(
             as_option(name),

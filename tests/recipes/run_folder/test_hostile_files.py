@@ -102,7 +102,7 @@ def notes(text: str) -> Change:
 
 TRANSLATES = ("translate", "--run", "RUN", "Two trains.")
 RESUMES = ("train", "--run", "RUN")
-SCORES = ("score", "--run", "RUN", "--sources", "TEXT", "--targets", "TEXT")
+SCORES = ("evaluate", "--run", "RUN", "--sources", "TEXT", "--references", "TEXT")
 DOES_NOT_FIT = "does not fit the model its config.yaml describes"
 HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "layers": (TRANSLATES, setting("model", "encoder_layers", 10**9), f"{DOES_NOT_FIT}, which has encoder_layers"),
