@@ -12,7 +12,7 @@ from typing import Any, Literal
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.model_text import corpus_tags, language_tags
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
-from recipes.translation.data.split_files import check_format, check_languages, check_named, named
+from recipes.translation.data.split_files import check_named, named
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.contents import Contents
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
@@ -203,13 +203,8 @@ class Corpora:
                     f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
                     "epoch it would be: leave it out"
                 )
-        for each in self.valid:
-            check_format(each.data)
-            check_languages(each.data)
+        for each in [*self.valid, *(self.held_out("test") if self.has("test") else [])]:
             each.pairs()
-        for each in self.held_out("test") if self.has("test") else []:
-            if each.data.format != "builtin":  # which has no mistakes
-                each.pairs()
 
     def _check_builtin(self, split: HeldOutSplit) -> None:
         """Raise DataError where corpora from files would be judged by the built-in corpus."""
@@ -231,10 +226,6 @@ class Corpora:
 
 def training_corpora(config: RunConfig) -> list[CorpusSplit]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
-    if config.data.streaming and "hub" not in (config.data.format, *(each.format for each in config.corpora.values())):
-        raise ConfigError(
-            "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
-        )
     if not config.corpora:
         return [CorpusSplit(config, "", "train", config.data, language_tags(config, config.data.target))]
     if config.data.train:

@@ -65,11 +65,6 @@ class DataConfig:
         "proportion to its weight times n^(1/temperature). 1 mixes them as they are, 5 gives small ones more.",
         at_least=1,
     )
-    streaming: bool = setting(
-        False,
-        "Read hub data row by row over the network, without a copy of it on disk; with data.cache it is read for "
-        "the subwords and for the tokenised pairs, and not again.",
-    )
     cache: str = setting(
         "",
         "Folder for the tokenised training pairs, which are then memory-mapped, and found again by their contents: "
