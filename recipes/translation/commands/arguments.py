@@ -93,7 +93,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--tokenize": {
         "metavar": "NAME",
         "help": "sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: "
-        "the setting data.tokenize, which follows the target language; for files, by their script)",
+        "the setting data.tokenize, which follows the target language; for files alone 13a)",
     },
 }
 """Options of several commands."""

@@ -63,8 +63,8 @@ class CorpusSplit:
 
     @property
     def tokenizer(self) -> str:
-        """Return the name of sacreBLEU's tokeniser for the references."""
-        return tokenizer_for(self.data.tokenize, self.data.target, [pair.target for pair in self.pairs()])
+        """Return the name of sacreBLEU's tokeniser for the references; raise ConfigError if it is not available."""
+        return tokenizer_for(self.data.tokenize, self.data.target)
 
 
 class Corpora:

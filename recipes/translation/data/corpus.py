@@ -23,7 +23,6 @@ from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.bleu_tokenizers import check_tokenizer
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 
@@ -108,7 +107,7 @@ def _prepared(
 
 
 def check_data(corpora: Corpora) -> list[str]:
-    """Return the tokenisers of the validation's BLEU, after a check that they and all data are available.
+    """Return the tokenisers of the validation's BLEU, if any, after a check that they and all data are available.
 
     Raises DataError and ConfigError; training files are looked for, and the others read.
     """
@@ -116,11 +115,9 @@ def check_data(corpora: Corpora) -> list[str]:
     corpora.check_training()
     _check_temperature(corpora)
     corpora.check_held_out()
-    names = list(dict.fromkeys(each.tokenizer for each in corpora.valid))
-    if config.training.validate_bleu:
-        for tokenize in names:
-            check_tokenizer(tokenize)
-    return names
+    if not config.training.validate_bleu:
+        return []
+    return list(dict.fromkeys(each.tokenizer for each in corpora.valid))
 
 
 def _check_temperature(corpora: Corpora) -> None:

@@ -59,8 +59,8 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
     if not shown:
         return [Chart("Scores of sentences", NO_TRANSLATIONS)]
     scores = [(runs[number].name, chrf_of_sentences(newest).tolist(), number) for number, newest in shown]
-    # In some scripts no spaces separate words
-    unit, length_of = unit_of_length(shown[0][1]["references"])
+    # In some languages no spaces separate words
+    unit, length_of = unit_of_length(str(runs[shown[0][0]].settings.get("data.target", "")))
     texts = [(runs[number].name, newest["translations"], number) for number, newest in shown]
     if not several:
         (_, newest) = shown[0]

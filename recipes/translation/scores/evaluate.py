@@ -22,7 +22,7 @@ from recipes.translation.scores.comet import check_comet
 from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
-from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
 
@@ -80,8 +80,7 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
 
 def check_metrics(tokenize: str | None, comet: str | None) -> None:
     """Raise an error, before the work of translating, for a tokeniser or a COMET model that cannot be had."""
-    if tokenize and tokenize != "auto":
-        check_tokenizer(tokenize)
+    tokenizer_for(tokenize or "auto", "")
     if comet:
         check_comet(Path(comet))
 
@@ -162,8 +161,7 @@ def evaluate_pairs(
         language = held_out.data.target
         spoken = held_out.spoken(pairs)
     references = [pair.target for pair in pairs]
-    tokenize = tokenizer_for(tokenize or config.data.tokenize, language, references)
-    check_tokenizer(tokenize)  # before the work of translating
+    tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # an error before the work of translating
     translations = translate(translator, [pair.source for pair in spoken], ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
@@ -179,7 +177,7 @@ def evaluate_files(
     said = [""] * len(expected)
     if sources:
         said = [pair.source for pair in read_pairs(sources, references)]
-    measured = measure(translations, expected, tokenize=tokenize)
+    measured = measure(translations, expected, tokenize=tokenizer_for(tokenize, ""))
     pairs = [Pair(*lines) for lines in zip(said, expected, strict=True)]
     return Evaluation(hypotheses.name, pairs, translations, measured)
 

@@ -16,7 +16,7 @@ from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_
 
 from recipes.translation.scores.statistics import Array, scores_of_sums
 from recipes.translation.settings.config import DataConfig
-from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 Utility = Literal["chrf", "bleu"]
 """What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
@@ -28,8 +28,7 @@ def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataCo
 
     Raises ConfigError for a tokeniser that is not installed.
     """
-    tokenize = tokenizer_for(data.tokenize, data.target, [row[0] for row in texts])
-    check_tokenizer(tokenize)
+    tokenize = tokenizer_for(data.tokenize, data.target)
     return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 

@@ -19,7 +19,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 
-from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.bleu_tokenizers import tokenizer_of
 
 Array = NDArray[np.float64]
 TITLES = {
@@ -94,8 +94,8 @@ def mean_of_sums(sums_RK: Array) -> Array:
     return mean_R
 
 
-def unit_of_length(texts: Sequence[str]) -> tuple[str, Callable[[str], int]]:
-    """Return the unit of these texts' lengths, and the function that counts it in one."""
-    if tokenizer_for("auto", "", texts) in ("zh", "ja-mecab", "char"):
+def unit_of_length(language: str) -> tuple[str, Callable[[str], int]]:
+    """Return the unit of lengths in a language, and the function that counts it in a text."""
+    if tokenizer_of(language) in ("zh", "ja-mecab", "char"):
         return "characters", lambda text: len("".join(text.split()))
     return "words", lambda text: len(text.split())

@@ -50,9 +50,8 @@ class DataConfig:
         "spBLEU-1K",
     ] = setting(
         "auto",
-        "sacreBLEU's tokeniser for BLEU: auto (by the target language, and where that says nothing, by the "
-        "script of the references) | 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 "
-        "| flores200 | spBLEU-1K.",
+        "sacreBLEU's tokeniser for BLEU: auto (by the target language; 13a for most) | 13a | intl | zh | ja-mecab | "
+        "ko-mecab | char | none | spm | flores101 | flores200 | spBLEU-1K.",
     )
     language_tags: bool = setting(
         False,
