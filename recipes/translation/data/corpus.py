@@ -134,7 +134,7 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
         corpora.forget()
         digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
     else:
-        ids = TokenStore.open(store, len(corpora.training), (len(source), len(target)))
+        ids = TokenStore.open(store)
         digest = hashlib.sha256(ids.sha256.encode())
     settings = corpora.config.training
     mixture = corpora.mixture(ids.corpora)

@@ -213,7 +213,7 @@ def _hub(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     import datasets
 
     (name,) = names_of(data, split)
-    repository, _, subset = expanded(data.path, "data.path").partition(":")
+    repository, subset = expanded(data.path, "data.path").partition(":")[::2]
     repository, at, revision = repository.partition("@")
     if at and not revision:
         raise DataError(f"data.path is {data.path}, without a revision after the @: name a branch, tag or commit")
