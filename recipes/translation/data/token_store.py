@@ -87,7 +87,8 @@ class TokenStore:
             for side, chunks in sides.items():
                 columns = [batch.column(side) for batch in batches]
                 chunks += [(column.values.to_numpy(), column.offsets.to_numpy()) for column in columns]
-        return cls(*map(StoredIds, sides.values()), sizes, "".join(digests.values()))
+        sources, targets = map(StoredIds, sides.values())
+        return cls(sources, targets, sizes, "".join(digests.values()))
 
 
 def check_store(folder: Path) -> bool:
