@@ -15,6 +15,7 @@ from recipes.translation.data.sentence_pairs import each_training_pair, fingerpr
 from recipes.translation.data.split_files import check_named, named
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.contents import Contents
+from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair, Split
@@ -44,12 +45,9 @@ class CorpusSplit:
             return f"data.{self.split}"
         return f"corpora.{self.name}.{self.split}"
 
+    @cached_property
     def pairs(self) -> list[Pair]:
         """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
-        return self._pairs
-
-    @cached_property
-    def _pairs(self) -> list[Pair]:
         with named(self.name):
             return load_pairs(self.data, self.split, self.config.subwords.lowercase)
 
@@ -174,6 +172,29 @@ class Corpora:
             return None
         return Mixture(sizes, weights, self.config.data.temperature, self.config.training.seed)
 
+    def check(self) -> None:
+        """Check the training data, and read validation and test data, so that mistakes are found before the training.
+
+        Validation data is required, test data is optional. Raises DataError and ConfigError as `check_training`,
+        `held_out` and `load_pairs` do, and for a temperature with nothing to mix.
+        """
+        self.check_training()
+        if sum(corpus.weight > 0 for corpus in self.training) < 2:
+            why = "there is one corpus, with nothing to mix it with: add corpora"
+            check_unset(self.config, ("data.temperature",), why)
+        for name, corpus in self.config.corpora.items():
+            if not name or "/" in name or "\0" in name:
+                raise ConfigError(
+                    f"corpora has the name {name!r}, which would be part of files' names: use one without /"
+                )
+            if only_held_out(corpus) and corpus.weight != 1:
+                raise ConfigError(
+                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
+                    "epoch it would be: leave it out"
+                )
+        for each in [*self.valid, *(self.held_out("test") if self.has("test") else [])]:
+            each.pairs  # noqa: B018  (reads them)
+
     def check_training(self) -> None:
         """Raise an error where the training data is not named as its format needs; the files are not read."""
         config = self.config
@@ -186,25 +207,6 @@ class Corpora:
         for corpus in self.training:
             with named(corpus.name):
                 check_named(corpus.data, "train")
-
-    def check_held_out(self) -> None:
-        """Read validation and test data, so that mistakes are found before the training.
-
-        Validation data is required, test data is optional. Raises DataError and ConfigError as `held_out` and
-        `load_pairs` do.
-        """
-        for name, corpus in self.config.corpora.items():
-            if not name or "/" in name or "\0" in name:
-                raise ConfigError(
-                    f"corpora has the name {name!r}, which would be part of files' names: use one without /"
-                )
-            if only_held_out(corpus) and corpus.weight != 1:
-                raise ConfigError(
-                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
-                    "epoch it would be: leave it out"
-                )
-        for each in [*self.valid, *(self.held_out("test") if self.has("test") else [])]:
-            each.pairs()
 
     def _check_builtin(self, split: HeldOutSplit) -> None:
         """Raise DataError where corpora from files would be judged by the built-in corpus."""

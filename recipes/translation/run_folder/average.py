@@ -20,7 +20,6 @@ from recipes.translation.run_folder.checkpoint import (
     load_facts,
     load_weights,
     saved_config,
-    subword_names,
     write_model,
 )
 from recipes.translation.run_folder.numbered import kept_models
@@ -28,6 +27,7 @@ from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_path
 from recipes.translation.run_folder.translator import Translator, check_sizes, model_on_meta, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
+from recipes.translation.text.subwords import subword_names
 
 
 def average(run: Path, last: int | None = None, best: int | None = None) -> list[int]:

@@ -56,7 +56,7 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, load_config, save_config
-from recipes.translation.text.subwords import Subwords
+from recipes.translation.text.subwords import Subwords, subword_names
 
 
 @dataclass
@@ -275,13 +275,6 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
             raise CheckpointError(
                 f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there[key])} there"
             )
-
-
-def subword_names(config: RunConfig) -> tuple[str, str]:
-    """Return the names of the source's and the target's subword model."""
-    if config.subwords.joint:
-        return "joint", "joint"
-    return "source", "target"
 
 
 BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")

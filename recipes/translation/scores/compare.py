@@ -147,7 +147,7 @@ def _system(name: str, split: HeldOutSplit) -> System:
     by = model_with(path, noted_digest(scores, "weights", 0))
     if not by:
         raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
-    pairs = data.pairs()
+    pairs = data.pairs
     # The references may have been corrected since: all systems are scored anew
     sources = noted_digest(scores, "sources", "sha256")
     if sources and sources != lines_digest(pair.source for pair in pairs):

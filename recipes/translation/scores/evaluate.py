@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def evaluate_each(
     """
     found = []
     for each in sets:
-        pairs = ranks.run_on_main(each.pairs)
+        pairs = ranks.run_on_main(partial(getattr, each, "pairs"))
         name: str = each.split
         if len(sets) > 1:
             name = f"{each.split}.{each.name}"

@@ -9,9 +9,7 @@ from models import Phrase
 from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
-
-BLANK = "▁"
-"""What sentencepiece writes for a blank; a piece that begins with it begins a word."""
+from recipes.translation.text.segmentations import BLANK
 
 
 def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int]]:

@@ -52,14 +52,9 @@ class SearchOptions:
 
 
 def check_lines(option: str, lines: Sequence[object] | None, sentences: Sequence[str]) -> None:
-    """Raise DataError unless there is a line for each sentence, and an empty one for an empty sentence."""
-    if lines is None:
-        return
-    if len(lines) != len(sentences):
+    """Raise DataError unless there is a line for each sentence."""
+    if lines is not None and len(lines) != len(sentences):
         raise DataError(
             f"{option} has {len(lines):,} lines for {len(sentences):,} sentences: give one line for each, empty where "
             "there is nothing to demand"
         )
-    for number, (line, sentence) in enumerate(zip(lines, sentences, strict=True), start=1):
-        if line and not sentence.strip():
-            raise DataError(f"{option}: line {number:,} is not empty, but sentence {number:,} is: remove one of them")
