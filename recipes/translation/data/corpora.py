@@ -14,7 +14,6 @@ from recipes.translation.data.model_text import corpus_tags, language_tags
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
 from recipes.translation.data.split_files import check_named, named
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.files.contents import Contents
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
@@ -68,9 +67,8 @@ class CorpusSplit:
 class Corpora:
     """The corpora of a run, resolved once from its settings.
 
-    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that each file is opened
-    once, and what identifies them is of the very bytes that were read. With `data.cache`, for text beyond memory,
-    `read` does nothing: whoever wants the pairs reads the files.
+    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that they are cleaned
+    once. With `data.cache`, for text beyond memory, `read` does nothing: whoever wants the pairs reads the files.
 
     Raises ConfigError for training corpora that contradict each other.
     """
@@ -80,7 +78,6 @@ class Corpora:
         self.training = training_corpora(config)
         """Those of the section corpora, or else the one of data.train."""
         self._pairs: dict[str, list[Pair]] = {}
-        self._fingerprints: dict[str, str] = {}
 
     def read(self) -> None:
         """Read the training pairs, unless they are in memory, or are not to be."""
@@ -96,31 +93,22 @@ class Corpora:
         for corpus in self.training:
             yield corpus, self._pairs.get(corpus.name) or self._each_pair(corpus)
 
+    @cached_property
     def identity(self) -> object:
         """Return what determines the training text before it is cleaned, as JSON: settings, SHA-256 of the contents."""
         names = ("format", "source", "target", "builtin_pairs")
-        found = {
-            corpus.name: {name: getattr(corpus.data, name) for name in names} | {"text": self._fingerprint(corpus)}
-            for corpus in self.training
-        }
-        if not self.config.corpora:
-            return found[""]
-        return found
+        found = {}
+        for corpus in self.training:
+            with named(corpus.name):
+                text = fingerprint(corpus.data, "train")
+            found[corpus.name] = {name: getattr(corpus.data, name) for name in names} | {"text": text}
+        return found if self.config.corpora else found[""]
 
     def _each_pair(self, corpus: CorpusSplit) -> Iterator[Pair]:
-        contents = Contents()
+        config = self.config
         with named(corpus.name):
             name = corpus.name or "train"
-            lowercase = self.config.subwords.lowercase
-            yield from each_training_pair(corpus.data, lowercase, self.config.cleaning, name, contents.opened)
-            if contents.whole:
-                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train", contents)
-
-    def _fingerprint(self, corpus: CorpusSplit) -> str:
-        if corpus.name not in self._fingerprints:
-            with named(corpus.name):
-                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train")
-        return self._fingerprints[corpus.name]
+            yield from each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
 
     @cached_property
     def valid(self) -> list[CorpusSplit]:

@@ -179,7 +179,7 @@ def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
     """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
     config = corpora.config
     made_from = {
-        "data": corpora.identity(),
+        "data": corpora.identity,
         "tags": [corpus.tags for corpus in corpora.training],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,

@@ -33,8 +33,6 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     """
     config = corpora.config
     folder = Path(config.run) / "subwords"
-    if not folder.exists():
-        corpora.read()  # which then is not read once for its identity, and once for the subwords
     settings = made_from(corpora)
     ready = None
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
@@ -57,7 +55,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in (*SHAPING, "train_pairs")}
     return {
-        "data": corpora.identity(),
+        "data": corpora.identity,
         "subwords": {**subwords, "symbols": list(config.subwords.symbols)},
         "cleaning": dataclasses.asdict(config.cleaning),
         "tags": list(tags_of(config)),
@@ -67,7 +65,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
 def of_other_data(folder: Path, config: RunConfig) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
     data = noted_in(folder / SETTINGS, "data")
-    return data is not None and bool(data != Corpora(config).identity())
+    return data is not None and bool(data != Corpora(config).identity)
 
 
 def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:

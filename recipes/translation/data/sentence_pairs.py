@@ -22,7 +22,6 @@ from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_named, expanded, names_of, paths_of
 from recipes.translation.errors import DataError
-from recipes.translation.files.contents import Contents, Opened, opened
 from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.lines import each_line
 from recipes.translation.settings.config import DataConfig
@@ -52,16 +51,13 @@ def load_pairs(
     return list(_lowercased(_read(data, split), lowercase))
 
 
-def each_training_pair(
-    data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, open_file: Opened = opened
-) -> Iterator[Pair]:
+def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
     """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
-    The number that each rule removes is reported on stderr, under `name`. Files of text are opened by `open_file`. The
-    data is never whole in memory.
+    The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory.
     """
     rules = Cleaning(cleaning, data.source, data.target)
-    yield from _lowercased(rules.kept(_read(data, "train", open_file)), lowercase)
+    yield from _lowercased(rules.kept(_read(data, "train")), lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         print(f"[data] {name}: {rules}", file=sys.stderr)
@@ -71,9 +67,9 @@ def each_training_pair(
         raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
 
 
-def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterable[Pair]:
+def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
     check_named(data, split)
-    readers: dict[str, Callable[[DataConfig, Split, Opened], Iterable[Pair]]]
+    readers: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
     readers = {
         "builtin": _builtin,
         "text": _text,
@@ -82,7 +78,7 @@ def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterabl
         "parquet": _parquet,
         "hub": _hub,
     }
-    return readers[data.format](data, split, open_file)
+    return readers[data.format](data, split)
 
 
 def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
@@ -91,10 +87,9 @@ def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
 
 
-def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None) -> str:
+def fingerprint(data: DataConfig, split: Split) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    Files that were read under `contents` are not read again.
     It is empty for the built-in corpus, which is determined by the settings.
     """
     if data.format == "builtin":
@@ -105,13 +100,14 @@ def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None
     else:
         for path in paths_of(data, split):
             # The size separates the files: a line that moves from one to the next must change the digest
-            size, of_file = (contents or Contents()).of(path)
-            digest.update(f"{size} bytes:".encode())
+            with path.open("rb") as file:
+                of_file = hashlib.file_digest(file, "sha256").digest()
+                digest.update(f"{file.tell()} bytes:".encode())
             digest.update(of_file)
     return digest.hexdigest()
 
 
-def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
+def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
     count = data.builtin_pairs
@@ -124,11 +120,11 @@ def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
             yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
+def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     paths = paths_of(data, split)
     counts = [0, 0]
-    for lines in zip_longest(*(_lines(path, split, open_file) for path in paths)):
+    for lines in zip_longest(*(_lines(path, split) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if counts[0] == counts[1]:
             yield Pair(*lines)
@@ -138,10 +134,10 @@ def _text(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
         )
 
 
-def _tsv(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
+def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = paths_of(data, split)
-    lines = _lines(path, split, open_file)
+    lines = _lines(path, split)
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
@@ -173,10 +169,10 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
 
 
-def _jsonl(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
+def _jsonl(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = paths_of(data, split)
-    for number, line in enumerate(_lines(path, split, open_file), start=1):
+    for number, line in enumerate(_lines(path, split), start=1):
         where = f"{path}:{number}"
         if line.strip():
             yield _pair(_parsed(line, where), data, where)
@@ -198,7 +194,7 @@ def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parquet(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
+def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one parquet file."""
     import pyarrow.parquet
 
@@ -208,7 +204,7 @@ def _parquet(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
         yield from _of_batches(batches, data, str(path))
 
 
-def _hub(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
+def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read a split of a data set on the hub, which remains in `datasets`' cache; its progress bars are not shown."""
     import datasets
 
@@ -273,9 +269,9 @@ def _pair(record: Any, data: DataConfig, where: str) -> Pair:
     return Pair(record[data.source], record[data.target])
 
 
-def _lines(path: Path, split: Split, open_file: Opened) -> Iterator[str]:
+def _lines(path: Path, split: Split) -> Iterator[str]:
     empty = True
-    for line in each_line(path, open_file):
+    for line in each_line(path):
         empty = False
         yield line
     if empty:
