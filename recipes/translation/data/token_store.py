@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import socket
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy
 import numpy.typing
 
 from recipes.translation.errors import DataError
@@ -37,28 +35,26 @@ DIGESTS = "sha256.json"
 
 
 class StoredIds(Sequence[list[int]]):
-    """One side of the stored pairs: a sequence of lists of ids, each read from the file when it is asked for."""
+    """One side of the stored pairs: a sequence of lists of ids, each read from the file when it is asked for.
 
-    def __init__(self, chunks: Sequence[tuple[numpy.typing.NDArray[Any], numpy.typing.NDArray[Any]]]) -> None:
-        self._chunks = chunks
-        lengths = [numpy.diff(offsets) for _, offsets in chunks]
-        self._starts = list(accumulate(map(len, lengths), initial=0))
-        self.lengths = numpy.concatenate(lengths)
+    Args:
+        column: a pyarrow.ChunkedArray of lists.
+    """
+
+    def __init__(self, column: Any) -> None:
+        import pyarrow.compute
+
+        self._column = column
+        self.lengths: numpy.typing.NDArray[Any] = pyarrow.compute.list_value_length(column).to_numpy()
         """The number of subwords of each sentence."""
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self._column)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        place = index % len(self)
-        chunk = bisect_right(self._starts, place) - 1
-        row = place - self._starts[chunk]
-        values, offsets = self._chunks[chunk]
-        return values[offsets[row] : offsets[row + 1]].tolist()
+            return self._column[index].to_pylist()
+        return self._column[index].as_py()
 
 
 @dataclass(frozen=True)
@@ -78,17 +74,13 @@ class TokenStore:
         import pyarrow
 
         digests: dict[str, str] = noted_in(folder / DIGESTS)
-        sizes = []
-        sides: dict[str, list[Any]] = {"source": [], "target": []}
+        tables = []
         for name in digests:
             with pyarrow.memory_map(str(folder / name)) as file:
-                batches = list(pyarrow.ipc.open_stream(file))
-            sizes.append(sum(map(len, batches)))
-            for side, chunks in sides.items():
-                columns = [batch.column(side) for batch in batches]
-                chunks += [(column.values.to_numpy(), column.offsets.to_numpy()) for column in columns]
-        sources, targets = map(StoredIds, sides.values())
-        return cls(sources, targets, sizes, "".join(digests.values()))
+                tables.append(pyarrow.ipc.open_stream(file).read_all())
+        whole = pyarrow.concat_tables(tables)
+        sides = StoredIds(whole["source"]), StoredIds(whole["target"])
+        return cls(*sides, list(map(len, tables)), "".join(digests.values()))
 
 
 def check_store(folder: Path) -> bool:
