@@ -113,7 +113,7 @@ class TokenBatches:
         rng = numpy.random.default_rng([self.seed, number])
         pairs = self.pairs(number)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
-        order = pairs[self._order(pairs, rng.random(len(pairs)))]
+        order = pairs[numpy.lexsort((rng.random(len(pairs)), self._places[pairs]))]
         cuts = self._cuts
         if self.mixture is not None:
             cuts = self._cut(pairs)
@@ -164,11 +164,6 @@ class TokenBatches:
         places[order] = numpy.arange(len(order))
         self._places = places[inverse]
         self._longer = numpy.maximum(target_lengths, source_lengths)[order]
-
-    def _order(self, pairs: Array, ties: Array) -> Array:
-        """Sort the pairs by the place of their lengths, then by `ties`."""
-        by_ties = numpy.argsort(ties, kind="stable")
-        return by_ties[numpy.argsort(self._places[pairs[by_ties]], kind="stable")]
 
     def _cut(self, pairs: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.

@@ -48,7 +48,7 @@ def load_pairs(
     """
     if split == "train":
         return list(each_training_pair(data, lowercase, cleaning, split))
-    return list(_lowercased(_read(data, split), lowercase))
+    return list(lowercased(_read(data, split), lowercase))
 
 
 def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
@@ -57,7 +57,7 @@ def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConf
     The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory.
     """
     rules = Cleaning(cleaning, data.source, data.target)
-    yield from _lowercased(rules.kept(_read(data, "train")), lowercase)
+    yield from lowercased(rules.kept(_read(data, "train")), lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         print(f"[data] {name}: {rules}", file=sys.stderr)
@@ -81,7 +81,8 @@ def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
     return readers[data.format](data, split)
 
 
-def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+def lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+    """Return the pairs in lower case, if that is wanted."""
     if not lowercase:
         return pairs
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
@@ -121,10 +122,13 @@ def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 
 def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
+    return aligned(paths_of(data, split), f"data.{split}")
+
+
+def aligned(paths: Sequence[Path], purpose: str) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
-    paths = paths_of(data, split)
     counts = [0, 0]
-    for lines in zip_longest(*(_lines(path, split) for path in paths)):
+    for lines in zip_longest(*(_lines(path, purpose) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if counts[0] == counts[1]:
             yield Pair(*lines)
@@ -137,7 +141,7 @@ def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
 def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = paths_of(data, split)
-    lines = _lines(path, split)
+    lines = _lines(path, f"data.{split}")
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
@@ -172,7 +176,7 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
 def _jsonl(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = paths_of(data, split)
-    for number, line in enumerate(_lines(path, split), start=1):
+    for number, line in enumerate(_lines(path, f"data.{split}"), start=1):
         where = f"{path}:{number}"
         if line.strip():
             yield _pair(_parsed(line, where), data, where)
@@ -269,13 +273,13 @@ def _pair(record: Any, data: DataConfig, where: str) -> Pair:
     return Pair(record[data.source], record[data.target])
 
 
-def _lines(path: Path, split: Split) -> Iterator[str]:
+def _lines(path: Path, purpose: str) -> Iterator[str]:
     empty = True
     for line in each_line(path):
         empty = False
         yield line
     if empty:
-        raise DataError(f"{path} is empty; data.{split} needs sentences")
+        raise DataError(f"{path} is empty; {purpose} needs sentences")
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")

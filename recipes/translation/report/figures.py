@@ -9,7 +9,7 @@ import numpy as np
 
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, is_number
-from recipes.translation.scores.statistics import Array, measured, metrics, unit_of_length
+from recipes.translation.scores.statistics import Array, measured, metrics
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
@@ -59,13 +59,11 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
     if not shown:
         return [Chart("Scores of sentences", NO_TRANSLATIONS)]
     scores = [(runs[number].name, chrf_of_sentences(newest).tolist(), number) for number, newest in shown]
-    # In some languages no spaces separate words
-    unit, length_of = unit_of_length(str(runs[shown[0][0]].settings.get("data.target", "")))
     texts = [(runs[number].name, newest["translations"], number) for number, newest in shown]
     if not several:
         (_, newest) = shown[0]
         texts = [("references", newest["references"], 1), ("translations", newest["translations"], 0)]
-    groups = [(label, [float(length_of(text)) for text in each], number) for label, each, number in texts]
+    groups = [(label, [float(len(text)) for text in each], number) for label, each, number in texts]
     return [
         Chart(
             "Scores of sentences",
@@ -74,8 +72,8 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
         ),
         Chart(
             "Lengths of sentences",
-            f"In {unit}, of the same sentences; share of the sentences.",
-            histogram("Lengths of sentences", unit, groups, not several),
+            "In characters, of the same sentences; share of the sentences.",
+            histogram("Lengths of sentences", "characters", groups, not several),
         ),
     ]
 

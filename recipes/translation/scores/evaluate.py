@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora, CorpusSplit, HeldOutSplit
+from recipes.translation.data.sentence_pairs import aligned, lowercased
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.lines import read_lines
@@ -193,15 +194,4 @@ def scores_table(evaluations: Sequence[Evaluation]) -> str:
 
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:
     """Read two files that are aligned line by line; raise DataError if they are not."""
-    sides = [read_lines(sources), read_lines(references)]
-    if len(sides[0]) != len(sides[1]):
-        raise DataError(
-            f"{sources} has {len(sides[0]):,} lines, {references} has {len(sides[1]):,}: the two must be aligned line "
-            "by line"
-        )
-    if not sides[0]:
-        raise DataError(f"{sources} is empty: there is nothing to evaluate")
-    pairs = [Pair(*lines) for lines in zip(*sides, strict=True)]
-    if lowercase:
-        pairs = [Pair(source.lower(), target.lower()) for source, target in pairs]
-    return pairs
+    return list(lowercased(aligned([sources, references], "evaluate"), lowercase))

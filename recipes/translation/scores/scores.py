@@ -66,16 +66,11 @@ def measure(
     ]
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool, tokenize: str) -> float:
-    """Compute only the BLEU of `measure`."""
-    check_pairs(hypotheses, references)
-    return measured("bleu", metrics(tokenize, lowercase)["bleu"], hypotheses, references).score
-
-
-def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool) -> float:
-    """Compute only the chrF of `measure`."""
-    check_pairs(hypotheses, references)
-    return measured("chrf", metrics(lowercase=lowercase)["chrf"], hypotheses, references).score
+def score_of(
+    name: str, hypotheses: Sequence[str], references: Sequence[str], lowercase: bool, tokenize: str = "13a"
+) -> float:
+    """Compute only the metric of this name of those that `measure` computes."""
+    return measured(name, metrics(tokenize, lowercase)[name], hypotheses, references).score
 
 
 def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
