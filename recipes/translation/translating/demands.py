@@ -1,4 +1,4 @@
-"""Beginnings and phrases of translations, from text to subwords."""
+"""Phrases that translations must contain, from text to subwords."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.segmentations import BLANK
-
-
-def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each beginning."""
-    return translator.target.encode([target_text(translator.config, prefix) for prefix in prefixes])
 
 
 def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:

@@ -37,11 +37,7 @@ class SearchOptions:
     sampling: Sampling | None = None
 
     def check(self, sentences: Sequence[str], decoding: DecodingConfig) -> None:
-        """Raise ConfigError or DataError, as one line, for options that contradict each other or the sentences."""
-        if self.sampling and self.constraints is not None:
-            raise ConfigError("--constraints needs a search, and --sample draws translations: leave one of them out")
-        if self.sampling and self.n_best > 1:
-            raise ConfigError("--n-best searches and --sample draws translations: give --sample the number, or search")
+        """Raise ConfigError or DataError, as one line, for options that contradict the settings or the sentences."""
         if not self.sampling and self.n_best > decoding.beam:
             raise ConfigError(
                 f"--n-best {self.n_best} is above the beam of {decoding.beam}: ask for fewer, or add "
