@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import numpy.typing
@@ -21,7 +21,6 @@ from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.token_store import StoredIds
 from recipes.translation.text.subwords import ORDINARY, PAD, Symbols
 
-T = TypeVar("T")
 Ids = Sequence[int]
 Array = numpy.typing.NDArray[Any]
 
@@ -244,7 +243,7 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
             self,
             batch_size=None,
             sampler=self._indices(epoch, done),
-            collate_fn=_as_it_is,
+            collate_fn=tuple,  # as it is
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_parent,
@@ -271,10 +270,6 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
 
 WORKERS = 2
 """Worker processes that make batches ahead of an accelerator."""
-
-
-def _as_it_is(step: T) -> T:
-    return step
 
 
 LEFT_TO_THE_PARENT = {signal.SIGINT, signal.SIGTERM}

@@ -131,7 +131,7 @@ class Corpora:
                 f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
                 "corpus"
             )
-        return [CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
+        return [_of_section(config, name, split) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
         """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
@@ -228,12 +228,13 @@ def training_corpora(config: RunConfig) -> list[CorpusSplit]:
         if not names:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
-    return [
-        CorpusSplit(
-            config, name, "train", data_of(name, config), corpus_tags(name, config), config.corpora[name].weight
-        )
-        for name in names
-    ]
+    return [_of_section(config, name, "train") for name in names]
+
+
+def _of_section(config: RunConfig, name: str, split: Split) -> CorpusSplit:
+    """Return a split of a corpus of the section corpora."""
+    tags = corpus_tags(name, config)
+    return CorpusSplit(config, name, split, data_of(name, config), tags, config.corpora[name].weight)
 
 
 def only_held_out(corpus: CorpusConfig) -> bool:

@@ -174,12 +174,8 @@ def evaluate_files(
 ) -> Evaluation:
     """Score a file of translations without a model; without `sources`, those of the pairs are empty."""
     translations = read_lines(hypotheses)
-    expected = read_lines(references)
-    said = [""] * len(expected)
-    if sources:
-        said = [pair.source for pair in read_pairs(sources, references)]
-    measured = measure(translations, expected, tokenize=tokenizer_for(tokenize, ""))
-    pairs = [Pair(*lines) for lines in zip(said, expected, strict=True)]
+    pairs = read_pairs(sources, references) if sources else [Pair("", line) for line in read_lines(references)]
+    measured = measure(translations, [pair.target for pair in pairs], tokenize=tokenizer_for(tokenize, ""))
     return Evaluation(hypotheses.name, pairs, translations, measured)
 
 
