@@ -10,7 +10,7 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from recipes.translation.scores.statistics import Array
+from recipes.translation.scores.statistics import Array, measured
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
@@ -58,15 +58,5 @@ def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = 
 
 def pairwise(metric: Any, texts: Sequence[str]) -> Array:
     """Compute sacreBLEU's sentence-level score of each text, given each other one as the reference: (N, N)."""
-    # As its `sentence_score`, but each reference is looked at once
-    hypotheses = [metric._preprocess_segment(text) for text in texts]
-    references = [metric._extract_reference_info([text]) for text in hypotheses]
-    return np.array(
-        [
-            [
-                metric._compute_score_from_stats(metric._compute_segment_statistics(text, reference)).score
-                for reference in references
-            ]
-            for text in hypotheses
-        ]
-    )
+    rows = (measured("", metric, [text] * len(texts), texts) for text in texts)
+    return np.array([row.of_sums(row.statistics) for row in rows])
