@@ -95,7 +95,7 @@ def another(schema: Schema, name: str, value: Any) -> Any:
 
 def changed(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """The settings with each of them changed alone."""
-    for name in SCHEMA.settings.keys() - {"data.streaming"}:  # which is refused without a data set of the hub
+    for name in SCHEMA.settings:
         section, _, key = name.rpartition(".")
         if name == "corpora":
             yield name, replace(config, corpora={"c": CorpusConfig(tag="<c>")})

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from recipes.translation.commands.arguments import PROGRAM, Command, count, explained, name_of
 from recipes.translation.commands.distillation import distil
-from recipes.translation.commands.evaluation import compare, evaluate, score
+from recipes.translation.commands.evaluation import compare, evaluate
 from recipes.translation.commands.export import export
 from recipes.translation.commands.importing import import_
 from recipes.translation.commands.reporting import report
@@ -36,12 +36,12 @@ from recipes.translation.settings.options import unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
-RUN = (demo, prepare, train, average, distil, evaluate, compare, score, translate, import_, export, report, serve)
+RUN = (demo, prepare, train, average, distil, evaluate, compare, translate, import_, export, report, serve)
 COMMANDS: dict[str, Command] = {name_of(run): run for run in RUN}
 """The commands by their names, in the order of the overview."""
 
 
-PRINTING = ("translate", "score", "compare")
+PRINTING = ("translate", "compare")
 """The commands that have no result but what they print."""
 
 

@@ -97,7 +97,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--tokenize": {
         "metavar": "NAME",
         "help": "sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: "
-        "the setting data.tokenize, which follows the target language; for files, by their script)",
+        "the setting data.tokenize, which follows the target language; for files alone 13a)",
     },
 }
 """Options of several commands."""
@@ -127,9 +127,9 @@ DECODING = tuple(field.name for field in fields(DecodingConfig))
 """The settings of decoding, each of which is an option of the commands that translate."""
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, names: Sequence[str] = DECODING) -> None:
-    """Add an option for each of these settings of decoding; their values remain text, as in `add_config_options`."""
-    for name in names:
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting of decoding; their values remain text, as in `add_config_options`."""
+    for name in DECODING:
         default = f"the run's own decoding.{name}, {getattr(DecodingConfig(), name)} unless it was set"
         add_setting(parser, [as_option(name)], name, SCHEMA.settings[f"decoding.{name}"], default)
 

@@ -14,7 +14,6 @@ from recipes.translation.commands.arguments import (
     add,
     add_decoding_options,
     as_option,
-    loaded,
     parser_of,
     path,
 )
@@ -173,39 +172,6 @@ def compare(argv: Sequence[str]) -> int:
             lambda: str(compare_systems(options.systems, references, options.split or "test", options.tokenize))
         )
         print_text(table)
-    return 0
-
-
-def score(argv: Sequence[str]) -> int:
-    """Print the log-probability that a model gives to each sentence pair of two files (forced decoding).
-
-    One line for each pair, with four numbers separated by tabs: the sum over the target's subwords and the end symbol
-    in nats, the mean of a subword, the score that the search would report (the sum over its length normaliser), and the
-    number of subwords, the end symbol included.
-
-    example:
-    python -m recipes.translation score --run runs/demo --sources news.en --targets news.de
-    """
-    parser = parser_of(score)
-    add(parser, "--run", "--checkpoint")
-    add_decoding_options(parser, ("length_penalty", "length_norm"))
-    parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
-    parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
-    options = parser.parse(argv)
-    if not (options.sources and options.targets):
-        parser.error("--sources and --targets go together, and both are needed")
-
-    from recipes.translation.processes.ranks import joined
-    from recipes.translation.scores.evaluate import read_pairs
-    from recipes.translation.translating.forced_decoding import score_pairs
-
-    with joined(LayoutConfig().timeout) as ranks:
-        pairs = ranks.run_on_main(lambda: read_pairs(Path(options.sources), Path(options.targets)))
-        sources = [pair.source for pair in pairs]
-        targets = [pair.target for pair in pairs]
-        with loaded([options.run], options, ranks) as ((translator,), searching):
-            for found in score_pairs(translator, sources, targets, searching, "score"):
-                print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
     return 0
 
 

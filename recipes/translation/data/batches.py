@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import numpy.typing
@@ -21,7 +21,6 @@ from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.token_store import StoredIds
 from recipes.translation.text.subwords import ORDINARY, PAD, Symbols
 
-T = TypeVar("T")
 Ids = Sequence[int]
 Array = numpy.typing.NDArray[Any]
 
@@ -113,7 +112,7 @@ class TokenBatches:
         rng = numpy.random.default_rng([self.seed, number])
         pairs = self.pairs(number)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
-        order = pairs[self._order(pairs, rng.random(len(pairs)))]
+        order = pairs[numpy.lexsort((rng.random(len(pairs)), self._places[pairs]))]
         cuts = self._cuts
         if self.mixture is not None:
             cuts = self._cut(pairs)
@@ -164,11 +163,6 @@ class TokenBatches:
         places[order] = numpy.arange(len(order))
         self._places = places[inverse]
         self._longer = numpy.maximum(target_lengths, source_lengths)[order]
-
-    def _order(self, pairs: Array, ties: Array) -> Array:
-        """Sort the pairs by the place of their lengths, then by `ties`."""
-        by_ties = numpy.argsort(ties, kind="stable")
-        return by_ties[numpy.argsort(self._places[pairs[by_ties]], kind="stable")]
 
     def _cut(self, pairs: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
@@ -249,7 +243,7 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
             self,
             batch_size=None,
             sampler=self._indices(epoch, done),
-            collate_fn=_as_it_is,
+            collate_fn=tuple,  # as it is
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_parent,
@@ -276,10 +270,6 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
 
 WORKERS = 2
 """Worker processes that make batches ahead of an accelerator."""
-
-
-def _as_it_is(step: T) -> T:
-    return step
 
 
 LEFT_TO_THE_PARENT = {signal.SIGINT, signal.SIGTERM}

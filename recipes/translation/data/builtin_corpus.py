@@ -187,26 +187,20 @@ def _today(rng: random.Random) -> Pair:
 def _event_on_a_day(rng: random.Random) -> Pair:
     event = _pick(rng, words.EVENTS)
     en, de = _day(_date(rng), "en")
-    return _sentence(f"the {event.en} takes place on the {en}.", f"{event.article} {event.de} findet am {de} statt.")
+    return _sentence(f"{event.source} takes place on the {en}.", f"{event.target} findet am {de} statt.")
 
 
 def _event_at_a_time(rng: random.Random) -> Pair:
     event = _pick(rng, words.EVENTS)
     en, de = _time(rng)
-    return _on_weekday(
-        rng,
-        Pair(f"the {event.en}", f"{event.article} {event.de}"),
-        f"begins at {en}.",
-        "beginnt",
-        f"um {de}.",
-    )
+    return _on_weekday(rng, event, f"begins at {en}.", "beginnt", f"um {de}.")
 
 
 def _departure(rng: random.Random) -> Pair:
     vehicle = _pick(rng, words.VEHICLES)
     en_city, de_city = _pick(rng, words.CITIES)
     en, de = _time(rng)
-    subject = Pair(f"the {vehicle.en} to {en_city}", f"{vehicle.article} {vehicle.de} nach {de_city}")
+    subject = Pair(f"{vehicle.source} to {en_city}", f"{vehicle.target} nach {de_city}")
     return _on_weekday(rng, subject, f"leaves at {en}.", "fährt", f"um {de} ab.")
 
 

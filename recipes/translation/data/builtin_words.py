@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from recipes.translation.text.pair import Pair
+
 
 class Noun(NamedTuple):
     """An English noun, the German one, and the German definite article, which tells the gender."""
@@ -67,18 +69,18 @@ GOODS = (
     Noun("bicycle", "Fahrrad", "das"),
 )
 EVENTS = (
-    Noun("concert", "Konzert", "das"),
-    Noun("meeting", "Sitzung", "die"),
-    Noun("exam", "Prüfung", "die"),
-    Noun("lecture", "Vortrag"),
-    Noun("match", "Spiel", "das"),
-    Noun("course", "Kurs"),
+    Pair("the concert", "das Konzert"),
+    Pair("the meeting", "die Sitzung"),
+    Pair("the exam", "die Prüfung"),
+    Pair("the lecture", "der Vortrag"),
+    Pair("the match", "das Spiel"),
+    Pair("the course", "der Kurs"),
 )
 VEHICLES = (
-    Noun("train", "Zug"),
-    Noun("bus", "Bus"),
-    Noun("ferry", "Fähre", "die"),
-    Noun("ship", "Schiff", "das"),
+    Pair("the train", "der Zug"),
+    Pair("the bus", "der Bus"),
+    Pair("the ferry", "die Fähre"),
+    Pair("the ship", "das Schiff"),
 )
 # What can be counted: singular with its article, then the plural of both languages.
 COUNTED = (

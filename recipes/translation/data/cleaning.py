@@ -84,7 +84,7 @@ def rules(settings: CleaningConfig, source: str, target: str) -> dict[str, Rule]
     if settings.script:
         found["wrong script"] = _wrong_script(source, target)
     if settings.duplicates:
-        found["duplicates"] = _Repeated()
+        found["duplicates"] = _repeated()
     return found
 
 
@@ -112,15 +112,14 @@ def _wrong_script(source: str, target: str) -> Rule:
     return lambda pair: not all(map(mostly_in, pair, expected))
 
 
-class _Repeated:
-    """Return whether a pair has been asked about before. 16 bytes of each pair are kept, not its text."""
+def _repeated() -> Rule:
+    """Return the rule for a pair that was asked about before, of which 16 bytes are kept, and not its text."""
+    seen: set[bytes] = set()
 
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
-
-    def __call__(self, pair: Pair) -> bool:
+    def is_repeated(pair: Pair) -> bool:
         digest = blake2b("\0".join(pair).encode(), digest_size=16).digest()
-        if digest in self._seen:
-            return True
-        self._seen.add(digest)
-        return False
+        before = len(seen)
+        seen.add(digest)
+        return len(seen) == before
+
+    return is_repeated

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.model_text import corpus_tags, language_tags
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
-from recipes.translation.data.split_files import check_format, check_languages, check_named, named
+from recipes.translation.data.split_files import check_named, named
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.files.contents import Contents
+from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair, Split
@@ -44,12 +44,9 @@ class CorpusSplit:
             return f"data.{self.split}"
         return f"corpora.{self.name}.{self.split}"
 
+    @cached_property
     def pairs(self) -> list[Pair]:
         """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
-        return self._pairs
-
-    @cached_property
-    def _pairs(self) -> list[Pair]:
         with named(self.name):
             return load_pairs(self.data, self.split, self.config.subwords.lowercase)
 
@@ -63,16 +60,15 @@ class CorpusSplit:
 
     @property
     def tokenizer(self) -> str:
-        """Return the name of sacreBLEU's tokeniser for the references."""
-        return tokenizer_for(self.data.tokenize, self.data.target, [pair.target for pair in self.pairs()])
+        """Return the name of sacreBLEU's tokeniser for the references; raise ConfigError if it is not available."""
+        return tokenizer_for(self.data.tokenize, self.data.target)
 
 
 class Corpora:
     """The corpora of a run, resolved once from its settings.
 
-    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that each file is opened
-    once, and what identifies them is of the very bytes that were read. With `data.cache`, for text beyond memory,
-    `read` does nothing: whoever wants the pairs reads the files.
+    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that they are cleaned
+    once. With `data.cache`, for text beyond memory, `read` does nothing: whoever wants the pairs reads the files.
 
     Raises ConfigError for training corpora that contradict each other.
     """
@@ -82,7 +78,6 @@ class Corpora:
         self.training = training_corpora(config)
         """Those of the section corpora, or else the one of data.train."""
         self._pairs: dict[str, list[Pair]] = {}
-        self._fingerprints: dict[str, str] = {}
 
     def read(self) -> None:
         """Read the training pairs, unless they are in memory, or are not to be."""
@@ -98,31 +93,22 @@ class Corpora:
         for corpus in self.training:
             yield corpus, self._pairs.get(corpus.name) or self._each_pair(corpus)
 
+    @cached_property
     def identity(self) -> object:
         """Return what determines the training text before it is cleaned, as JSON: settings, SHA-256 of the contents."""
         names = ("format", "source", "target", "builtin_pairs")
-        found = {
-            corpus.name: {name: getattr(corpus.data, name) for name in names} | {"text": self._fingerprint(corpus)}
-            for corpus in self.training
-        }
-        if not self.config.corpora:
-            return found[""]
-        return found
+        found = {}
+        for corpus in self.training:
+            with named(corpus.name):
+                text = fingerprint(corpus.data, "train")
+            found[corpus.name] = {name: getattr(corpus.data, name) for name in names} | {"text": text}
+        return found if self.config.corpora else found[""]
 
     def _each_pair(self, corpus: CorpusSplit) -> Iterator[Pair]:
-        contents = Contents()
+        config = self.config
         with named(corpus.name):
             name = corpus.name or "train"
-            lowercase = self.config.subwords.lowercase
-            yield from each_training_pair(corpus.data, lowercase, self.config.cleaning, name, contents.opened)
-            if contents.whole:
-                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train", contents)
-
-    def _fingerprint(self, corpus: CorpusSplit) -> str:
-        if corpus.name not in self._fingerprints:
-            with named(corpus.name):
-                self._fingerprints[corpus.name] = fingerprint(corpus.data, "train")
-        return self._fingerprints[corpus.name]
+            yield from each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
 
     @cached_property
     def valid(self) -> list[CorpusSplit]:
@@ -145,7 +131,7 @@ class Corpora:
                 f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
                 "corpus"
             )
-        return [CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
+        return [_of_section(config, name, split) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
         """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
@@ -174,6 +160,29 @@ class Corpora:
             return None
         return Mixture(sizes, weights, self.config.data.temperature, self.config.training.seed)
 
+    def check(self) -> None:
+        """Check the training data, and read validation and test data, so that mistakes are found before the training.
+
+        Validation data is required, test data is optional. Raises DataError and ConfigError as `check_training`,
+        `held_out` and `load_pairs` do, and for a temperature with nothing to mix.
+        """
+        self.check_training()
+        if sum(corpus.weight > 0 for corpus in self.training) < 2:
+            why = "there is one corpus, with nothing to mix it with: add corpora"
+            check_unset(self.config, ("data.temperature",), why)
+        for name, corpus in self.config.corpora.items():
+            if not name or "/" in name or "\0" in name:
+                raise ConfigError(
+                    f"corpora has the name {name!r}, which would be part of files' names: use one without /"
+                )
+            if only_held_out(corpus) and corpus.weight != 1:
+                raise ConfigError(
+                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
+                    "epoch it would be: leave it out"
+                )
+        for each in [*self.valid, *(self.held_out("test") if self.has("test") else [])]:
+            each.pairs  # noqa: B018  (reads them)
+
     def check_training(self) -> None:
         """Raise an error where the training data is not named as its format needs; the files are not read."""
         config = self.config
@@ -186,30 +195,6 @@ class Corpora:
         for corpus in self.training:
             with named(corpus.name):
                 check_named(corpus.data, "train")
-
-    def check_held_out(self) -> None:
-        """Read validation and test data, so that mistakes are found before the training.
-
-        Validation data is required, test data is optional. Raises DataError and ConfigError as `held_out` and
-        `load_pairs` do.
-        """
-        for name, corpus in self.config.corpora.items():
-            if not name or "/" in name or "\0" in name:
-                raise ConfigError(
-                    f"corpora has the name {name!r}, which would be part of files' names: use one without /"
-                )
-            if only_held_out(corpus) and corpus.weight != 1:
-                raise ConfigError(
-                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
-                    "epoch it would be: leave it out"
-                )
-        for each in self.valid:
-            check_format(each.data)
-            check_languages(each.data)
-            each.pairs()
-        for each in self.held_out("test") if self.has("test") else []:
-            if each.data.format != "builtin":  # which has no mistakes
-                each.pairs()
 
     def _check_builtin(self, split: HeldOutSplit) -> None:
         """Raise DataError where corpora from files would be judged by the built-in corpus."""
@@ -231,10 +216,6 @@ class Corpora:
 
 def training_corpora(config: RunConfig) -> list[CorpusSplit]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
-    if config.data.streaming and "hub" not in (config.data.format, *(each.format for each in config.corpora.values())):
-        raise ConfigError(
-            "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
-        )
     if not config.corpora:
         return [CorpusSplit(config, "", "train", config.data, language_tags(config, config.data.target))]
     if config.data.train:
@@ -247,12 +228,13 @@ def training_corpora(config: RunConfig) -> list[CorpusSplit]:
         if not names:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
-    return [
-        CorpusSplit(
-            config, name, "train", data_of(name, config), corpus_tags(name, config), config.corpora[name].weight
-        )
-        for name in names
-    ]
+    return [_of_section(config, name, "train") for name in names]
+
+
+def _of_section(config: RunConfig, name: str, split: Split) -> CorpusSplit:
+    """Return a split of a corpus of the section corpora."""
+    tags = corpus_tags(name, config)
+    return CorpusSplit(config, name, split, data_of(name, config), tags, config.corpora[name].weight)
 
 
 def only_held_out(corpus: CorpusConfig) -> bool:

@@ -21,9 +21,7 @@ from recipes.translation.data.split_files import expanded
 from recipes.translation.data.token_store import LAYOUT, TokenStore, check_store, write_store
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.bleu_tokenizers import check_tokenizer
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 
@@ -98,36 +96,15 @@ def _prepared(
     config = corpora.config
     if not insist:
         check_meant(corpora)
-    for tokenize in check_data(corpora):
+    corpora.check()
+    tokenizers = [each.tokenizer for each in corpora.valid if config.training.validate_bleu]
+    for tokenize in dict.fromkeys(tokenizers):
         if tokenize != "13a":
             print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
     corpora.read()  # before the subwords, which may be made from it
     source, target = subwords_of(corpora)
     check_known(config, source, target)
     return source, target
-
-
-def check_data(corpora: Corpora) -> list[str]:
-    """Return the tokenisers of the validation's BLEU, after a check that they and all data are available.
-
-    Raises DataError and ConfigError; training files are looked for, and the others read.
-    """
-    config = corpora.config
-    corpora.check_training()
-    _check_temperature(corpora)
-    corpora.check_held_out()
-    names = list(dict.fromkeys(each.tokenizer for each in corpora.valid))
-    if config.training.validate_bleu:
-        for tokenize in names:
-            check_tokenizer(tokenize)
-    return names
-
-
-def _check_temperature(corpora: Corpora) -> None:
-    """Raise ConfigError for a temperature with nothing to mix."""
-    if sum(corpus.weight > 0 for corpus in corpora.training) < 2:
-        why = "there is one corpus, with nothing to mix it with: add corpora"
-        check_unset(corpora.config, ("data.temperature",), why)
 
 
 def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
@@ -137,7 +114,7 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
         corpora.forget()
         digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
     else:
-        ids = TokenStore.open(store, len(corpora.training), (len(source), len(target)))
+        ids = TokenStore.open(store)
         digest = hashlib.sha256(ids.sha256.encode())
     settings = corpora.config.training
     mixture = corpora.mixture(ids.corpora)
@@ -166,7 +143,7 @@ def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | No
 
 def _validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
     config = held_out.config
-    pairs = held_out.spoken(held_out.pairs())
+    pairs = held_out.spoken(held_out.pairs)
     # Validation has every pair, or its scores would be of easier sentences
     batches = TokenBatches(
         source.encode([source_text(config, pair.source) for pair in pairs]),
@@ -202,7 +179,7 @@ def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
     """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
     config = corpora.config
     made_from = {
-        "data": corpora.identity(),
+        "data": corpora.identity,
         "tags": [corpus.tags for corpus in corpora.training],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,

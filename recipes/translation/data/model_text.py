@@ -17,11 +17,13 @@ from recipes.translation.text.subwords import Subwords
 
 
 def source_text(config: RunConfig, sentence: str) -> str:
-    """Return a sentence as the model reads it."""
+    """Return a sentence as the model reads it: under the tag of data.target, in a run with tags, unless it has one."""
     tags, rest = _tags_and_rest(config, sentence)
     if config.subwords.lowercase:
         rest = rest.lower()
-    return with_language_tag(config, tags + rest)
+    if not tags and rest.split():
+        tags = "".join(f"{tag} " for tag in language_tags(config, config.data.target))
+    return tags + rest
 
 
 def target_text(config: RunConfig, translation: str) -> str:
@@ -59,14 +61,6 @@ def tags_of(config: RunConfig) -> tuple[str, ...]:
     """Return every tag of the run, each once."""
     tags = [tag for name in config.corpora for tag in corpus_tags(name, config)]
     return tuple(dict.fromkeys([*language_tags(config, config.data.target), *tags]))
-
-
-def with_language_tag(config: RunConfig, sentence: str) -> str:
-    """Put the tag of data.target in front of a sentence, if the run has such tags and the sentence has none of them."""
-    first = sentence.split(maxsplit=1)[:1]
-    if not config.data.language_tags or not first or first[0] in tags_of(config):
-        return sentence
-    return " ".join((*language_tags(config, config.data.target), sentence))
 
 
 def check_symbols(symbols: Sequence[str]) -> None:

@@ -35,15 +35,10 @@ def english_number(number: int) -> str:
         return EN_SMALL[number]
     if number < 100:
         tens, units = divmod(number, 10)
-        if units == 0:
-            return EN_TENS[tens]
-        return f"{EN_TENS[tens]}-{EN_SMALL[units]}"
-    if number < 1_000:
-        hundreds, rest = divmod(number, 100)
-        front = f"{EN_SMALL[hundreds]} hundred"
-    else:
-        thousands, rest = divmod(number, 1_000)
-        front = f"{english_number(thousands)} thousand"
+        return EN_TENS[tens] + (f"-{EN_SMALL[units]}" if units else "")
+    size, name = (100, "hundred") if number < 1_000 else (1_000, "thousand")
+    count, rest = divmod(number, size)
+    front = f"{english_number(count)} {name}"
     if rest == 0:
         return front
     if rest < 100:  # "two thousand and five", but "two thousand one hundred"
@@ -71,15 +66,9 @@ def german_stem(number: int) -> str:
         if not units:
             return DE_TENS[tens]
         return f"{german_stem(units)}und{DE_TENS[tens]}"  # units before tens
-    if number < 1_000:
-        hundreds, rest = divmod(number, 100)
-        front = f"{german_stem(hundreds)}hundert"
-    else:
-        thousands, rest = divmod(number, 1_000)
-        front = f"{german_stem(thousands)}tausend"
-    if rest == 0:
-        return front
-    return front + german_stem(rest)
+    size, name = (100, "hundert") if number < 1_000 else (1_000, "tausend")
+    count, rest = divmod(number, size)
+    return german_stem(count) + name + (german_stem(rest) if rest else "")
 
 
 def _check_number(number: int) -> None:
@@ -110,11 +99,10 @@ def english_year(year: int) -> str:
     century, rest = divmod(year, 100)
     if century == 20 and rest < 10:  # nobody says "twenty oh five"
         return english_number(year)
-    if rest == 0:
-        return f"{english_number(century)} hundred"
+    last = english_number(rest)
     if rest < 10:
-        return f"{english_number(century)} oh {english_number(rest)}"
-    return f"{english_number(century)} {english_number(rest)}"
+        last = f"oh {last}" if rest else "hundred"
+    return f"{english_number(century)} {last}"
 
 
 def german_year(year: int) -> str:
@@ -122,7 +110,4 @@ def german_year(year: int) -> str:
     century, rest = divmod(year, 100)
     if century >= 20:
         return german_number(year)
-    hundreds = f"{german_number(century)}hundert"
-    if rest == 0:
-        return hundreds
-    return hundreds + german_number(rest)
+    return f"{german_number(century)}hundert{german_number(rest) if rest else ''}"

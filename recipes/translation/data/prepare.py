@@ -16,9 +16,8 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.subwords import Subwords, train_subwords
+from recipes.translation.text.subwords import Subwords, subword_names, train_subwords
 
 SETTINGS = "settings.json"
 SHAPING = ("vocab_size", "joint", "kind", "lowercase")
@@ -34,8 +33,6 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     """
     config = corpora.config
     folder = Path(config.run) / "subwords"
-    if not folder.exists():
-        corpora.read()  # which then is not read once for its identity, and once for the subwords
     settings = made_from(corpora)
     ready = None
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
@@ -45,7 +42,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = ("joint", "joint") if config.subwords.joint else ("source", "target")
+    names = subword_names(config)
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     return models[names[0]], models[names[1]]
 
@@ -56,23 +53,19 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     Files are identified by their contents: a file that was written again may have the same name, size and time.
     """
     config = corpora.config
-    subwords = {name: getattr(config.subwords, name) for name in SHAPING}
-    settings: dict[str, object] = {"data": corpora.identity(), "subwords": subwords}
-    if config.subwords.symbols:
-        settings["symbols"] = list(config.subwords.symbols)
-    if config.subwords.train_pairs:
-        settings["train_pairs"] = config.subwords.train_pairs
-    if config.cleaning != CleaningConfig():
-        settings["cleaning"] = dataclasses.asdict(config.cleaning)
-    if tags := tags_of(config):
-        settings["tags"] = list(tags)
-    return settings
+    subwords = {name: getattr(config.subwords, name) for name in (*SHAPING, "train_pairs")}
+    return {
+        "data": corpora.identity,
+        "subwords": {**subwords, "symbols": list(config.subwords.symbols)},
+        "cleaning": dataclasses.asdict(config.cleaning),
+        "tags": list(tags_of(config)),
+    }
 
 
 def of_other_data(folder: Path, config: RunConfig) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
     data = noted_in(folder / SETTINGS, "data")
-    return data is not None and bool(data != Corpora(config).identity())
+    return data is not None and bool(data != Corpora(config).identity)
 
 
 def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
@@ -81,11 +74,10 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
     pairs = drawn((pair for _, pairs in corpora.each_corpus() for pair in pairs), config.subwords.train_pairs)
-    sources = [pair.source for pair in pairs]
-    targets = [pair.target for pair in pairs]
-    texts = {"source": sources, "target": targets}
-    if config.subwords.joint:
-        texts = {"joint": sources + targets}
+    texts: dict[str, list[str]] = {}
+    sides = [pair.source for pair in pairs], [pair.target for pair in pairs]
+    for name, side in zip(subword_names(config), sides, strict=True):
+        texts.setdefault(name, []).extend(side)
     what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     print(f"[prepare] {' and '.join(texts)}: {what} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:

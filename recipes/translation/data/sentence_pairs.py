@@ -1,7 +1,7 @@
 """Sentence pairs from the built-in corpus, from files, or from the Hugging Face hub.
 
-Parquet files and the hub are read by Hugging Face `datasets`, which is imported only for them. No code of a data set is
-ever run, and only hub data is read over the network.
+Parquet files are read by pyarrow and the hub by Hugging Face `datasets`, which are imported only for them. No code of a
+data set is ever run, and only hub data is read over the network.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import json
 import math
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
-from recipes.translation.data.split_files import check_format, expanded, names_of, paths_of
+from recipes.translation.data.split_files import check_named, expanded, names_of, paths_of
 from recipes.translation.errors import DataError
-from recipes.translation.files.contents import Contents, Opened, opened
 from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.lines import each_line
 from recipes.translation.settings.config import DataConfig
@@ -49,19 +48,16 @@ def load_pairs(
     """
     if split == "train":
         return list(each_training_pair(data, lowercase, cleaning, split))
-    return list(_lowercased(_read(data, split), lowercase))
+    return list(lowercased(_read(data, split), lowercase))
 
 
-def each_training_pair(
-    data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, open_file: Opened = opened
-) -> Iterator[Pair]:
+def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
     """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
-    The number that each rule removes is reported on stderr, under `name`. Files of text are opened by `open_file`. Of
-    the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
+    The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory.
     """
     rules = Cleaning(cleaning, data.source, data.target)
-    yield from _lowercased(rules.kept(_read(data, "train", open_file)), lowercase)
+    yield from lowercased(rules.kept(_read(data, "train")), lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         print(f"[data] {name}: {rules}", file=sys.stderr)
@@ -71,9 +67,9 @@ def each_training_pair(
         raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
 
 
-def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterable[Pair]:
-    check_format(data)
-    readers: dict[str, Callable[[DataConfig, Split, Opened], Iterable[Pair]]]
+def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
+    check_named(data, split)
+    readers: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
     readers = {
         "builtin": _builtin,
         "text": _text,
@@ -82,41 +78,37 @@ def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterabl
         "parquet": _parquet,
         "hub": _hub,
     }
-    return readers[data.format](data, split, open_file)
+    return readers[data.format](data, split)
 
 
-def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+def lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+    """Return the pairs in lower case, if that is wanted."""
     if not lowercase:
         return pairs
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
 
 
-def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None) -> str:
+def fingerprint(data: DataConfig, split: Split) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    Files that were read under `contents` are not read again.
-
-    For data that is streamed from the hub it is that of the data set's commit, without a look at the data. It is empty
-    for the built-in corpus, which is determined by the settings.
+    It is empty for the built-in corpus, which is determined by the settings.
     """
-    check_format(data)
     if data.format == "builtin":
         return ""
     digest = hashlib.sha256()
-    if data.format == "hub" and data.streaming:
-        digest.update(json.dumps([*_on_hub(data, split), _hub_revision(data, split)]).encode())
-    elif data.format == "hub":
+    if data.format == "hub":
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
         for path in paths_of(data, split):
             # The size separates the files: a line that moves from one to the next must change the digest
-            size, of_file = (contents or Contents()).of(path)
-            digest.update(f"{size} bytes:".encode())
+            with path.open("rb") as file:
+                of_file = hashlib.file_digest(file, "sha256").digest()
+                digest.update(f"{file.tell()} bytes:".encode())
             digest.update(of_file)
     return digest.hexdigest()
 
 
-def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
+def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
     count = data.builtin_pairs
@@ -129,11 +121,14 @@ def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
             yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
+def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
+    return aligned(paths_of(data, split), f"data.{split}")
+
+
+def aligned(paths: Sequence[Path], purpose: str) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
-    paths = paths_of(data, split)
     counts = [0, 0]
-    for lines in zip_longest(*(_lines(path, split, open_file) for path in paths)):
+    for lines in zip_longest(*(_lines(path, purpose) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if counts[0] == counts[1]:
             yield Pair(*lines)
@@ -143,10 +138,10 @@ def _text(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
         )
 
 
-def _tsv(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
+def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = paths_of(data, split)
-    lines = _lines(path, split, open_file)
+    lines = _lines(path, f"data.{split}")
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
@@ -178,59 +173,62 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
 
 
-def _jsonl(data: DataConfig, split: Split, open_file: Opened) -> list[Pair]:
+def _jsonl(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = paths_of(data, split)
-    lines = enumerate(list(_lines(path, split, open_file)), start=1)
-    records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
-    return _pairs(_columns(records), data, str(path))
+    for number, line in enumerate(_lines(path, f"data.{split}"), start=1):
+        where = f"{path}:{number}"
+        if line.strip():
+            yield _pair(_parsed(line, where), data, where)
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
+def _parsed(line: str, where: str) -> object:
     try:
-        record = parsed(line, _without_repeats)
+        return parsed(line, _without_repeats)
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f'{where} is a {type(record).__name__}, not an object such as {{"en": ..., "de": ...}}')
-    return record
 
 
 def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict; raise ValueError for a key that occurs twice, of which json keeps the last."""
     record = dict(entries)
     if len(record) < len(entries):
-        names = [name for name, _ in entries]
-        repeated = next(name for name in names if names.count(name) > 1)
+        ((repeated, _),) = Counter(name for name, _ in entries).most_common(1)
         raise ValueError(f"the key {shortened(repeated)!r} occurs twice in one object")
     return record
 
 
-def _parquet(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
-    """Read one parquet file, and remove the copy that `datasets` makes on disk."""
-    import datasets
+def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
+    """Read one parquet file."""
+    import pyarrow.parquet
 
     (path,) = paths_of(data, split)
-    with tempfile.TemporaryDirectory() as folder:
-        with _explained(str(path)):
-            rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
-        yield from _sliced(rows, data, str(path))
+    with _explained(str(path)), pyarrow.parquet.ParquetFile(path) as file:
+        batches = file.iter_batches(SLICE, columns=_wanted(file.schema_arrow.names, data))
+        yield from _of_batches(batches, data, str(path))
 
 
-def _hub(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
-    """Read a split of a data set on the hub, which remains in `datasets`' cache unless it is streamed."""
+def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
+    """Read a split of a data set on the hub, which remains in `datasets`' cache; its progress bars are not shown."""
     import datasets
 
-    repository, subset, name, revision = _on_hub(data, split)
+    (name,) = names_of(data, split)
+    repository, subset = expanded(data.path, "data.path").partition(":")[::2]
+    repository, at, revision = repository.partition("@")
+    if at and not revision:
+        raise DataError(f"data.path is {data.path}, without a revision after the @: name a branch, tag or commit")
+    if not repository:
+        raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
     where = f"{data.path} (split {name}) on the Hugging Face hub"
-    options: dict[str, Any] = {"split": name, **revision}
-    if data.streaming:
-        options["streaming"] = True
-    with _explained(where):
-        rows = datasets.load_dataset(repository, subset, **options)
-    if used := _commit_of(rows) or revision.get("revision"):
+    with _explained(where), ExitStack() as afterwards:
+        if datasets.is_progress_bar_enabled():
+            datasets.disable_progress_bars()
+            afterwards.callback(datasets.enable_progress_bars)
+        rows = datasets.load_dataset(repository, subset or None, split=name, revision=revision or None)
+    if used := _commit_of(rows) or revision:
         print(f"[data] {where}: revision {used}", file=sys.stderr)
-    yield from _sliced(rows, data, where)
+    rows = rows.select_columns(_wanted(rows.column_names, data)).with_format("arrow")
+    yield from _of_batches(rows.iter(SLICE), data, where)
 
 
 def _commit_of(rows: Any) -> str:
@@ -239,81 +237,49 @@ def _commit_of(rows: Any) -> str:
     return next((found[1] for file in files if (found := re.search(r"@([0-9a-f]{40})/", file))), "")
 
 
-def _hub_revision(data: DataConfig, split: Split) -> str:
-    """Return the commit of a data set on the hub, without reading the data."""
-    import datasets
-
-    repository, subset, name, revision = _on_hub(data, split)
-    with _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
-        return str(datasets.load_dataset_builder(repository, subset, **revision).hash)
-
-
-def _on_hub(data: DataConfig, split: Split) -> tuple[str, str | None, str, dict[str, str]]:
-    """Return a data set's name, its subset, the name of the split, and the option for the revision, if any."""
-    (name,) = names_of(data, split)
-    repository, _, subset = expanded(data.path, "data.path").partition(":")
-    repository, at, revision = repository.partition("@")
-    if at and not revision:
-        raise DataError(f"data.path is {data.path}, without a revision after the @: name a branch, tag or commit")
-    if not repository:
-        raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
-    return repository, subset or None, name, {"revision": revision} if revision else {}
-
-
 SLICE = 10_000
 """Rows of a table that are in memory at a time."""
 
 
-def _sliced(rows: Any, data: DataConfig, where: str) -> Iterator[Pair]:
-    """Read a table of `datasets` in slices, and of it only the columns that may contain the languages."""
-    names = list(rows.column_names or [])  # a stream may not know them
-    wanted = [name for name in names if name in ("translation", data.source, data.target)]
-    if names and not wanted:
-        _pairs({name: [] for name in names}, data, where)
-    with _explained(where):
-        slices = (rows.select_columns(wanted) if wanted else rows).iter(batch_size=SLICE)
-    before = 0
-    while True:
-        with _explained(where):
-            columns = next(slices, None)
-        if columns is None:
-            return
-        pairs = _pairs({**{name: [] for name in names}, **columns}, data, where, before)
-        before += len(pairs)
-        yield from pairs
+def _wanted(names: list[str], data: DataConfig) -> list[str]:
+    """Return the columns with the languages; all, for an error that names them, where there are none."""
+    for columns in ([data.source, data.target], ["translation"]):
+        if set(columns).issubset(names):
+            return columns
+    return names
 
 
-def _lines(path: Path, split: Split, open_file: Opened) -> Iterator[str]:
+def _of_batches(batches: Iterable[Any], data: DataConfig, where: str) -> Iterator[Pair]:
+    """Yield the pairs of a table, given in parts."""
+    records = (record for batch in batches for record in batch.to_pylist())
+    for number, record in enumerate(records, start=1):
+        yield _pair(record, data, f"{where}, row {number:,}")
+
+
+def _pair(record: Any, data: DataConfig, where: str) -> Pair:
+    """Return the two languages of a record, from its own keys or from those of its key `translation`."""
+    if isinstance(record, dict) and data.source not in record:
+        record = record.get("translation", record)
+    if not isinstance(record, dict):
+        raise DataError(f'{where} is a {type(record).__name__}, not an object such as {{"en": ..., "de": ...}}')
+    for setting, language in _languages(data):
+        if language not in record:
+            raise DataError(f"{where} has no {language!r} ({setting}); it has {', '.join(map(repr, record))}")
+        text = record[language]
+        if not isinstance(text, str):
+            raise DataError(f"{where}: {language!r} is not text but {type(text).__name__}")
+        if not text.isascii() and SURROGATE.search(text):
+            raise DataError(f"{where}: {language!r} is not Unicode text: {text!a}")
+    return Pair(record[data.source], record[data.target])
+
+
+def _lines(path: Path, purpose: str) -> Iterator[str]:
     empty = True
-    for line in each_line(path, open_file):
+    for line in each_line(path):
         empty = False
         yield line
     if empty:
-        raise DataError(f"{path} is empty; data.{split} needs sentences")
-
-
-def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Collect the values of each key, in order; None for a record without the key."""
-    names = sorted({name for record in records for name in record})
-    return {name: [record.get(name) for record in records] for name in names}
-
-
-def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str, before: int = 0) -> list[Pair]:
-    """Return the two languages of each row, from their own columns or from keys of the column `translation`.
-
-    `before` is the number of rows before these.
-    """
-    if "translation" in columns and data.source not in columns:
-        columns = _columns([record if isinstance(record, dict) else {} for record in columns["translation"]])
-    for setting, language in _languages(data):
-        if language not in columns:
-            raise DataError(f"{where} has no {language!r} ({setting}); it has {', '.join(map(repr, columns))}")
-        for number, text in enumerate(columns[language], start=before + 1):
-            if not isinstance(text, str):
-                raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
-            if not text.isascii() and SURROGATE.search(text):
-                raise DataError(f"{where}, row {number:,}: {language!r} is not Unicode text: {text!a}")
-    return [Pair(*pair) for pair in zip(columns[data.source], columns[data.target], strict=True)]
+        raise DataError(f"{path} is empty; {purpose} needs sentences")
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -326,16 +292,11 @@ def _languages(data: DataConfig) -> list[tuple[str, str]]:
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Convert any error of `datasets` into a DataError of one line, with the root cause and what was being read.
-
-    Its progress bars are disabled within the block.
-    """
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
+    """Convert any other error into a DataError of one line, with the root cause and what was being read."""
     try:
         yield
+    except DataError:
+        raise
     except Exception as error:
         cause: BaseException = error
         # `datasets` wraps errors several times; the first of them names the reason
@@ -343,6 +304,3 @@ def _explained(where: str) -> Iterator[None]:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DataError(f"{where} cannot be read: {reason}") from error
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

@@ -14,26 +14,11 @@ from recipes.translation.text.pair import Split
 
 
 def check_named(data: DataConfig, split: Split) -> None:
-    """Raise DataError unless as many files of a split are named as its format needs, and exist; they are not read."""
-    check_format(data)
-    check_languages(data)
-    if data.format == "hub":
-        names_of(data, split)
-    elif data.format != "builtin":
-        paths_of(data, split)
+    """Raise DataError unless the settings fit together, and name as many files of a split as its format needs.
 
-
-def check_languages(data: DataConfig) -> None:
-    """Raise DataError if the columns of source and target are one, so that a model would learn to copy."""
-    if data.format in ("tsv", "jsonl", "parquet", "hub") and data.source == data.target:
-        raise DataError(
-            f"data.source and data.target are both {data.source}, and in format {data.format} they name the columns: "
-            "give the two columns different names"
-        )
-
-
-def check_format(data: DataConfig) -> None:
-    """Raise DataError if file names contradict the format, which would otherwise give an unrelated error, or none."""
+    The files must exist; they are not read. What contradicts the format would otherwise give an unrelated error, or
+    none.
+    """
     for setting, names in (("train", data.train), ("valid", data.valid), ("test", data.test), ("path", (data.path,))):
         if data.format == "builtin" and any(names):
             raise DataError(
@@ -48,6 +33,16 @@ def check_format(data: DataConfig) -> None:
                     f"data.format is {data.format}, but data.{setting} names {name}: set data.format "
                     f"{named_format(name)}, or rename the file"
                 )
+    # With one column as both sides a model would learn to copy
+    if data.format in ("tsv", "jsonl", "parquet", "hub") and data.source == data.target:
+        raise DataError(
+            f"data.source and data.target are both {data.source}, and in format {data.format} they name the columns: "
+            "give the two columns different names"
+        )
+    if data.format == "hub":
+        names_of(data, split)
+    elif data.format != "builtin":
+        paths_of(data, split)
 
 
 def names_of(data: DataConfig, split: Split) -> tuple[str, ...]:

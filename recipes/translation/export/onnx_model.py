@@ -43,10 +43,10 @@ from models.cache import DecoderCache, LayerCache
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings, subword_names
+from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.translator import build_model, model_on_meta
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, subword_names
 
 OPSET = 18
 """The oldest that torch.onnx writes, so that older runtimes read the files too."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.translation.errors import DataError
-from recipes.translation.files.contents import Opened, opened
 
 GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file."""
@@ -26,13 +25,13 @@ def lines_of(content: bytes, where: str) -> list[str]:
     return list(_lines_in(io.BufferedReader(io.BytesIO(content)), where))
 
 
-def each_line(path: Path, open_file: Opened = opened) -> Iterator[str]:
+def each_line(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, plain or compressed by gzip, without its byte order mark.
 
     The file is never whole in memory. Raises OSError, and DataError for a damaged file or text in another encoding,
     whose line it names.
     """
-    with open_file(path) as file:
+    with path.open("rb") as file:
         yield from _lines_in(file, str(path))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from recipes.translation.report.charts import Series, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, is_number
-from recipes.translation.scores.statistics import Array, measured, metrics, unit_of_length
+from recipes.translation.scores.statistics import Array, measured, metrics
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
@@ -47,10 +47,8 @@ def distributions(newest: Record | None) -> list[Chart]:
     if not newest:
         return [Chart("Scores of sentences", NO_TRANSLATIONS)]
     scores = chrf_of_sentences(newest).tolist()
-    # In some scripts no spaces separate words
-    unit, length_of = unit_of_length(newest["references"])
     sides = [("references", 1), ("translations", 0)]
-    lengths = [(side, [float(length_of(text)) for text in newest[side]], color) for side, color in sides]
+    lengths = [(side, [float(len(text)) for text in newest[side]], color) for side, color in sides]
     return [
         Chart(
             "Scores of sentences",
@@ -59,8 +57,8 @@ def distributions(newest: Record | None) -> list[Chart]:
         ),
         Chart(
             "Lengths of sentences",
-            f"In {unit}, of the same sentences; share of the sentences.",
-            histogram("Lengths of sentences", unit, lengths, legend=True),
+            "In characters, of the same sentences; share of the sentences.",
+            histogram("Lengths of sentences", "characters", lengths, legend=True),
         ),
     ]
 

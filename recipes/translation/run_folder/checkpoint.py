@@ -52,7 +52,7 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, load_config, save_config
-from recipes.translation.text.subwords import Subwords
+from recipes.translation.text.subwords import Subwords, subword_names
 
 
 @dataclass
@@ -214,13 +214,6 @@ def load_facts(folder: Path) -> dict[str, Any]:
 def saved_config(folder: Path) -> RunConfig:
     """Read the settings of a checkpoint; raise CheckpointError if there is none."""
     return undisturbed(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
-
-
-def subword_names(config: RunConfig) -> tuple[str, str]:
-    """Return the names of the source's and the target's subword model."""
-    if config.subwords.joint:
-        return "joint", "joint"
-    return "source", "target"
 
 
 BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")

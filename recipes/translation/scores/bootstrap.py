@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.translation.scores.statistics import Array, Measured
+from recipes.translation.scores.statistics import Array, Measured, scores_of_all, side_by_side
 
 RESAMPLES = 1_000
 SEED = 12_345
@@ -46,10 +46,9 @@ def resampled_scores(measured: Sequence[Measured], resamples: int = RESAMPLES, s
     A resample draws N sentences from the N of the test set, with replacement. Its sums of statistics are its counts of
     the sentences times the statistics: one product of matrices for all metrics and systems.
     """
-    statistics_NK = np.concatenate([one.statistics for one in measured], axis=1)
+    statistics_NK = side_by_side(measured)
     sums_RK = np.concatenate([counts @ statistics_NK for counts in _counts(len(statistics_NK), resamples, seed)])
-    ends = np.cumsum([one.statistics.shape[1] for one in measured])
-    return [one.of_sums(sums) for one, sums in zip(measured, np.split(sums_RK, ends[:-1], axis=1), strict=True)]
+    return scores_of_all(measured, sums_RK)
 
 
 COUNTS = 2**22

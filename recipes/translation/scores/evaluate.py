@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora, CorpusSplit, HeldOutSplit
+from recipes.translation.data.sentence_pairs import aligned, lowercased
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.lines import read_lines
@@ -22,7 +23,7 @@ from recipes.translation.scores.comet import check_comet
 from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
-from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
 
@@ -80,8 +81,7 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
 
 def check_metrics(tokenize: str | None, comet: str | None) -> None:
     """Raise an error, before the work of translating, for a tokeniser or a COMET model that cannot be had."""
-    if tokenize and tokenize != "auto":
-        check_tokenizer(tokenize)
+    tokenizer_for(tokenize or "auto", "")
     if comet:
         check_comet(Path(comet))
 
@@ -134,7 +134,7 @@ def evaluate_each(
     """
     found = []
     for each in sets:
-        pairs = ranks.run_on_main(each.pairs)
+        pairs = ranks.run_on_main(partial(getattr, each, "pairs"))
         name: str = each.split
         if len(sets) > 1:
             name = f"{each.split}.{each.name}"
@@ -162,8 +162,7 @@ def evaluate_pairs(
         language = held_out.data.target
         spoken = held_out.spoken(pairs)
     references = [pair.target for pair in pairs]
-    tokenize = tokenizer_for(tokenize or config.data.tokenize, language, references)
-    check_tokenizer(tokenize)  # before the work of translating
+    tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # an error before the work of translating
     translations = translate(translator, [pair.source for pair in spoken], ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
@@ -175,12 +174,8 @@ def evaluate_files(
 ) -> Evaluation:
     """Score a file of translations without a model; without `sources`, those of the pairs are empty."""
     translations = read_lines(hypotheses)
-    expected = read_lines(references)
-    said = [""] * len(expected)
-    if sources:
-        said = [pair.source for pair in read_pairs(sources, references)]
-    measured = measure(translations, expected, tokenize=tokenize)
-    pairs = [Pair(*lines) for lines in zip(said, expected, strict=True)]
+    pairs = read_pairs(sources, references) if sources else [Pair("", line) for line in read_lines(references)]
+    measured = measure(translations, [pair.target for pair in pairs], tokenize=tokenizer_for(tokenize, ""))
     return Evaluation(hypotheses.name, pairs, translations, measured)
 
 
@@ -195,15 +190,4 @@ def scores_table(evaluations: Sequence[Evaluation]) -> str:
 
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:
     """Read two files that are aligned line by line; raise DataError if they are not."""
-    sides = [read_lines(sources), read_lines(references)]
-    if len(sides[0]) != len(sides[1]):
-        raise DataError(
-            f"{sources} has {len(sides[0]):,} lines, {references} has {len(sides[1]):,}: the two must be aligned line "
-            "by line"
-        )
-    if not sides[0]:
-        raise DataError(f"{sources} is empty: there is nothing to evaluate")
-    pairs = [Pair(*lines) for lines in zip(*sides, strict=True)]
-    if lowercase:
-        pairs = [Pair(source.lower(), target.lower()) for source, target in pairs]
-    return pairs
+    return list(lowercased(aligned([sources, references], "evaluate"), lowercase))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, resampled_scores
-from recipes.translation.scores.statistics import Array, Measured
+from recipes.translation.scores.statistics import Array, Measured, scores_of_all, side_by_side
 
 TRIALS = 10_000
 """Shuffles of a randomisation test, as many as sacreBLEU's."""
@@ -91,19 +91,13 @@ def shuffled_differences(
     Each sentence is exchanged with probability 1/2: if the systems did not differ, neither would the scores of the two
     mixtures. The mixtures' sums are the systems' own plus or minus the exchanged differences of their statistics.
     """
-    one_NK = np.concatenate([measured.statistics for measured in baseline], axis=1)
-    other_NK = np.concatenate([measured.statistics for measured in system], axis=1)
+    one_NK = side_by_side(baseline)
+    other_NK = side_by_side(system)
     # Which sentences each trial exchanges
     picked_RN = np.random.default_rng(seed).integers(2, size=(trials, len(one_NK)), dtype=bool)
     block = max(1, CELLS // len(one_NK))
     starts = range(0, trials, block)
     moved_RK = np.concatenate([picked_RN[start : start + block] @ (one_NK - other_NK) for start in starts])
-    mixed_RK = other_NK.sum(0) + moved_RK
-    rest_RK = one_NK.sum(0) - moved_RK
-    ends = np.cumsum([measured.statistics.shape[1] for measured in baseline])[:-1]
-    return [
-        np.abs(measured.of_sums(mixed) - measured.of_sums(rest))
-        for measured, mixed, rest in zip(
-            baseline, np.split(mixed_RK, ends, axis=1), np.split(rest_RK, ends, axis=1), strict=True
-        )
-    ]
+    mixed = scores_of_all(baseline, other_NK.sum(0) + moved_RK)
+    rest = scores_of_all(baseline, one_NK.sum(0) - moved_RK)
+    return [np.abs(one_R - other_R) for one_R, other_R in zip(mixed, rest, strict=True)]

@@ -8,7 +8,6 @@ from typing import Any
 from recipes.translation.errors import DataError
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, intervals
 from recipes.translation.scores.statistics import TITLES, Measured, mean_of, measured, metrics
-from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
 
 def record_of(found: Sequence[Measured]) -> dict[str, Any]:
@@ -45,25 +44,17 @@ def drawn() -> str:
 
 
 def measure(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    *,
-    lowercase: bool = False,
-    tokenize: str = "auto",
-    language: str = "",
+    hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False, tokenize: str = "13a"
 ) -> list[Measured]:
     """Compute every metric, with the statistics of each sentence, of translations with one reference each.
 
     `tokenize` is sacreBLEU's name of a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
-    already tokenised, and adds the score of `multi-bleu.perl -lc`; "auto" chooses by `language` or by the references'
-    script. `lowercase` also makes the main BLEU and chrF case-insensitive, as TER always is.
+    already tokenised, and adds the score of `multi-bleu.perl -lc`. `lowercase` also makes the main BLEU and chrF
+    case-insensitive, as TER always is.
 
-    Raises DataError if the two differ in length (sacreBLEU itself would silently cut the longer one) or are empty, and
-    ConfigError for a tokeniser that is not available.
+    Raises DataError if the two differ in length (sacreBLEU itself would silently cut the longer one) or are empty.
     """
     check_pairs(hypotheses, references)
-    tokenize = tokenizer_for(tokenize, language, references)
-    check_tokenizer(tokenize)
     matches = [100.0 * (hypothesis == reference) for hypothesis, reference in zip(hypotheses, references, strict=True)]
     return [
         *(
@@ -75,16 +66,11 @@ def measure(
     ]
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool, tokenize: str) -> float:
-    """Compute only the BLEU of `measure`."""
-    check_pairs(hypotheses, references)
-    return measured("bleu", metrics(tokenize, lowercase)["bleu"], hypotheses, references).score
-
-
-def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool) -> float:
-    """Compute only the chrF of `measure`."""
-    check_pairs(hypotheses, references)
-    return measured("chrf", metrics(lowercase=lowercase)["chrf"], hypotheses, references).score
+def score_of(
+    name: str, hypotheses: Sequence[str], references: Sequence[str], lowercase: bool, tokenize: str = "13a"
+) -> float:
+    """Compute only the metric of this name of those that `measure` computes."""
+    return measured(name, metrics(tokenize, lowercase)[name], hypotheses, references).score
 
 
 def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:

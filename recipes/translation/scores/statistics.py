@@ -19,8 +19,6 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 
-from recipes.translation.text.bleu_tokenizers import tokenizer_for
-
 Array = NDArray[np.float64]
 TITLES = {
     "bleu": "BLEU",
@@ -83,6 +81,17 @@ def mean_of(name: str, signature: str, values: Sequence[float]) -> Measured:
     return Measured(name, signature, float(np.mean(values)), statistics, mean_of_sums)
 
 
+def side_by_side(measured: Sequence[Measured]) -> Array:
+    """Return the statistics of several metrics, or systems, as one matrix."""
+    return np.concatenate([one.statistics for one in measured], axis=1)
+
+
+def scores_of_all(measured: Sequence[Measured], sums_RK: Array) -> list[Array]:
+    """Compute the scores from sums of these columns, (R,) for each metric."""
+    ends = np.cumsum([one.statistics.shape[1] for one in measured])[:-1]
+    return [one.of_sums(sums) for one, sums in zip(measured, np.split(sums_RK, ends, axis=1), strict=True)]
+
+
 def scores_of_sums(metric: Any, sums_RK: Array) -> Array:
     """Compute the scores, in percent, by a metric of sacreBLEU from sums of its statistics: (R, K) -> (R,)."""
     return np.array([metric._compute_score_from_stats(sums).score for sums in sums_RK.tolist()])
@@ -92,10 +101,3 @@ def mean_of_sums(sums_RK: Array) -> Array:
     """Compute the mean from (sum, count): (R, 2) -> (R,)."""
     mean_R: Array = sums_RK[:, 0] / sums_RK[:, 1]
     return mean_R
-
-
-def unit_of_length(texts: Sequence[str]) -> tuple[str, Callable[[str], int]]:
-    """Return the unit of these texts' lengths, and the function that counts it in one."""
-    if tokenizer_for("auto", "", texts) in ("zh", "ja-mecab", "char"):
-        return "characters", lambda text: len("".join(text.split()))
-    return "words", lambda text: len(text.split())

@@ -40,8 +40,7 @@ class DataConfig:
     target: str = setting("de", "Target language, likewise.")
     tokenize: str = setting(
         "auto",
-        "sacreBLEU's tokeniser for BLEU: auto (by the target language, and where that says nothing, by the "
-        f"script of the references) | {' | '.join(TOKENIZERS)}.",
+        f"sacreBLEU's tokeniser for BLEU: auto (by the target language; 13a for most) | {' | '.join(TOKENIZERS)}.",
         choices=("auto", *TOKENIZERS),
     )
     language_tags: bool = setting(
@@ -54,11 +53,6 @@ class DataConfig:
         "Temperature of the mixture of several corpora: a corpus of n pairs has a share of each epoch in "
         "proportion to its weight times n^(1/temperature). 1 mixes them as they are, 5 gives small ones more.",
         at_least=1,
-    )
-    streaming: bool = setting(
-        False,
-        "Read hub data row by row over the network, without a copy of it on disk; with data.cache it is read for "
-        "the subwords and for the tokenised pairs, and not again.",
     )
     cache: str = setting(
         "",

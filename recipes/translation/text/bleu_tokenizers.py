@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from sacrebleu import utils
@@ -11,43 +10,27 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.text.scripts import BY_LANGUAGE, scripts_of
+from recipes.translation.text.scripts import BY_LANGUAGE
 
-OTHERS = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
+WITHOUT_SPACES = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
-BY_SCRIPT = {"Hani": "zh", "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(OTHERS, "char")}
+BY_SCRIPT = {"Hani": "zh", "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(WITHOUT_SPACES, "char")}
 """Tokenisers by the script of a language. All other languages use 13a, as in most papers."""
 
-LOOKED_AT = 1_000
-"""References from which the script is determined."""
 
-
-def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
-    """Return `name`; for auto the tokeniser of the language, or else that of the references' script."""
-    if name != "auto":
-        return name
+def tokenizer_of(language: str) -> str:
+    """Return the tokeniser of a language."""
     code = re.split("[-_]", language.lower())[0]
-    return BY_SCRIPT.get(BY_LANGUAGE.get(code, "")) or _by_script("".join(references[:LOOKED_AT]))
+    return BY_SCRIPT.get(BY_LANGUAGE.get(code, ""), "13a")
 
 
-def _by_script(text: str) -> str:
-    letters = sum(map(str.isalpha, text))
-    east_asian, kana, others = (
-        sum(not scripts_of(each).isdisjoint(scripts) for each in text)
-        for scripts in (("Hani", "Hira", "Kana"), ("Hira", "Kana"), OTHERS)
-    )
-    # More than half of the letters decide, since any language quotes names in another script
-    if 2 * east_asian > letters:
-        if 20 * kana > east_asian:  # Chinese text has hardly any kana
-            return "ja-mecab"
-        return "zh"
-    if 2 * others > letters:
-        return "char"
-    return "13a"
+def tokenizer_for(name: str, language: str) -> str:
+    """Return `name`; for auto the tokeniser of the language.
 
-
-def check_tokenizer(name: str) -> None:
-    """Raise ConfigError unless sacreBLEU has a tokeniser of this name, and everything that it needs is installed."""
+    Raises ConfigError unless sacreBLEU has such a tokeniser, and everything that it needs is installed.
+    """
+    if name == "auto":
+        name = tokenizer_of(language)
     other = "choose another, such as char, with --data.tokenize (evaluate: --tokenize)"
     if name not in BLEU.TOKENIZERS:
         raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")
@@ -58,7 +41,7 @@ def check_tokenizer(name: str) -> None:
             raise ConfigError(
                 f"sacreBLEU's tokeniser {name} needs {path}, which is not downloaded: put it there, or {other}"
             )
-        return
+        return name
     try:
         BLEU(tokenize=name)
     except RuntimeError:
@@ -67,3 +50,4 @@ def check_tokenizer(name: str) -> None:
             f"sacreBLEU's tokeniser {name} needs a package that is not installed: pip install 'sacrebleu[{extra}]', or "
             f"{other}"
         ) from None
+    return name

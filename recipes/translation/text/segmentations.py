@@ -7,7 +7,6 @@ resumed, and no two processes would draw the same.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -147,7 +146,7 @@ def drawn(word: str, pieces: list[LastPieces], random: Random) -> list[str]:
     end = len(word)
     while end:
         starts, cumulative = pieces[end - 1]
-        start = starts[min(bisect_right(cumulative, random.random() * cumulative[-1]), len(starts) - 1)]
+        (start,) = random.choices(starts, cum_weights=cumulative)
         segmentation.append(word[start:end])
         end = start
     segmentation.reverse()

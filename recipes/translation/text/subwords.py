@@ -15,7 +15,7 @@ import sentencepiece
 
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
-from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import notes_of
 
@@ -44,6 +44,13 @@ class Symbols(NamedTuple):
 
 ORDINARY = Symbols()
 """Those of every model that is trained from the beginning here."""
+
+
+def subword_names(config: RunConfig) -> tuple[str, str]:
+    """Return the names of the source's and the target's subword model."""
+    if config.subwords.joint:
+        return "joint", "joint"
+    return "source", "target"
 
 
 MAX_BYTES = 1 << 16

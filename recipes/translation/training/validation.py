@@ -21,7 +21,7 @@ from recipes.translation.data.corpus import Corpus, ValidationSet
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.scores.scores import bleu, chrf
+from recipes.translation.scores.scores import score_of
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.metrics import METRICS, Translated
 from recipes.translation.text.pair import Pair
@@ -140,8 +140,8 @@ def _of_set(
     translated = Translated(
         translations,
         references,
-        bleu=partial(bleu, translations, references, lowercase=lowercase, tokenize=valid.held_out.tokenizer),
-        chrf=partial(chrf, translations, references, lowercase=lowercase),
+        bleu=partial(score_of, "bleu", translations, references, lowercase, valid.held_out.tokenizer),
+        chrf=partial(score_of, "chrf", translations, references, lowercase),
     )
     return Validation(step, values_of(loss, translated), translations, pairs)
 

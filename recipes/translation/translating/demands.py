@@ -1,4 +1,4 @@
-"""Beginnings and phrases of translations, from text to subwords."""
+"""Phrases that translations must contain, from text to subwords."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from models import Phrase
 from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
-
-BLANK = "▁"
-"""What sentencepiece writes for a blank; a piece that begins with it begins a word."""
-
-
-def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each beginning."""
-    return translator.target.encode([target_text(translator.config, prefix) for prefix in prefixes])
+from recipes.translation.text.segmentations import BLANK
 
 
 def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:

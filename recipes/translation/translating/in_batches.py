@@ -6,10 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from torch import Tensor
-
 from models import evaluating
-from recipes.translation.data.batches import padded
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import SentenceProgress
 from recipes.translation.run_folder.translator import Translator
@@ -43,9 +40,3 @@ def in_batches(
             progress.done(len(rows))
     ranks.meet()
     return ChainMap(*gather_objects(found, ranks.group))
-
-
-def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
-    """Return the sources with their symbols as one tensor."""
-    symbols = translator.source.symbols
-    return padded([symbols.source(ids) for ids in sources]).to(translator.model.generator.weight.device)

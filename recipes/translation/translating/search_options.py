@@ -37,11 +37,7 @@ class SearchOptions:
     sampling: Sampling | None = None
 
     def check(self, sentences: Sequence[str], decoding: DecodingConfig) -> None:
-        """Raise ConfigError or DataError, as one line, for options that contradict each other or the sentences."""
-        if self.sampling and self.constraints is not None:
-            raise ConfigError("--constraints needs a search, and --sample draws translations: leave one of them out")
-        if self.sampling and self.n_best > 1:
-            raise ConfigError("--n-best searches and --sample draws translations: give --sample the number, or search")
+        """Raise ConfigError or DataError, as one line, for options that contradict the settings or the sentences."""
         if not self.sampling and self.n_best > decoding.beam:
             raise ConfigError(
                 f"--n-best {self.n_best} is above the beam of {decoding.beam}: ask for fewer, or add "
@@ -52,14 +48,9 @@ class SearchOptions:
 
 
 def check_lines(option: str, lines: Sequence[object] | None, sentences: Sequence[str]) -> None:
-    """Raise DataError unless there is a line for each sentence, and an empty one for an empty sentence."""
-    if lines is None:
-        return
-    if len(lines) != len(sentences):
+    """Raise DataError unless there is a line for each sentence."""
+    if lines is not None and len(lines) != len(sentences):
         raise DataError(
             f"{option} has {len(lines):,} lines for {len(sentences):,} sentences: give one line for each, empty where "
             "there is nothing to demand"
         )
-    for number, (line, sentence) in enumerate(zip(lines, sentences, strict=True), start=1):
-        if line and not sentence.strip():
-            raise DataError(f"{option}: line {number:,} is not empty, but sentence {number:,} is: remove one of them")

@@ -26,14 +26,15 @@ from models import (
     sample,
 )
 from models.decoding_rules import Rule
-from recipes.translation.data.model_text import one_line
+from recipes.translation.data.batches import padded
+from recipes.translation.data.model_text import one_line, target_text
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
-from recipes.translation.translating.demands import phrases_of, prefix_ids, word_boundaries
-from recipes.translation.translating.in_batches import as_batch, in_batches
+from recipes.translation.translating.demands import phrases_of, word_boundaries
+from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
 
@@ -107,7 +108,7 @@ def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOp
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:
-        prefixes = prefix_ids(translator, options.prefixes)
+        prefixes = translator.target.encode([target_text(translator.config, prefix) for prefix in options.prefixes])
     if options.constraints is not None:
         phrases = phrases_of(translator, options.constraints)
     for number, (source, prefix, demanded) in enumerate(zip(sources, prefixes, phrases, strict=True), start=1):
@@ -144,7 +145,8 @@ def search_rows(
     models = translator.models
     decoding = translator.config.decoding
     some = [tasks[row] for row in rows]
-    src = as_batch(translator, [task.source for task in some])
+    symbols = translator.source.symbols
+    src = padded([symbols.source(task.source) for task in some]).to(translator.model.generator.weight.device)
     shared: dict[str, Any] = {
         "bos": translator.target.symbols.start,
         "eos": EOS,

@@ -110,7 +110,7 @@ def default_of(option: str, command: str, capsys: pytest.CaptureFixture[str]) ->
         ("demo", "--training.steps", "1200"),
         ("demo", "--model.dropout", "0.0"),
         ("translate", "--beam", "the run's own decoding.beam, 4 unless it was set"),
-        ("score", "--length-penalty", "the run's own decoding.length_penalty, 0.6 unless it was set"),
+        ("evaluate", "--length-penalty", "the run's own decoding.length_penalty, 0.6 unless it was set"),
     ],
 )
 def test_the_default_in_the_help_is_the_value_that_the_command_uses(

@@ -254,7 +254,7 @@ def test_sources_and_references_of_unequal_length_are_refused(
     assert "b has 1: the two must be aligned" in line
     (tmp_path / "none").write_text("")
     files = ["--sources", str(tmp_path / "none"), "--references", str(tmp_path / "none")]
-    assert "none is empty: there is nothing to evaluate" in refusal(capsys, "evaluate", "--run", str(run), *files)
+    assert "none is empty; evaluate needs sentences" in refusal(capsys, "evaluate", "--run", str(run), *files)
 
 
 @pytest.mark.parametrize("options", [[], ["--beam", "3"], ["--sample", "2"]])

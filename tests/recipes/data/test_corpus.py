@@ -8,7 +8,7 @@ import pytest
 
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.corpus import check_data, load_corpus
+from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, DataError
 from tests.recipes.tiny import tiny
 
@@ -67,9 +67,9 @@ def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, t
     changes = {"data.path": str(tmp_path), "corpora": corpora, "data.valid": ["a", "a"], "data.target": target}
     config = tiny(tmp_path / "run", {**changes, "data.language_tags": True})
     if target == "es":
-        check_data(Corpora(config))
+        Corpora(config).check()
         return
     with pytest.raises(
         ConfigError, match=r"data\.target is fr, into which translate would translate, but no corpus does: set it to es"
     ):
-        check_data(Corpora(config))
+        Corpora(config).check()

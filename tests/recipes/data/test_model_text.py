@@ -17,11 +17,10 @@ from recipes.translation.run_folder.translator import Translator, build_model, m
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BLANK, EOS, Subwords, train_subwords
 from recipes.translation.translating import alignments
-from recipes.translation.translating.demands import phrases_of, prefix_ids
-from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs, target_ids
+from recipes.translation.translating.demands import phrases_of
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import alternatives, tasks_of
 from tests.recipes.tiny import tiny
 
 SETTINGS: dict[str, Any] = {
@@ -64,19 +63,16 @@ def test_a_sentence_has_lower_case_and_a_tag_unless_it_has_one(translator: Trans
     assert pieces(translator.source, ids)[0] == BLANK + "<2de>"
 
 
-def test_beginnings_phrases_and_scores_are_of_text_in_lower_case(translator: Translator) -> None:
-    (beginning,) = prefix_ids(translator, ["Siehe HTTPS://X.org/7"])
-    assert translator.target.decode([beginning]) == ["siehe https://x.org/7"]
-    assert beginning == target_ids(translator, ["Siehe HTTPS://X.org/7"])[0][:-1]
+def test_beginnings_and_phrases_are_of_text_in_lower_case(translator: Translator) -> None:
+    wide = translator.with_decoding(replace(DECODING, max_length=60))
+    (task,) = tasks_of(wide, [SENTENCE], SearchOptions(prefixes=["Siehe HTTPS://X.org/7"]))
+    assert translator.target.decode([list(task.prefix)]) == ["siehe https://x.org/7"]
+    assert task.prefix == translator.target.encode(["siehe https://x.org/7"])[0]
     ((phrase,), _) = phrases_of(translator, [["Diese 12"], []])
     assert translator.target.decode([list(phrase.tokens)]) == ["diese 12"]
     assert phrase.whole  # 12 must not be the beginning of 123
-    (score,) = score_pairs(translator.with_decoding(DECODING), [SENTENCE], ["Siehe 12"])
-    (source,) = source_ids(translator.source, translator.config, [SENTENCE])
-    (target,) = translator.target.encode(["siehe 12"])
-    assert [score.log_prob] == log_probabilities(translator.model, [source], [[*target, EOS]])
     demands = SearchOptions(n_best=2, prefixes=["Siehe HTTPS://X.org/7"], constraints=[["12"]])
-    (found,) = alternatives(translator.with_decoding(replace(DECODING, max_length=60)), [SENTENCE], demands)
+    (found,) = alternatives(wide, [SENTENCE], demands)
     assert all(one.text.startswith("siehe https://x.org/7") for one in found)
     assert "12" in found[0].text.split("/7")[1]
 

@@ -18,9 +18,9 @@ from recipes.translation.export import ctranslate2_engine, ctranslate2_model
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
-from recipes.translation.translating.forced_decoding import log_probabilities
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded, under
+from tests.recipes.plain_scores import log_probability
 from tests.recipes.random_translator import fingerprint
 
 pytestmark = pytest.mark.formats
@@ -151,7 +151,7 @@ def test_the_n_best_are_distinct_sorted_and_scored_as_the_model_scores_them(subw
         assert [one.score for one in row] == sorted((one.score for one in row), reverse=True)
         for hypothesis, one in zip(hypotheses, row, strict=True):
             if len(hypothesis.tokens) < 12:  # one that was cut has no end symbol
-                (expected,) = log_probabilities(translator.model, [source], [[*hypothesis.tokens, EOS]])
+                expected = log_probability(translator.model, source, [*hypothesis.tokens, EOS])
                 assert one.log_probability == pytest.approx(expected, rel=1e-4)
                 assert one.score == pytest.approx(expected / (len(hypothesis.tokens) + 1), rel=1e-4)
 

@@ -171,10 +171,10 @@ def test_data_in_another_encoding_is_answered_with_file_line_and_remedy(format: 
     [
         (b'{"en": "c", "de": "d"', "b.jsonl:3 is not JSON: Expecting ',' delimiter"),
         (b"[1, 2]", "b.jsonl:3 is a list, not an object"),
-        (b'{"en": "c\\ud800", "de": "d"}', "b.jsonl, row 2: 'en' is not Unicode text"),
+        (b'{"en": "c\\ud800", "de": "d"}', "b.jsonl:3: 'en' is not Unicode text"),
         (b"[" * 100_000, "b.jsonl:3 is not JSON: it is nested too deeply"),
         (b'{"en": ' + b"9" * 5_000 + b"}", "b.jsonl:3 is not JSON: Exceeds the limit"),
-        (b'{"en": "c"}', "b.jsonl, row 2: 'de' is not text but NoneType"),
+        (b'{"en": "c"}', "b.jsonl:3 has no 'de' (data.target); it has 'en'"),
     ],
     ids=["open", "list", "surrogate", "deep", "digits", "missing"],
 )

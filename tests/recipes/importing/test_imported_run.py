@@ -20,11 +20,11 @@ from recipes.translation.settings.config import load_config
 from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
-from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import Task, alternatives, search_rows
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
+from tests.recipes.plain_scores import log_probability
 from tests.recipes.saved import load_weights, saved_file
 
 pytestmark = pytest.mark.formats
@@ -73,10 +73,7 @@ def test_the_commands_work_on_an_imported_run(tmp_path: Path, capsys: pytest.Cap
     assert main(["translate", "--run", run, "--beam", "2", "--n-best", "2", "--scores", "A small dog!"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     source, target = files(tmp_path, PAIRS)
-    assert main(["score", "--run", run, "--sources", source, "--targets", target]) == 0
-    scores = capsys.readouterr().out.splitlines()
     assert main(["evaluate", "--run", run, "--sources", source, "--references", target, "--beam", "1"]) == 0
-    assert len(scores) >= len(PAIRS)
 
 
 def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> Non
     (((tokens, *_),),) = search_rows(translator, [task], SearchOptions(), [0])
     if len(tokens) < min(default_limit(len(ids[0]) + 1), translator.config.decoding.max_length):
         tokens = [*tokens, EOS]
-    (found,) = log_probabilities(translator.model, ids, [tokens], translator.source.symbols)
+    found = log_probability(translator.model, ids[0], tokens, translator.source.symbols)
     assert found == pytest.approx(best.log_probability, rel=1e-5)
 
 
@@ -106,17 +103,6 @@ def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training
         DataError, match=r"^data\.valid: the source of pair 4 has \d+ subwords, and the model has learned"
     ):
         train(load_config(best, given), insist=True)
-
-
-def test_a_target_longer_than_the_learned_positions_is_not_scored(tmp_path: Path) -> None:
-    translator = read_model(published.mbart(tmp_path / "model"), tmp_path / "run", "en_XX", "de_DE").translator
-    fits = max(range(1, 63), key=lambda words: (len(translator.target.encode(["one " * words])[0]) <= 62) * words)
-    (found,) = score_pairs(translator, ["one"], ["one " * fits])
-    assert found.tokens > 50
-    with pytest.raises(
-        DataError, match=r"^target 2 has \d+ subwords, and the model has learned positions for 62: split"
-    ):
-        score_pairs(translator, ["one", "two"], ["one", "one " * 70])
 
 
 def test_a_target_language_before_the_sentence_is_one_subword(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_an_interrupt_in_a_command_leaves_nothing_half_made(tmp_path: Path) -> N
 
 def test_an_ignored_interrupt_stays_ignored(tmp_path: Path) -> None:
     """As a shell without job control starts what it puts in the background."""
-    words = [sys.executable, "-m", "recipes.translation", "score", "--help"]
+    words = [sys.executable, "-m", "recipes.translation", "compare", "--help"]
     script = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({words[0]!r}, {words!r})"
     found = interrupted(tmp_path, "recipes.translation.commands", "-c", script)
     assert found.returncode == 0, found.stderr

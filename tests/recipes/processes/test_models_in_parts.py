@@ -40,7 +40,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = replace(translator.config, layout=layout)
         save_model(folder / name / "best", replace(translator, config=config), {"step": 1})
     (folder / "sentences").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
-    (folder / "targets").write_text("".join(f"{sentence[::-1]}\n" for sentence in SENTENCES))
     return folder
 
 
@@ -58,7 +57,6 @@ def commands(runs: Path, results: str) -> list[list[str]]:
     """Those that translate; the alignments and scores that they write have names that begin with `results`."""
     sharded, split, whole = (str(runs / name) for name in ("sharded", "split", "whole"))
     file = ["--file", str(runs / "sentences")]
-    pairs = ["--sources", str(runs / "sentences"), "--targets", str(runs / "targets")]
     return [
         ["translate", "--run", sharded, *file, "--beam", "5", "--n-best", "3"],
         ["translate", "--run", sharded, *file, "--alignments", str(runs / results)],
@@ -66,7 +64,6 @@ def commands(runs: Path, results: str) -> list[list[str]]:
         ["translate", "--run", whole, "--ensemble", sharded, "--ensemble", split, *file, "--beam", "3"],
         ["evaluate", "--run", sharded, "--beam", "4"],
         ["evaluate", "--run", split],
-        ["score", "--run", split, *pairs],
     ]
 
 

@@ -17,7 +17,7 @@ from recipes.translation.report.figures import binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import weights_digest
-from recipes.translation.scores.scores import chrf
+from recipes.translation.scores.scores import score_of
 from recipes.translation.settings.metrics import METRICS
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import SENTENCES, lines, make_run, samples, step, validation
@@ -130,7 +130,7 @@ def test_how_a_translation_changed_is_shown_from_the_first_validation_to_the_new
 def test_the_worst_sentences_come_first(run: Path, page: Page) -> None:
     newest = read_run(run).newest
     assert newest is not None
-    each = [chrf([found], [reference], lowercase=False) for _, reference, found in SENTENCES]
+    each = [score_of("chrf", [found], [reference], lowercase=False) for _, reference, found in SENTENCES]
     assert chrf_of_sentences(newest) == pytest.approx(each)
     text = page.text.partition("The worst sentences")[2]
     positions = [text.index(SENTENCES[number][2]) for number in sorted(range(4), key=each.__getitem__)[:2]]

@@ -14,15 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 from recipes.translation.commands import main
-from recipes.translation.data import token_store
-from recipes.translation.data.token_store import FACTS, PAIRS, TokenStore
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.settings.config import load_config
@@ -86,7 +83,7 @@ def notes(text: str) -> Change:
 
 TRANSLATES = ("translate", "--run", "RUN", "Two trains.")
 RESUMES = ("train", "--run", "RUN")
-SCORES = ("score", "--run", "RUN", "--sources", "TEXT", "--targets", "TEXT")
+SCORES = ("evaluate", "--run", "RUN", "--sources", "TEXT", "--references", "TEXT")
 DOES_NOT_FIT = "does not fit the model its config.yaml describes"
 HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "width": (TRANSLATES, setting("model", "d_model", 10**7), f"{DOES_NOT_FIT}: "),
@@ -143,74 +140,6 @@ def test_settings_of_subwords_that_are_nested_too_deeply_are_made_again(
     resealed(run / "subwords")
     assert main(["prepare", "--run", str(run)]) == 0
     assert f"[prepare] written to {run / 'subwords'}" in capsys.readouterr().out
-
-
-IDS = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.uint16()))
-
-
-def ids(*rows: list[int]) -> pyarrow.Array:
-    return pyarrow.array(rows, pyarrow.list_(pyarrow.int32()))
-
-
-WORDS = pyarrow.array(["a", "b"])
-TABLES: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
-    "another column": ({"source": IDS, "other": IDS}, "pairs.arrow has the columns source (list<item: uint16>), other"),
-    "strings": ({"source": IDS, "target": WORDS}, "target (string), not lists of ids, source and target"),
-    "no rows": ({"source": IDS[:0], "target": IDS[:0]}, "a part of pairs.arrow has 0 rows"),
-    "no ids": (
-        {"source": IDS, "target": pyarrow.array([None, [1]], IDS.type)},
-        "pairs.arrow has rows without ids",
-    ),
-    "ids beyond the vocabulary": (
-        {"source": IDS, "target": ids([1], [9])},
-        "has the target id 9, and its subwords are",
-    ),
-    "an id below 0": ({"source": ids([-1], []), "target": IDS}, "the source id -1, and its subwords are 0 to 3"),
-    "no part": ({}, "pairs.arrow has no rows"),
-}
-
-
-def opened_store(folder: Path, size: int) -> TokenStore:
-    """The store of so many pairs, under a hash that fits."""
-    (folder / FACTS).write_text(json.dumps({"corpora": [size], "sha256": sha256(folder / PAIRS)}))
-    assert token_store.check_store(folder)
-    return TokenStore.open(folder, 1, (4, 9))
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_hostile_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    columns, reason = TABLES[name]
-    made = columns or {"source": IDS, "target": IDS}
-    schema = pyarrow.schema({name: column.type for name, column in made.items()})
-    with pyarrow.OSFile(str(tmp_path / PAIRS), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-        if columns:
-            writer.write_batch(pyarrow.record_batch(list(columns.values()), schema=schema))
-    with pytest.raises(token_store.DataError) as caught:
-        opened_store(tmp_path, len(made["source"]) if columns else 0)
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-OFFSETS = struct.pack("<3i", 0, 2, 3)
-"""Of the two lists in IDS."""
-SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "no Arrow file": (lambda content: b"text" * 10, "Expected to read"),
-    "cut off": (lambda content: content[:-20], "Expected to be able to read"),
-    "offsets": (lambda content: content.replace(OFFSETS, struct.pack("<3i", 0, 2, 900)), "offset for slot 2 out of"),
-}
-
-
-@pytest.mark.parametrize("name", SPOILED)
-def test_a_spoiled_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    spoil, reason = SPOILED[name]
-    batch = pyarrow.record_batch({"source": IDS, "target": IDS})
-    with pyarrow.OSFile(str(tmp_path / PAIRS), "wb") as file, pyarrow.ipc.new_stream(file, batch.schema) as writer:
-        writer.write_batch(batch)
-    (tmp_path / PAIRS).write_bytes(spoil((tmp_path / PAIRS).read_bytes()))
-    with pytest.raises(token_store.DataError) as caught:
-        opened_store(tmp_path, 2)
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.formats

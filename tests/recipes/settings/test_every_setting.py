@@ -75,7 +75,6 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
     "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
     "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
-    "data.streaming": [Change(True, refused="data.streaming is for data of format hub")],
     "data.cache": [Change("cache", ("said",), (*NUMBERS, "subwords", "batches"))],
     "data.language_tags": [Change(True, ("weights", "subwords"))],
     "data.temperature": [

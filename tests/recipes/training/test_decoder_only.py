@@ -65,24 +65,6 @@ def test_it_learns_and_translates_from_its_checkpoint(learned: Path) -> None:
     assert translate(translator, sentences) == translator.target.decode(plain)
 
 
-@torch.no_grad()
-def test_the_command_score_gives_the_probability_of_the_pair_alone(
-    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    some = pairs(3, 3)
-    for side in ("source", "target"):
-        (tmp_path / side).write_text("".join(f"{getattr(pair, side)}\n" for pair in some), encoding="utf-8")
-    files = ["--sources", str(tmp_path / "source"), "--targets", str(tmp_path / "target")]
-    assert main(["score", "--run", str(learned), *files]) == 0
-    said = [float(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
-    translator = load_translator(learned / "best")
-    for log_probability, pair in zip(said, some, strict=True):
-        (source,), (target,) = translator.source.encode([pair.source]), translator.target.encode([pair.target])
-        hidden = translator.model(torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *target]]))[0]
-        each = translator.model.generator(hidden).log_softmax(-1).gather(1, torch.tensor([[*target, EOS]]).T)
-        assert log_probability == pytest.approx(float(each.sum()), rel=1e-4)
-
-
 def test_every_word_of_its_translations_is_linked(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

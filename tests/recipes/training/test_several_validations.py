@@ -250,7 +250,7 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
     translator = load_translator(run / "best")
     found = []
     for each in Corpora(both).held_out("test"):
-        pairs = each.pairs()
+        pairs = each.pairs
         texts = (run / f"test.{each.name}.translations.txt").read_text().splitlines()
         tagged = [" ".join((*each.tags, pair.source)) for pair in pairs]
         assert texts == translate(translator, tagged)
@@ -286,8 +286,8 @@ def test_test_sets_are_translated_under_their_tags_and_scored_in_their_languages
     assert [" ".join(text.split()[:2]) for text in seen[6:14]] == ["<2en> <back>"] * 8
     assert {text.split()[0] for text in seen[:6]} == {"<2de>"}
     assert {text.split()[0] for text in seen[14:]} == {"<2zh>"}
-    assert [text.removeprefix("<2en> <back> ") for text in seen[6:14]] == [pair.source for pair in back.pairs()]
-    assert found[1].pairs == back.pairs()
+    assert [text.removeprefix("<2en> <back> ") for text in seen[6:14]] == [pair.source for pair in back.pairs]
+    assert found[1].pairs == back.pairs
     assert ["|tok:zh|" in each.scores["bleu_signature"] for each in found] == [False, False, True]
 
 

@@ -334,7 +334,7 @@ def test_a_bad_combination_is_answered_with_one_line(
 
 def test_demands_on_an_empty_sentence_are_refused(translator: Translator) -> None:
     for demands in (SearchOptions(prefixes=["a", ""]), SearchOptions(constraints=[["a"], []])):
-        with pytest.raises(DataError, match="line 1 is not empty, but sentence 1 is"):
+        with pytest.raises(DataError, match="line 1 is not empty, but sentence 1 has no subwords"):
             alternatives(translator.with_decoding(DECODING), [" ", "six"], demands)
 
 

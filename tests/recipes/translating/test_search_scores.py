@@ -1,0 +1,87 @@
+"""The search reports the model's own probabilities, and every rank the alignments of all pairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import beam_search, length_normaliser
+from models.decoding import LengthNorm
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.errors import DataError
+from recipes.translation.processes.ranks import joined
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
+from recipes.translation.translating.alignments import align
+from seqpar.testing.ranks import ranks
+from tests.models.examples import small_transformer
+from tests.recipes.plain_scores import log_probability
+from tests.recipes.tiny import tiny
+
+
+@pytest.mark.parametrize(("alpha", "norm"), [(0.0, "gnmt"), (0.6, "gnmt"), (1.0, "length")])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_n_best_of_a_search_score_as_the_model_says(
+    alpha: float, norm: LengthNorm, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = small_transformer(5, spread=2.0).to(dtype)
+    with torch.no_grad():
+        model.generator.bias[EOS] += 4
+    sources = [[5, 6, 7, 8], [9, 4], [10, 10, 4, 5]]
+    src = torch.tensor([[*ids, EOS, *[0] * (4 - len(ids))] for ids in sources])
+    found = beam_search(
+        model, src, bos=BOS, eos=EOS, beam=5, n_best=5, length_penalty=alpha, length_norm=norm, max_length=12
+    )
+    compared = 0
+    for source, hypotheses in zip(sources, found, strict=True):
+        for hypothesis in hypotheses:
+            finished = len(hypothesis.tokens) < 12
+            ids = hypothesis.tokens
+            if finished:  # the log-probability of an unfinished one has no end symbol
+                ids = [*ids, EOS]
+            found_here = log_probability(model.eval(), source, ids)
+            assert found_here == pytest.approx(hypothesis.log_probability, rel=tolerance)
+            score = found_here / length_normaliser(len(ids), alpha, norm)
+            assert score == pytest.approx(hypothesis.score, rel=tolerance)
+            compared += finished
+    assert compared >= 4
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    """Random weights, in float64."""
+    folder = tmp_path_factory.mktemp("random")
+    config = tiny(folder / "run", {"training.precision": "float64", "decoding.batch_sentences": 3})
+    train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", config.subwords)
+    subwords = Subwords.load(folder / "joint.model")
+    torch.manual_seed(1)
+    model = build_model(model_sizes(config.model), subwords, subwords).double().eval()
+    return Translator(config, model, subwords, subwords)
+
+
+TEXTS = [(pair.source, pair.target) for pair in pairs(7, 5, "test")] + [("", "Ein Wort"), ("A word", "")]
+
+
+def test_a_target_that_is_not_unicode_is_refused(translator: Translator) -> None:
+    broken = b"caf\xe9".decode("utf-8", "surrogateescape")
+    with pytest.raises(DataError, match=r"^sentence 1 is not UTF-8 text"):
+        align(translator, ["A"], [broken])
+
+
+def divided(rank: int, world: int, folder: Path) -> list[list[tuple[int, int]]]:
+    """The alignments that each rank returns."""
+    with joined(60) as group:
+        assert group.world == world
+        sides = [source for source, _ in TEXTS], [target for _, target in TEXTS]
+        return align(load_translator(folder), *sides, group)
+
+
+def test_every_rank_returns_the_alignments_of_all(translator: Translator, tmp_path: Path) -> None:
+    save_model(tmp_path / "best", translator, {"step": 1})
+    expected = divided(0, 1, tmp_path / "best")
+    assert sum(map(bool, expected)) == len(TEXTS) - 2
+    for links in ranks(2, divided, tmp_path / "best"):
+        assert links == expected
