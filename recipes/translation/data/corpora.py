@@ -14,6 +14,7 @@ from recipes.translation.data.model_text import corpus_tags, language_tags
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
 from recipes.translation.data.split_files import check_named, named
 from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.files.lines import Hashes
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
@@ -67,8 +68,9 @@ class CorpusSplit:
 class Corpora:
     """The corpora of a run, resolved once from its settings.
 
-    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that they are cleaned
-    once. With `data.cache`, for text beyond memory, `read` does nothing: whoever wants the pairs reads the files.
+    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that each file is opened
+    once, and what identifies them is of the very file that was read. With `data.cache`, for text beyond memory, `read`
+    does nothing: whoever wants the pairs reads the files.
 
     Raises ConfigError for training corpora that contradict each other.
     """
@@ -78,6 +80,7 @@ class Corpora:
         self.training = training_corpora(config)
         """Those of the section corpora, or else the one of data.train."""
         self._pairs: dict[str, list[Pair]] = {}
+        self._hashes: Hashes = {}
 
     def read(self) -> None:
         """Read the training pairs, unless they are in memory, or are not to be."""
@@ -100,7 +103,7 @@ class Corpora:
         found = {}
         for corpus in self.training:
             with named(corpus.name):
-                text = fingerprint(corpus.data, "train")
+                text = fingerprint(corpus.data, "train", self._hashes)
             found[corpus.name] = {name: getattr(corpus.data, name) for name in names} | {"text": text}
         return found if self.config.corpora else found[""]
 
@@ -108,7 +111,8 @@ class Corpora:
         config = self.config
         with named(corpus.name):
             name = corpus.name or "train"
-            yield from each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
+            lowercase = config.subwords.lowercase
+            yield from each_training_pair(corpus.data, lowercase, config.cleaning, name, self._hashes)
 
     @cached_property
     def valid(self) -> list[CorpusSplit]:

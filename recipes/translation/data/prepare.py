@@ -33,6 +33,8 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     """
     config = corpora.config
     folder = Path(config.run) / "subwords"
+    if not folder.exists():
+        corpora.read()  # for the subwords, and in passing for what identifies it
     settings = made_from(corpora)
     ready = None
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again

@@ -23,7 +23,7 @@ from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_named, expanded, names_of, paths_of
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import parsed
-from recipes.translation.files.lines import each_line
+from recipes.translation.files.lines import Hashes, each_line, hashed
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.settings.schema import shortened
@@ -51,13 +51,16 @@ def load_pairs(
     return list(lowercased(_read(data, split), lowercase))
 
 
-def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
+def each_training_pair(
+    data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, hashes: Hashes | None = None
+) -> Iterator[Pair]:
     """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
-    The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory.
+    The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory. `hashes`
+    gets those of files of lines.
     """
     rules = Cleaning(cleaning, data.source, data.target)
-    yield from lowercased(rules.kept(_read(data, "train")), lowercase)
+    yield from lowercased(rules.kept(_read(data, "train", hashes)), lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         print(f"[data] {name}: {rules}", file=sys.stderr)
@@ -67,18 +70,14 @@ def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConf
         raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
 
 
-def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
+def _read(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Iterable[Pair]:
     check_named(data, split)
-    readers: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
-    readers = {
-        "builtin": _builtin,
-        "text": _text,
-        "tsv": _tsv,
-        "jsonl": _jsonl,
-        "parquet": _parquet,
-        "hub": _hub,
-    }
-    return readers[data.format](data, split)
+    of_lines = {"text": _text, "tsv": _tsv, "jsonl": _jsonl}
+    others: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
+    others = {"builtin": _builtin, "parquet": _parquet, "hub": _hub}
+    if data.format in others:
+        return others[data.format](data, split)
+    return of_lines[data.format](data, split, hashes)
 
 
 def lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
@@ -88,10 +87,10 @@ def lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
 
 
-def fingerprint(data: DataConfig, split: Split) -> str:
+def fingerprint(data: DataConfig, split: Split, hashes: Hashes | None = None) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    It is empty for the built-in corpus, which is determined by the settings.
+    Files in `hashes` are not opened again. It is empty for the built-in corpus, which is determined by the settings.
     """
     if data.format == "builtin":
         return ""
@@ -99,12 +98,14 @@ def fingerprint(data: DataConfig, split: Split) -> str:
     if data.format == "hub":
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
+        known = {} if hashes is None else hashes
         for path in paths_of(data, split):
+            if path not in known:
+                with path.open("rb") as file:
+                    known[path] = hashed(file)
             # The size separates the files: a line that moves from one to the next must change the digest
-            with path.open("rb") as file:
-                of_file = hashlib.file_digest(file, "sha256").digest()
-                digest.update(f"{file.tell()} bytes:".encode())
-            digest.update(of_file)
+            size, of_file = known[path]
+            digest.update(f"{size} bytes:".encode() + of_file)
     return digest.hexdigest()
 
 
@@ -121,14 +122,14 @@ def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
             yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
-    return aligned(paths_of(data, split), f"data.{split}")
+def _text(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
+    return aligned(paths_of(data, split), f"data.{split}", hashes)
 
 
-def aligned(paths: Sequence[Path], purpose: str) -> Iterator[Pair]:
+def aligned(paths: Sequence[Path], purpose: str, hashes: Hashes | None = None) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     counts = [0, 0]
-    for lines in zip_longest(*(_lines(path, purpose) for path in paths)):
+    for lines in zip_longest(*(_lines(path, purpose, hashes) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if counts[0] == counts[1]:
             yield Pair(*lines)
@@ -138,10 +139,10 @@ def aligned(paths: Sequence[Path], purpose: str) -> Iterator[Pair]:
         )
 
 
-def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _tsv(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = paths_of(data, split)
-    lines = _lines(path, f"data.{split}")
+    lines = _lines(path, f"data.{split}", hashes)
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
@@ -173,10 +174,10 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
 
 
-def _jsonl(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _jsonl(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = paths_of(data, split)
-    for number, line in enumerate(_lines(path, f"data.{split}"), start=1):
+    for number, line in enumerate(_lines(path, f"data.{split}", hashes), start=1):
         where = f"{path}:{number}"
         if line.strip():
             yield _pair(_parsed(line, where), data, where)
@@ -273,9 +274,9 @@ def _pair(record: Any, data: DataConfig, where: str) -> Pair:
     return Pair(record[data.source], record[data.target])
 
 
-def _lines(path: Path, purpose: str) -> Iterator[str]:
+def _lines(path: Path, purpose: str, hashes: Hashes | None) -> Iterator[str]:
     empty = True
-    for line in each_line(path):
+    for line in each_line(path, hashes):
         empty = False
         yield line
     if empty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import io
 import zlib
 from collections.abc import Iterator
@@ -25,13 +26,27 @@ def lines_of(content: bytes, where: str) -> list[str]:
     return list(_lines_in(io.BufferedReader(io.BytesIO(content)), where))
 
 
-def each_line(path: Path) -> Iterator[str]:
+Hashes = dict[Path, tuple[int, bytes]]
+"""The size and the SHA-256 of files."""
+
+
+def hashed(file: io.BufferedReader) -> tuple[int, bytes]:
+    """Return the size and the SHA-256 of an open file, which is then at its start again."""
+    digest = hashlib.file_digest(file, "sha256").digest()
+    size = file.tell()
+    file.seek(0)
+    return size, digest
+
+
+def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, plain or compressed by gzip, without its byte order mark.
 
-    The file is never whole in memory. Raises OSError, and DataError for a damaged file or text in another encoding,
-    whose line it names.
+    The file is never whole in memory; `hashes` gets that of the very file that is read. Raises OSError, and DataError
+    for a damaged file or text in another encoding, whose line it names.
     """
     with path.open("rb") as file:
+        if hashes is not None and path not in hashes:
+            hashes[path] = hashed(file)
         yield from _lines_in(file, str(path))
 
 

@@ -1,4 +1,4 @@
-"""Training data is known by the bytes of its files, which are read once, and once more for their hash."""
+"""Each file of training and validation data is opened once in a process, and known by the bytes that were read."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def counts(files: list[Path], folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_training_reads_each_file_of_its_data_once(format: str, tmp_path: Path) -> None:
+def test_a_training_opens_each_file_of_its_data_once(format: str, tmp_path: Path) -> None:
     settings = made(tmp_path / "data", format)
-    everything = {path.name: 1 + path.name.startswith("train") for path in (tmp_path / "data").iterdir()}
+    everything = {path.name: 1 for path in (tmp_path / "data").iterdir()}
     for steps in (1, 2):  # the second resumes, and its subwords are there
         config = tiny(tmp_path / "run", {**settings, "training.steps": steps})
         with opened_files() as files:
@@ -62,12 +62,12 @@ def test_a_training_reads_each_file_of_its_data_once(format: str, tmp_path: Path
         assert counts(files, tmp_path / "data") == everything
 
 
-def test_subwords_that_are_there_need_only_the_hash(tmp_path: Path) -> None:
+def test_subwords_alone_need_each_file_once_too(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", made(tmp_path / "data", "text"))
-    for times in (2, 1):
+    for _ in ("made", "reused"):
         with opened_files() as files:
             prepare(Corpora(config))
-        assert counts(files, tmp_path / "data") == {"train.en.gz": times, "train.de": times}
+        assert counts(files, tmp_path / "data") == {"train.en.gz": 1, "train.de": 1}
 
 
 def test_text_beyond_memory_is_read_for_its_hash_for_the_subwords_and_for_the_store(tmp_path: Path) -> None:
@@ -80,16 +80,21 @@ def test_text_beyond_memory_is_read_for_its_hash_for_the_subwords_and_for_the_st
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_text_is_identified_by_the_bytes_of_its_files(format: str, tmp_path: Path) -> None:
+def test_what_identifies_a_text_is_the_same_whether_it_is_read_before_or_not(format: str, tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", made(tmp_path / "data", format))
-    corpora = Corpora(config)
-    (corpus,) = corpora.training
+    read = Corpora(config)
+    read.read()
+    with opened_files() as files:
+        identity = read.identity
+    assert counts(files, tmp_path / "data") == {}
+    (corpus,) = read.training
     digest = hashlib.sha256()
     for name in corpus.data.train:
         content = (tmp_path / "data" / name).read_bytes()
         digest.update(f"{len(content)} bytes:".encode() + hashlib.sha256(content).digest())
     settings = {name: getattr(corpus.data, name) for name in ("format", "source", "target", "builtin_pairs")}
-    assert corpora.identity == {"a": {**settings, "text": digest.hexdigest()}}
+    assert identity == {"a": {**settings, "text": digest.hexdigest()}}
+    assert Corpora(config).identity == identity
     assert fingerprint(corpus.data, "train") == digest.hexdigest()
 
 
