@@ -60,6 +60,7 @@ LIBRARIES = {
     ("torch", "recipes/translation/export/onnx_model.py"): {"_subclasses"},
     ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
     ("torch", "seqpar/testing/evidence.py"): {"_pytree"},
+    ("transformers", "recipes/translation/importing/generation.py"): {"_get_default_generation_params"},
     ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},
     ("trl", "seqpar/integrations/trl_distillation.py"): {"_chunked_divergence_loss"},
     ("trl", "seqpar/integrations/trl_options.py"): {"_ChunkedLogProbFunction", "_use_triton"},

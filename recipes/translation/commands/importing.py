@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.translation.commands.arguments import PROGRAM, add, parser_of, path
+from recipes.translation.commands.arguments import PROGRAM, add, parser_of, path, require
 from recipes.translation.run_folder.outputs import check_run
 
 
@@ -28,6 +28,7 @@ def import_(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--target", metavar="LANGUAGE", default="", help="the language to translate to, likewise")
     options = parser.parse(argv)
+    require("transformers")
 
     from recipes.translation.importing.published_model import import_model
     from recipes.translation.training.summary import command

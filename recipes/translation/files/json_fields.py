@@ -37,8 +37,6 @@ class WrongFieldError(ValueError):
     """A field has a value of another kind, or none."""
 
     def __init__(self, field: str, found: object, what: str) -> None:
-        self.field = field
-        self.what = what
         name = field or "it"
         if not name.isprintable():  # a line break in a name
             name = ascii(name)
@@ -55,32 +53,9 @@ def value(what: str, fits: Callable[[Any], bool]) -> Check:
     return check
 
 
-def unless_missing(check: Check) -> Check:
-    """Return the check of a field that may be missing, but not null."""
-    return lambda found, field: None if found is MISSING else check(found, field)
-
-
 def maybe(check: Check) -> Check:
     """Return the check of a field that may be missing, or null."""
     return lambda found, field: None if found is MISSING or found is None else check(found, field)
-
-
-def either(*checks: Check) -> Check:
-    """Return the check of a value that passes one of several; the error is of the one that came furthest inside."""
-
-    def check_any(found: Any, field: str) -> None:
-        errors = []
-        for check in checks:
-            try:
-                return check(found, field)
-            except WrongFieldError as error:
-                errors.append(error)
-        furthest = max(errors, key=lambda error: len(error.field))
-        if furthest.field == field:
-            raise WrongFieldError(field, found, " or ".join(error.what for error in errors))
-        raise furthest
-
-    return check_any
 
 
 def each(check: Check) -> Check:

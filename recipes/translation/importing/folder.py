@@ -1,155 +1,143 @@
-"""A folder as transformers' `save_pretrained` writes it, read without transformers and without running code from it."""
+"""A folder as transformers' `save_pretrained` writes it, read by transformers, without running code from it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.json_fields import parsed
-from recipes.translation.importing.fields import check_fields
 
 WEIGHTS = "model.safetensors"
+OWN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing but the folder is read, and none of its code is run."""
 
 
-@dataclass(frozen=True)
-class Folder:
-    """Reads the files of a folder; a file that is missing or not what its name says raises CheckpointError."""
-
-    path: Path
-
-    def json(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file says, with the types of `fields.py`."""
-        content = self.content(name)
-        try:
-            found = parsed(content)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path / name} is a JSON {type(found).__name__}, not an object of names")
-        check_fields(found, name, str(self.path / name))
-        return found
-
-    def json_or_nothing(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file says, and nothing where there is none."""
-        if not (self.path / name).is_file():
-            return {}
-        return self.json(name)
-
-    def content(self, name: str) -> bytes:
-        """Return a file's content."""
-        if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is not a folder: give one with a model as transformers saves it")
-        if not (self.path / name).is_file():
-            raise CheckpointError(
-                f"{self.path} has no {name}: it needs all files of the model and its tokenizer as they were published"
-            )
-        return (self.path / name).read_bytes()
-
-    def subwords(self, name: str) -> bytes:
-        """Return the content of a sentencepiece model."""
-        content = self.content(name)
-        check_subwords(content, f"{self.path / name} is not a sentencepiece model")
-        return content
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all weights, in float32 where they are in half precision; of one file, or of several with an index."""
-        names = [WEIGHTS]
-        index = self.json_or_nothing(f"{WEIGHTS}.index.json")
-        if index:
-            names = sorted(set(index["weight_map"].values()))
-        elif not (self.path / WEIGHTS).is_file() and (pickled := sorted(self.path.glob("pytorch_model*.bin"))):
-            raise CheckpointError(
-                f"{pickled[0]} is pickled, and reading it could run any code: convert it to {WEIGHTS} first, where you "
-                "trust it, by transformers' from_pretrained and save_pretrained"
-            )
-        found: dict[str, Tensor] = {}
-        for name in names:
-            found |= self._tensors_of(name)
-        return found
-
-    def _tensors_of(self, name: str) -> dict[str, Tensor]:
-        if not (self.path / name).is_file():
-            raise CheckpointError(f"{self.path} has no {name}, with weights of the model: copy it there")
-        try:
-            tensors = load_file(self.path / name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path / name} is not a file of safetensors: {error}") from None
-        for weight, tensor in tensors.items():
-            if not bool((tensor < math.inf).all()):  # a bias may be -inf: a token that is never to come
-                raise CheckpointError(
-                    f"{self.path / name}: {weight} has values that are nan or inf: download or convert the model again"
-                )
-        half = (torch.float16, torch.bfloat16)
-        return {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in tensors.items()}
-
-
-def check_subwords(model: bytes, otherwise: str) -> None:
-    """Raise CheckpointError with the message `otherwise` if sentencepiece cannot load the model."""
+@contextmanager
+def reading(what: str, folder: Path) -> Iterator[None]:
+    """Raise CheckpointError for any error inside, and keep the remarks of transformers off the screen."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
-        sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError:
-        raise CheckpointError(otherwise) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except BaseException as error:  # of many types, by what is damaged or missing
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, in tokenizers
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"{what} in {folder} cannot be read ({reason[:300]}): all files of the model and its tokenizer are needed "
+            "as they were published; see docs/import.md"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
-class Weights:
-    """Weights under their names in transformers, each of which must be used."""
+def read_config(folder: Path) -> Any:
+    """Return what config.json says of the architecture."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: give one with a model as transformers saves it")
+    with reading("config.json", folder):
+        return AutoConfig.from_pretrained(folder, **OWN)
 
-    def __init__(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        self._tensors = dict(tensors)
-        self.path = path
-        self._used: set[str] = set()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+def check_room(folder: Path, config: Any) -> None:
+    """Raise CheckpointError for weights that are pickled, or too few for sizes that could fill the memory."""
+    there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not there and (pickled := sorted(folder.glob("pytorch_model*.bin"))):
+        raise CheckpointError(
+            f"{pickled[0]} is pickled, and reading it could run any code: convert it to {WEIGHTS} first, where you "
+            "trust it, by transformers' from_pretrained and save_pretrained"
+        )
+    layer = 4 * config.d_model + 2 * config.encoder_ffn_dim
+    rows = config.vocab_size + config.max_position_embeddings + layer * (config.encoder_layers + config.decoder_layers)
+    if config.d_model * rows > there:
+        raise CheckpointError(
+            f"{folder}: by config.json the model has {config.d_model * rows:,} weights or more, and all files of "
+            f"safetensors have {there:,} bytes: a file is missing, or belongs to another model"
+        )
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return a weight; raise CheckpointError if there is none, or one of another shape."""
-        if name not in self._tensors:
-            raise CheckpointError(f"{self.path} has no weight {name}, which its config.json promises")
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != shape:
+
+def read_generation(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of translation that are set, and their file: once it was config.json."""
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        name = "config.json"
+    with reading(name, folder):
+        if name == "config.json":
+            settings, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+            found = GenerationConfig.from_model_config(settings)
+        else:
+            found = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return {name: value for name, value in found.to_dict().items() if value is not None}, name
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer."""
+    with reading("the tokenizer", folder):
+        return AutoTokenizer.from_pretrained(folder, **OWN)
+
+
+def read_weights(folder: Path, config: Any) -> Any:
+    """Return the model with its weights, in the type that they have.
+
+    Raises CheckpointError for weights that are missing, left over, of another shape, or no numbers.
+    """
+    config.dtype = None  # which may be less precise than the weights
+    # An attention of another name in config.json may be code from the Hub
+    options = {"dtype": "auto", "attn_implementation": "eager", "use_safetensors": True, "output_loading_info": True}
+    with reading("the weights", folder):
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+            folder, config=config, ignore_mismatched_sizes=True, **options, **OWN
+        )
+    _check(model, report, folder)
+    classes = config.architectures
+    if isinstance(classes, list) and type(model).__name__ not in classes:
+        raise CheckpointError(
+            f"{folder}: the model is a {', '.join(map(str, classes))}, which does not translate: "
+            f"{type(model).__name__} does"
+        )
+    return model
+
+
+def _check(model: Any, report: dict[str, Any], folder: Path) -> None:
+    for name in sorted(report["missing_keys"]):
+        raise CheckpointError(f"{folder} has no weight {name}, which its config.json promises")
+    for name, there, expected in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{folder}: {name} is {tuple(there)}, and by config.json it is {tuple(expected)}: one of the two files "
+            "belongs to another model"
+        )
+    # M2M-100's tables of sines and cosines, which earlier versions have saved
+    left = sorted(name for name in report["unexpected_keys"] if not name.endswith("embed_positions.weights"))
+    if left:
+        raise CheckpointError(
+            f"{folder} has {left[0]}, and {len(left)} such weights in all, for which there is no place: it is not the "
+            "architecture that its config.json names, or it has extra parts"
+        )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        # A bias may be -inf: a token that is never to come
+        if not bool((tensor < math.inf).all()):
             raise CheckpointError(
-                f"{self.path}: {name} is {tuple(tensor.shape)}, and by config.json it is {shape}: one of the two "
-                "files belongs to another model"
+                f"{folder}: {name} has values that are nan or inf: download or convert the model again"
             )
-        if not tensor.dtype.is_floating_point:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}, not floating-point numbers")
-        self._used.add(name)
-        return tensor
-
-    def take_any(self, name: str) -> Tensor | None:
-        """Return a weight that need not be there, of any shape."""
-        self._used.add(name)
-        return self._tensors.get(name)
-
-    def take_same(self, names: tuple[str, ...], *shape: int) -> Tensor:
-        """Return a weight that may be stored under several names, or under one of them, all with the same bits."""
-        there = [name for name in names if name in self]
-        if not there:
-            raise CheckpointError(f"{self.path} has no weight {names[-1]}, which its config.json promises")
-        first, *others = (self.take(name, *shape) for name in there)
-        for name, other in zip(there[1:], others, strict=True):
-            if not torch.equal(first, other):
-                raise CheckpointError(
-                    f"{self.path}: {there[0]} and {name} differ, and by config.json they are one matrix"
-                )
-        return first
-
-    def check_all_used(self) -> None:
-        """Raise CheckpointError for a weight that nothing has asked for."""
-        left = sorted(self._tensors.keys() - self._used)
-        if left:
+    for side in ("encoder", "decoder"):
+        positions = model.get_submodule(f"model.{side}.embed_positions")
+        made = getattr(positions, "create_weight", None)  # of Marian's, which earlier versions have saved
+        if made and not torch.allclose(positions.weight, made().to(positions.weight), atol=1e-3):
             raise CheckpointError(
-                f"{self.path} has {left[0]}, and {len(left)} such weights in all, for which there is no place: it is "
-                "not the architecture that its config.json names, or it has extra parts"
+                f"{folder}: model.{side}.embed_positions.weight is not the table of sines and cosines of "
+                f"{type(model).__name__}: download or convert the model again"
             )

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import sentencepiece
+import torch
+from torch import Tensor, nn
 
 from models import PRESETS, TransformerConfig
+from models.huggingface_names import huggingface_names
 from recipes.translation.errors import CheckpointError
-from recipes.translation.importing.architectures import published, sizes_of
-from recipes.translation.importing.folder import Folder, Weights, check_subwords
-from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation, searches_on
-from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
-from recipes.translation.importing.weights import our_weights
+from recipes.translation.files.tensors import OneByOne
+from recipes.translation.importing.architectures import PUBLISHED, sizes_of, tie_of
+from recipes.translation.importing.folder import (
+    check_room,
+    read_config,
+    read_generation,
+    read_tokenizer,
+    read_weights,
+    reading,
+)
+from recipes.translation.importing.generation import decoding_of, lost_settings
+from recipes.translation.importing.tokenizer import Tokenizer, our_tokenizer
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.run_folder.translator import Translator, fill_model, model_on_meta, tensors_of
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
-from recipes.translation.text.sentencepiece_file import kind_of_model
+from recipes.translation.text.sentencepiece_file import kind_of_model, model_of
 from recipes.translation.text.subwords import Subwords
+
+OFFSET = 2
+"""Rows of mBART's learned positions before that of the first token."""
 
 
 class Imported(NamedTuple):
@@ -58,29 +71,62 @@ def import_model(folder: Path, run: Path, source: str = "", target: str = "") ->
 
 def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
     """Return the model in `folder`, as a translator of the run, in float32 or, where it has float64, in float64."""
-    files = Folder(folder)
-    settings = files.json("config.json")
+    config = read_config(folder)
     where = str(folder / "config.json")
-    sizes = sizes_of(settings, where)
-    generation, settings_file = read_generation(files, settings)
-    tokenizer = read_tokenizer(files, settings, generation, (source, target))
-    weights = our_weights(Weights(files.tensors(), folder), sizes, tokenizer.source_ids, tokenizer.target_ids)
-    config = run_config(published(settings, where).preset, sizes, tokenizer, generation, run)
+    sizes = sizes_of(config, where)
+    check_room(folder, config)
+    generation, settings_file = read_generation(folder)
+    start = generation.get("decoder_start_token_id", config.decoder_start_token_id)
+    tokenizer = our_tokenizer(read_tokenizer(folder), folder, config, start, (source, target))
+    theirs = read_weights(folder, config)
+    sizes = replace(sizes, tie=tie_of(theirs, str(folder)))
     subwords = (_subwords(tokenizer.source, folder), _subwords(tokenizer.target, folder))
-    model = model_on_meta(sizes, *subwords).to(weights["generator.weight"].dtype)
-    fill_model(model, {name: weights[name] for name in tensors_of(model)}, folder)
-    ignored = lost_settings(generation, tokenizer)
-    translator = Translator(config, model.eval(), *subwords)
-    return Imported(translator, ignored, settings_file, searches_on(generation))
+    model = model_on_meta(sizes, *subwords).to(torch.promote_types(theirs.dtype, torch.float32))
+    fill_model(model, our_weights(model, theirs, tokenizer.source_ids, tokenizer.target_ids), folder)
+    with reading(settings_file, folder):  # whose numbers transformers checks when it translates
+        settings = run_config(PUBLISHED[config.model_type], sizes, tokenizer, generation, run)
+    return Imported(
+        Translator(settings, model.eval(), *subwords),
+        lost_settings(generation, tokenizer),
+        settings_file,
+        searches_on=settings.decoding.beam > 1 and generation.get("early_stopping") is not True,
+    )
+
+
+def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target_ids: Sequence[int]) -> OneByOne:
+    """Return every weight of `model`, which is on "meta", by its name; each is made when it is asked for.
+
+    `source_ids` and `target_ids` are the ids there, in the order of ours: rows of the vocabulary are permuted, which
+    changes no probability.
+    """
+    state = theirs.state_dict()
+    own = tensors_of(model)
+    rows = {"src_embed.lookup.weight": source_ids} | dict.fromkeys(
+        ("tgt_embed.lookup.weight", "generator.weight", "generator.bias"), target_ids
+    )
+
+    def made(name: str) -> Tensor:
+        if name == "generator.bias":  # which M2M-100 does not have
+            tensor: Tensor = state.get("final_logits_bias", torch.zeros(1, len(target_ids)))[0]
+        else:
+            tensor = torch.cat([state[each] for each in huggingface_names(name)])
+        if name.endswith("learned.weight"):
+            tensor = tensor[OFFSET:]
+        if name in rows:
+            tensor = tensor[list(rows[name])]
+        return tensor.to(own[name].dtype)
+
+    return OneByOne(own, made)
 
 
 def _subwords(model: bytes, folder: Path) -> Subwords:
-    check_subwords(
-        model,
-        f"{folder / 'tokenizer_config.json'} names other special subwords than the sentencepiece model: one of the two "
-        "files belongs to another model",
-    )
-    return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
+    try:
+        return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
+    except RuntimeError:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has other special subwords than its sentencepiece model, or pieces or rules that "
+            "sentencepiece cannot read: the files belong to several models, or are damaged"
+        ) from None
 
 
 def run_config(
@@ -102,7 +148,7 @@ def run_config(
         "data.target": tokenizer.languages[1],
         "subwords.vocab_size": len(tokenizer.target_ids),
         "subwords.joint": False,
-        "subwords.kind": kind_of_model(tokenizer.source),
+        "subwords.kind": kind_of_model(model_of(tokenizer.source)),
         "model.preset": preset,
         **changed,
         **decoding_of(generation, len(tokenizer.start)),

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.translation.commands import main
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.text.sentencepiece_file import Kind, fields_of, pieces_of
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats
@@ -50,25 +50,46 @@ def pickled(folder: Path) -> None:
 
 
 def garbled(name: str) -> Damage:
-    return lambda folder: (folder / name).write_bytes(b"\xff garbled")
+    return lambda folder: (folder / name).write_bytes(b"\xff garbled" * (1 + (folder / name).stat().st_size // 9))
 
 
-def without_pad(folder: Path) -> None:
-    found = json.loads((folder / "vocab.json").read_text())
-    del found["<pad>"]
-    (folder / "vocab.json").write_text(json.dumps(found))
+def vocabulary_with(**changes: int) -> Damage:
+    return lambda folder: [setting(name, each, "vocab.json")(folder) for name, each in changes.items()] and None
 
 
+def renamed_pad(name: str) -> Damage:
+    def change(folder: Path) -> None:
+        found = json.loads((folder / "vocab.json").read_text())
+        found[name] = found.pop("<pad>")
+        (folder / "vocab.json").write_text(json.dumps(found))
+
+    return change
+
+
+def without_start(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((folder / name).read_text())
+        del found["decoder_start_token_id"]
+        (folder / name).write_text(json.dumps(found))
+
+
+INNER = "model.encoder.layers.1.fc1.weight"
 NORM = "model.encoder.layers.0.final_layer_norm.bias"
 BAD: dict[str, tuple[Damage, str]] = {
-    "no config": (removed("config.json"), "has no config.json: it needs all files"),
-    "no weights": (removed("model.safetensors"), "has no model.safetensors, with weights of the model"),
-    "no subwords": (removed("target.spm"), "has no target.spm: it needs all files"),
-    "no vocabulary": (removed("vocab.json"), "has no vocab.json: it needs all files"),
+    "no config": (removed("config.json"), "config.json in FOLDER cannot be read (ValueError: "),
+    "no weights": (
+        removed("model.safetensors"),
+        "all files of safetensors have 0 bytes: a file is missing, or belongs",
+    ),
+    "no subwords": (removed("target.spm"), "the tokenizer in FOLDER cannot be read ("),
+    "no vocabulary": (removed("vocab.json"), "the tokenizer in FOLDER cannot be read ("),
     "pickled weights": (pickled, "pytorch_model.bin is pickled, and reading it could run any code: convert it"),
-    "config that is not JSON": (garbled("config.json"), "config.json is not JSON"),
-    "weights that are none": (garbled("model.safetensors"), "model.safetensors is not a file of safetensors"),
-    "subwords that are none": (garbled("source.spm"), "source.spm is not a sentencepiece model"),
+    "config that is not JSON": (
+        garbled("config.json"),
+        "config.json in FOLDER cannot be read (OSError: It looks like the conf",
+    ),
+    "weights that are none": (garbled("model.safetensors"), "the weights in FOLDER cannot be read (SafetensorError: "),
+    "subwords that are none": (garbled("source.spm"), "the tokenizer in FOLDER cannot be read (RuntimeError: "),
     "another architecture": (
         setting("model_type", "t5"),
         "model_type is 't5'; it must be one of marian, m2m_100, mbart",
@@ -84,20 +105,27 @@ BAD: dict[str, tuple[Damage, str]] = {
         lambda folder: [setting(f"{side}_attention_heads", 3)(folder) for side in ("encoder", "decoder")] and None,
         "d_model 16 is not divisible by heads 3",
     ),
-    "another width": (setting("d_model", 24), "is (480, 16), and by config.json it is (480, 24): one of the two"),
-    "another vocabulary": (setting("vocab_size", 100), "has id 100, outside the 100 rows of the model's embedding"),
+    "another width": (setting("d_model", 24), "is (16,), and by config.json it is (24,): one of the two files belongs"),
+    "another vocabulary": (
+        setting("vocab_size", 100),
+        "has id 100: it must be its own, and one of the 100 rows of",
+    ),
     "another dropout": (setting("dropout", 1.5), "dropout is 1.5, outside [0, 1)"),
-    "no start": (setting("decoder_start_token_id", None, "generation_config.json"), "decoder_start_token_id is None"),
-    "sizes that are no numbers": (setting("d_model", "16"), 'config.json: d_model is "16", and must be a whole number'),
+    "no start": (without_start, "FOLDER: decoder_start_token_id is 58100, not the id of a subword"),
+    "sizes that are no numbers": (
+        setting("d_model", "16"),
+        "config.json in FOLDER cannot be read (StrictDataclassFieldVal",
+    ),
     "another unknown subword": (
         setting("unk_token", "x", "tokenizer_config.json"),
-        "tokenizer_config.json names other special subwords than the sentencepiece model: one of the two",
+        "FOLDER: the tokenizer has other special subwords than its sentencepiece model, or pieces or rules",
     ),
     "a beam without end": (
         setting("num_beams", 2**31 - 1, "generation_config.json"),
-        "num_beams is 2147483647, and must be a whole number from 1 to 1,000",
+        "generation_config.json in FOLDER cannot be read (ConfigError: decoding.beam ",
     ),
-    "no padding": (without_pad, "vocab.json has no <pad>, which every model needs"),
+    "no padding": (renamed_pad("<blank>"), "the vocabulary of FOLDER has no <pad>, which every model needs"),
+    "one id twice": (vocabulary_with(be=7), "has id 7: it must be its own, and one of the 480 rows of the model"),
     "another padding": (setting("pad_token_id", 7), "config.json: pad_token_id is 7, and in"),
     "another end": (setting("eos_token_id", 9), "config.json: eos_token_id is 9, and in"),
     "a missing weight": (tensors(lambda found: found.__delitem__(NORM)), f"has no weight {NORM}"),
@@ -107,19 +135,19 @@ BAD: dict[str, tuple[Damage, str]] = {
     ),
     "tied weights that differ": (
         tensors(lambda found: found.update({"lm_head.weight": found["model.shared.weight"] + 1})),
-        "lm_head.weight and model.shared.weight differ, and by config.json they are one matrix",
+        "FOLDER: the embeddings of both sides and lm_head.weight are two matrices: here they are one, or",
     ),
     "a weight that is no number": (
         tensors(lambda found: found[NORM].__setitem__(3, math.nan)),
-        f"model.safetensors: {NORM} has values that are nan or inf: download or convert",
+        f"FOLDER: {NORM} has values that are nan or inf: download or convert",
     ),
     "an infinite weight": (
         tensors(lambda found: found["model.shared.weight"].__setitem__((3, 2), math.inf)),
-        "model.safetensors: model.shared.weight has values that are nan or inf: download or convert",
+        "FOLDER: model.shared.weight has values that are nan or inf: download or convert",
     ),
     "other positions": (
         tensors(lambda found: found.update({"model.encoder.embed_positions.weight": torch.ones(64, 16)})),
-        "model.encoder.embed_positions.weight is not the table of sines and cosines of marian",
+        "model.encoder.embed_positions.weight is not the table of sines and cosines of MarianMTModel",
     ),
 }
 
@@ -138,7 +166,8 @@ def test_a_bad_folder_gets_one_line_and_leaves_no_run(
     damage(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err.strip()
-    assert reason in said
+    assert reason.replace("FOLDER", str(folder)) in said
+    assert "cannot be read" not in said or said.endswith("as they were published; see docs/import.md")
     assert "\n" not in said
     assert not (tmp_path / "run").exists()
 
@@ -147,6 +176,100 @@ def test_pickled_weights_beside_safe_ones_are_not_in_the_way(good: Path, tmp_pat
     folder = Path(shutil.copytree(good, tmp_path / "model"))
     shutil.copy(folder / "model.safetensors", folder / "pytorch_model.bin")
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
+
+
+def test_sizes_that_would_fill_the_memory_are_refused_before_they_do(good: Path, tmp_path: Path) -> None:
+    for name in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
+        folder = Path(shutil.copytree(good, tmp_path / name))
+        setting(name, 2**30)(folder)
+        with pytest.raises(CheckpointError, match=r"weights or more, and all files of safetensors have [\d,]+ bytes: "):
+            read_model(folder, tmp_path / "run")
+
+
+def test_no_code_of_the_folder_is_run_and_nothing_is_asked_of_the_network(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *each, **options: asked.append(each) or [])
+    classes = ("AutoConfig", "AutoModelForSeq2SeqLM", "AutoTokenizer")
+    names = {name: f"hostile.{name}" for name in classes}
+    for code in ("hostile.py", "modeling_marian.py", "custom_generate/generate.py"):
+        folder = Path(shutil.copytree(good, tmp_path / code.replace("/", "-")))
+        (folder / code).parent.mkdir(exist_ok=True)
+        (folder / code).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+        setting("auto_map", names)(folder)
+        setting("attn_implementation", "hostile/kernel")(folder)
+        setting("auto_map", {"AutoTokenizer": [names["AutoTokenizer"], None]}, "tokenizer_config.json")(folder)
+        assert read_model(folder, tmp_path / "run").ignored == []
+        (folder / "target.spm").unlink()
+        with pytest.raises(CheckpointError, match="the tokenizer in"):
+            read_model(folder, tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
+    assert asked == []
+
+
+@pytest.mark.parametrize(("there", "here"), [("float16", "float32"), ("bfloat16", "float32"), ("float64", "float64")])
+def test_weights_keep_the_precision_of_their_file_whatever_config_json_says(
+    there: str, here: str, good: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    setting("dtype", "float16")(folder)
+    expected = {}
+
+    def converted(found: dict[str, torch.Tensor]) -> None:
+        for name, tensor in found.items():
+            found[name] = (tensor.double() / 3).to(getattr(torch, there))
+        expected.update(found)
+
+    tensors(converted)(folder)
+    found = read_model(folder, tmp_path / "run").translator.model.state_dict()
+    assert {tensor.dtype for tensor in found.values()} == {getattr(torch, here)}
+    assert torch.equal(found["encoder.layers.1.feed_forward.inner.weight"], expected[INNER].to(getattr(torch, here)))
+
+
+def test_tables_of_positions_that_earlier_versions_have_saved_are_no_weights_too_many(tmp_path: Path) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    for make, name, languages in (
+        (published.marian, "weight", ("", "")),
+        (published.m2m100, "weights", ("en", "de")),
+    ):
+        folder = make(tmp_path / make.__name__)
+        expected = read_model(folder, tmp_path / "run", *languages).translator.model.state_dict()
+        table = getattr(AutoModelForSeq2SeqLM.from_pretrained(folder).model.encoder.embed_positions, name).clone()
+        tensors(lambda found, name=name, table=table: found.update({f"model.encoder.embed_positions.{name}": table}))(
+            folder
+        )
+        found = read_model(folder, tmp_path / "run", *languages).translator.model.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_special_subwords_may_have_other_names(good: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    renamed_pad("<blank>")(folder)
+    setting("pad_token", "<blank>", "tokenizer_config.json")(folder)
+    assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
+    found = load_translator(tmp_path / "run" / "best").source
+    expected = read_model(good, tmp_path / "other").translator.source
+    assert found.pieces() == ["<blank>", *expected.pieces()[1:]]
+    assert found.encode(["A small dog!"]) == expected.encode(["A small dog!"])
+
+
+def test_weights_of_one_matrix_that_differ_stay_as_transformers_has_them(tmp_path: Path) -> None:
+    folder = published.marian(tmp_path / "model")
+    tensors(lambda found: found.update({"model.encoder.embed_tokens.weight": found["model.shared.weight"] + 1}))(folder)
+    translator = read_model(folder, tmp_path / "run").translator
+    weights = translator.model.state_dict()
+    assert translator.config.model.tie == "target"
+    assert torch.equal(weights["src_embed.lookup.weight"], weights["tgt_embed.lookup.weight"] + 1)
+
+
+def test_transformers_is_named_where_it_is_not_installed(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.translation.commands.arguments.find_spec", lambda package: None)
+    assert main(["import", str(good), "--run", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "error: transformers is not installed: pip install transformers\n"
 
 
 def test_a_folder_that_is_not_there_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +345,7 @@ LOST: dict[str, tuple[Any, Any]] = {
     "encoder_no_repeat_ngram_size": (2, 0),
     "do_sample": (True, False),
     "sequence_bias": ([[[5], 2.0]], None),
+    "guidance_scale": (1.5, 1.0),
     "a_setting_of_later": (1, False),
 }
 
@@ -255,20 +379,3 @@ def test_a_forced_tag_is_the_target_language_or_named(tmp_path: Path) -> None:
     setting("forced_bos_token_id", tags["de_DE"], "generation_config.json")(folder)
     assert read_model(folder, tmp_path / "run", "en_XX", "de_DE").ignored == []
     assert read_model(folder, tmp_path / "run", "de_DE", "en_XX").ignored == ["forced_bos_token_id"]
-
-
-def test_pieces_of_a_sentencepiece_model_are_read_as_sentencepiece_reads_them() -> None:
-    import sentencepiece
-
-    for kind in ("unigram", "bpe"):
-        model = published.spm(0, kind)
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        found = pieces_of(model)
-        size = processor.get_piece_size()
-        assert [piece.text for piece in found] == [processor.id_to_piece(number) for number in range(size)]
-        assert [piece.score for piece in found] == [processor.get_score(number) for number in range(size)]
-        assert [piece.kind == Kind.CONTROL for piece in found] == [processor.is_control(each) for each in range(size)]
-        assert b"".join(field.raw for field in fields_of(model)) == model
-        for cut in (1, len(model) // 2):
-            with pytest.raises(ValueError, match=r"message|byte"):
-                list(fields_of(model[:-cut]))

@@ -20,10 +20,10 @@ from models import beam_search, greedy
 from recipes.translation.commands import main
 from recipes.translation.data.batches import padded, padded_batch
 from recipes.translation.errors import CheckpointError
-from recipes.translation.importing.folder import Folder
-from recipes.translation.importing.generation import NEUTRAL, decoding_of
+from recipes.translation.importing.folder import read_config, read_generation, read_tokenizer
+from recipes.translation.importing.generation import decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
-from recipes.translation.importing.tokenizer import read_tokenizer
+from recipes.translation.importing.tokenizer import our_tokenizer
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import EOS, PAD
@@ -84,9 +84,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case = CASES[request.param]
     folder = case.make(tmp_path_factory.mktemp("published") / "model", **case.options)
     ours = read_model(folder, Path("run"), *case.languages).translator
-    files = Folder(folder)
-    config = files.json("config.json")
-    tokenizer = read_tokenizer(files, config, files.json("generation_config.json"), case.languages)
+    start = read_generation(folder)[0]["decoder_start_token_id"]
+    tokenizer = our_tokenizer(read_tokenizer(folder), folder, read_config(folder), start, case.languages)
     ids = (torch.tensor(tokenizer.source_ids), torch.tensor(tokenizer.target_ids))
     return Pair(load_theirs(folder), ours, *ids, folder, case.languages)
 
@@ -269,8 +268,9 @@ def test_a_run_of_it_translates_as_before(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "penalty"), [({}, 1.0), ({"length_penalty": None}, 1.0), ({"length_penalty": 0}, 0.0)]
 )
-def test_a_length_penalty_that_is_null_is_that_of_transformers(given, penalty):
-    assert decoding_of(given, 1)["decoding.length_penalty"] == penalty
+def test_a_length_penalty_that_is_null_is_that_of_transformers(given, penalty, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert decoding_of(read_generation(tmp_path)[0], 1)["decoding.length_penalty"] == penalty
 
 
 @pytest.mark.parametrize("name", ["max_length", "max_new_tokens"])
@@ -313,15 +313,3 @@ def test_a_search_that_goes_on_there_finds_other_translations_and_is_named(
                 "[import] early_stopping is not true in generation_config.json: transformers searches on after 3 "
                 "translations have ended, and may find others; see docs/import.md"
             ] * (beams == 3 and how is not True)
-
-
-def test_a_setting_of_generate_that_is_neutral_is_so_by_transformers_own_defaults() -> None:
-    import transformers
-
-    defaults = transformers.GenerationConfig._get_default_generation_params()
-    for name, value in NEUTRAL.items():
-        if defaults.get(name) is not None:
-            assert value == defaults[name], name
-        else:
-            assert not value or name == "guidance_scale", name
-    assert NEUTRAL["guidance_scale"] == 1.0  # by which transformers' own processor leaves the logits as they are

@@ -23,7 +23,7 @@ from recipes.translation.commands import main
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.settings.config import load_config
-from recipes.translation.text.sentencepiece_file import OURS, _field, fields_of
+from recipes.translation.text.sentencepiece_file import NOTES, model_of
 from tests.recipes.command_line import refusal
 from tests.recipes.export.translators import as_saved
 from tests.recipes.random_translator import random_translator
@@ -67,16 +67,16 @@ def spoiled_weights(folder: Path) -> None:
 
 def piece_that_is_no_text(folder: Path) -> None:
     model = (folder / "joint.model").read_bytes()
-    piece = next(field.raw for field in reversed(list(fields_of(model))) if field.number == 1)
-    text = next(field.value for field in fields_of(piece[2:]) if field.number == 1)
-    assert isinstance(text, bytes)
+    last = model_of(model).pieces[-1]
+    piece, text = last.SerializeToString(), last.piece.encode()
     (folder / "joint.model").write_bytes(model.replace(piece, piece.replace(text, b"\xff" * len(text))))
 
 
 def notes(text: str) -> Change:
     def write(folder: Path) -> None:
-        model = (folder / "joint.model").read_bytes()
-        (folder / "joint.model").write_bytes(model + _field(OURS, text.encode()))
+        model = model_of((folder / "joint.model").read_bytes())
+        model.Extensions[NOTES] = text.encode()
+        (folder / "joint.model").write_bytes(model.SerializeToString())
 
     return write
 
