@@ -76,14 +76,8 @@ class Ranks:
 
     def run_on_main(self, make: Callable[[], T]) -> T:
         """Return, on every rank, what rank 0 makes; if that fails, every rank raises."""
-
-        def work() -> T | None:
-            if self.is_main:
-                return make()
-            return None
-
         # First all ranks learn whether it failed: one that waited in the broadcast could not hear of an error
-        made = self.run_on_all(work)
+        made = self.run_on_all(lambda: make() if self.is_main else None)
         return broadcast_object(made, 0, self.group)  # type: ignore[no-any-return]
 
     def run_on_all(self, work: Callable[[], T]) -> T:
@@ -155,9 +149,7 @@ class Ranks:
     def stopped_by(self, noted: signal.Signals | None) -> signal.Signals | None:
         """Return the signal that any rank has noted, so that all ranks stop after the same step."""
         number = max(row[0] for row in gather_numbers([noted or 0], self.step_group))
-        if number == 0:
-            return None
-        return signal.Signals(number)
+        return signal.Signals(number) if number else None
 
 
 ALONE = Ranks()
@@ -201,7 +193,11 @@ def joined(timeout: float) -> Iterator[Ranks]:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
     failure = f"failure/{next(_joins)}"  # the key under which the first rank that fails stores why
     try:
-        with _silent(not ranks.is_main):
+        with ExitStack() as silent:
+            if not ranks.is_main:
+                nowhere = silent.enter_context(open(os.devnull, "w"))
+                silent.enter_context(redirect_stdout(nowhere))
+                silent.enter_context(redirect_stderr(nowhere))
             yield ranks
     except OtherRankError:
         raise
@@ -232,15 +228,6 @@ def _begin() -> None:
             f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not join the others at {where}: "
             f"{error}; start every process with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
         ) from error
-
-
-@contextmanager
-def _silent(silent: bool) -> Iterator[None]:
-    if not silent:
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
 
 
 def _portable(error: Exception) -> tuple[type[Exception], str]:

@@ -6,12 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from recipes.translation.processes.terminal import escaped
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 PLAIN_SECONDS = 10.0
 """Seconds between two lines where the output is not a terminal."""
@@ -36,7 +37,12 @@ class StatusLine:
     def show(self, line: str) -> None:
         """Show the line in place of the one before; where it cannot be redrawn, print it if the last is old enough."""
         if self.redraws:
-            self._redraw(line)
+            if self.live is None:
+                # What others print meanwhile comes above the line, but never on another stream than it was meant for
+                redirected = self.stream is sys.stdout
+                self.live = Live(console=Console(file=self.stream), transient=True, redirect_stdout=redirected)
+                self.live.start()
+            self.live.update(Text(line))
         elif time.monotonic() >= self.next_line:
             self.say(line)
             self.next_line = time.monotonic() + PLAIN_SECONDS
@@ -45,23 +51,9 @@ class StatusLine:
         """Print lines that stay."""
         for line in map(escaped, lines):
             if self.live:
-                from rich.text import Text
-
                 self.live.console.print(Text(line))
             else:
                 print(line, file=self.stream, flush=True)
-
-    def _redraw(self, line: str) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
-
-        if self.live is None:
-            # What others print meanwhile comes above the line, but never on another stream than it was meant for
-            redirected = self.stream is sys.stdout
-            self.live = Live(console=Console(file=self.stream), transient=True, redirect_stdout=redirected)
-            self.live.start()
-        self.live.update(Text(line))
 
 
 class SentenceProgress(StatusLine):

@@ -180,27 +180,18 @@ def _lines(path: Path, check: Check) -> list[dict[str, Any]]:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty if there is none, or it is being written."""
-    found = noted_in(path)
-    if not isinstance(found, dict):
-        return {}
-    return found
-
-
 def _newest(path: Path) -> Record | None:
-    found = _json(path)
-    if not found:
-        return None
-    check_record(found, SENTENCES, str(path))
+    found: Record | None = noted_in(path)
+    if found is not None:
+        check_record(found, SENTENCES, str(path))
     return found
 
 
 def _scores(folder: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.scores.json")):
-        record = _json(path)
-        if not record:
+        record = noted_in(path)
+        if not isinstance(record, dict):
             raise DataError(f"{path} is not a JSON object with scores: make it again with evaluate, or remove it")
         check_record(record, SCORES, str(path))
         found[path.name.removesuffix(".scores.json")] = record

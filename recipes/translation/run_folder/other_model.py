@@ -172,19 +172,12 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Saved
 
 def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Path) -> None:
     """Raise ConfigError if a run that has begun learnt from another model."""
-    digest = ""
-    if teacher is not None:
-        digest = teacher.digest
-    if digest == state.teacher:
+    if state.teacher == (teacher.digest if teacher else ""):
         return
-    what = "another model"
+    here = teacher.folder if teacher else "none"
+    what = "another model" if teacher else "one"
     if not state.teacher:
         what = "none"
-    elif teacher is None:
-        what = "one"
-    here = "none"
-    if teacher is not None:
-        here = str(teacher.folder)
     raise ConfigError(
         f"training.teacher is {here}, but {run} has learnt from {what}, by the SHA-256 of its weights: restore the "
         "teacher, choose another --run, or start over with --fresh"

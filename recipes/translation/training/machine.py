@@ -39,7 +39,8 @@ def software() -> dict[str, str]:
 
 def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:
     """Return the most bytes so far by device: allocated tensors on CUDA, the process's resident set on the CPU."""
-    found = {"cpu": _peak_resident_set()}
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    found = {"cpu": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     for device in devices:
         if device.type == "cuda":
             found[str(device)] = torch.cuda.max_memory_allocated(device)
@@ -55,13 +56,6 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _peak_resident_set() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak
-    return 1024 * peak  # Linux counts in KiB
 
 
 def processor() -> str:
