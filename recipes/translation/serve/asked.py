@@ -151,12 +151,8 @@ def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
 
 def check_size(lines: Sequence[str], limits: Limits) -> None:
     """Raise HTTPException for more text than a request may have."""
-    if len(lines) > limits.lines:
-        raise HTTPException(
-            413, f"the text has {len(lines):,} lines, and at most {limits.lines:,} are translated at a time"
-        )
     characters = sum(map(len, lines))
-    if characters > limits.characters:
-        raise HTTPException(
-            413, f"the text has {characters:,} characters, and at most {limits.characters:,} are translated at a time"
-        )
+    for what, found, most in (("lines", len(lines), limits.lines), ("characters", characters, limits.characters)):
+        if found > most:
+            message = f"the text has {found:,} {what}, and at most {most:,} are translated at a time"
+            raise HTTPException(413, message)
