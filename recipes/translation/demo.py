@@ -15,7 +15,6 @@ from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.journal import draw_report
-from recipes.translation.training.layout import devices_of
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.summary import Sample, Summary, command
 
@@ -31,7 +30,6 @@ def demo(config: RunConfig, ranks: Ranks) -> Summary:
     if any(whole_folder(run / name) for name in ("best", "last")):
         print(f"[demo] {run} contains an earlier run, which is now replaced: the demo always starts afresh")
     print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
-    print(f"[demo] {layout_in_words(config, ranks)}")
     summary = train(config, fresh=True, ranks=ranks)
     print_text(str(summary))
     if summary.stopped_by:
@@ -52,17 +50,3 @@ def demo(config: RunConfig, ranks: Ranks) -> Summary:
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')
     return summary
-
-
-def layout_in_words(config: RunConfig, ranks: Ranks) -> str:
-    """Return what the demonstration trains on, and why."""
-    if ranks.world > 1:
-        return (
-            f"{ranks.world} processes divide the sentences of each step among them; without --processes, one process "
-            "uses a list of devices"
-        )
-    devices = ", ".join(map(str, devices_of(config.training, ranks)))
-    return (
-        f"one process divides the sentences of each step among the devices [{devices}], as training.devices says; "
-        "--processes auto starts a process for each GPU or, without one, for each core (at most four)"
-    )

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
-from recipes.translation.serve.batching import Batcher, FullError, Wanted
-from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
+from recipes.translation.serve.batching import Batcher, Wanted
+from recipes.translation.serve.bodies import Limits, error_response, fields_of
 from recipes.translation.serve.models import Line, Model
 
 PAGE = Path(__file__).parent / "page"
@@ -56,8 +56,9 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
         routes=routes,
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=names)],
         exception_handlers={
-            RefusedError: refused,
-            HTTPException: no_such_page,
+            404: no_such_page,
+            405: no_such_page,
+            HTTPException: refused,
             ClientDisconnect: client_gone,
             Exception: failed,
         },
@@ -79,7 +80,7 @@ class Service:
         found = await self.found(request, asked.wanted, asked.lines)
         for number, line in enumerate(found, start=1):
             if line.refused:
-                raise RefusedError(400, f"line {number:,} {line.refused}")
+                raise HTTPException(400, f"line {number:,} {line.refused}")
         return JSONResponse(asked.answer(found))
 
     async def lines(self, request: Request) -> Response:
@@ -92,10 +93,8 @@ class Service:
         """Queue lines and wait for their translations."""
         try:
             return await awaited(request, self.batcher.translated(wanted, lines), self.limits.answer_seconds)
-        except FullError as error:
-            raise RefusedError(503, str(error), {"Retry-After": "1"}) from None
         except DataError as error:
-            raise RefusedError(400, str(error)) from None
+            raise HTTPException(400, str(error)) from None
 
     async def languages(self, request: Request) -> Response:
         """Return the source languages, each with its targets."""
@@ -125,7 +124,7 @@ async def awaited(request: Request, answer: Coroutine[Any, Any, list[Line]], sec
             return found.result()
         if gone.done():
             raise ClientDisconnect
-        raise RefusedError(504, f"there was no translation within {seconds:g} seconds: send less at a time")
+        raise HTTPException(504, f"there was no translation within {seconds:g} seconds: send less at a time")
     finally:
         found.cancel()
         gone.cancel()
@@ -139,8 +138,8 @@ async def disconnected(request: Request) -> None:
 
 async def refused(request: Request, error: Exception) -> Response:
     """Answer a request that is not as it should be."""
-    assert isinstance(error, RefusedError)
-    return error_response(error.status, str(error), error.headers)
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, error.detail, error.headers)
 
 
 async def no_such_page(request: Request, error: Exception) -> Response:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from recipes.translation.serve.batching import Wanted
-from recipes.translation.serve.bodies import Limits, RefusedError, shown
+from recipes.translation.serve.bodies import Limits, shown
 from recipes.translation.serve.models import Line, Model
 
 IGNORED = ("api_key", "secret")
@@ -57,15 +59,15 @@ class Translate:
 
 
 def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Translate:
-    """Return what the fields of `POST /translate` ask for; raise RefusedError for what is missing or wrong."""
+    """Return what the fields of `POST /translate` ask for; raise HTTPException for what is missing or wrong."""
     check_names(fields, ("q", "source", "target", "format", "alternatives"))
     q = fields.get("q")
     several = isinstance(q, list)
     texts = strings(q if several else [q])
     if texts is None:
-        raise RefusedError(400, "q is the text to translate: send a string, or a list of strings")
+        raise HTTPException(400, "q is the text to translate: send a string, or a list of strings")
     if (form := fields.get("format", "text")) != "text":
-        raise RefusedError(400, f"format is {shown(form)}: only text is translated, not markup")
+        raise HTTPException(400, f"format is {shown(form)}: only text is translated, not markup")
     number = model_of(fields, models)
     n_best = 1 + whole(fields, "alternatives", 0, 0, models[number].beam - 1)
     asked = Translate(texts, several, Wanted(number, n_best))
@@ -74,16 +76,16 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
 
 
 def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> tuple[Wanted, list[str]]:
-    """Return what the fields of `POST /lines` ask for; raise RefusedError for what is missing or wrong."""
+    """Return what the fields of `POST /lines` ask for; raise HTTPException for what is missing or wrong."""
     check_names(fields, ("model", "lines", "n_best", "links"))
     lines = strings(fields.get("lines"))
     if lines is None:
-        raise RefusedError(400, "lines are what to translate: send a list of strings")
+        raise HTTPException(400, "lines are what to translate: send a list of strings")
     if any("\n" in line for line in lines):
-        raise RefusedError(400, "one of the lines has a line break: send the lines one by one")
+        raise HTTPException(400, "one of the lines has a line break: send the lines one by one")
     links = fields.get("links", False)
     if not isinstance(links, bool):
-        raise RefusedError(400, f"links is {shown(links)}: send true or false")
+        raise HTTPException(400, f"links is {shown(links)}: send true or false")
     model = whole(fields, "model", 0, 0, len(models) - 1)
     n_best = whole(fields, "n_best", 1, 1, models[model].beam)
     check_size(lines, limits)
@@ -115,14 +117,14 @@ def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
     for name, given in (("source", source), ("target", target)):
         if not isinstance(given, str) or not given:
             known = ", ".join(sorted({getattr(model, name) for model in models}))
-            raise RefusedError(400, f"{name} is missing: name a language, one of {known}")
+            raise HTTPException(400, f"{name} is missing: name a language, one of {known}")
     if source == "auto":
-        raise RefusedError(400, "source is auto, and languages are not detected here: name the language of the text")
+        raise HTTPException(400, "source is auto, and languages are not detected here: name the language of the text")
     for number, model in enumerate(models):
         if (model.source, model.target) == (source, target):
             return number
     pairs = ", ".join(sorted({f"{model.source} to {model.target}" for model in models}))
-    raise RefusedError(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
+    raise HTTPException(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
 
 
 def whole(fields: Mapping[str, object], name: str, default: int, least: int, most: int) -> int:
@@ -131,12 +133,12 @@ def whole(fields: Mapping[str, object], name: str, default: int, least: int, mos
     if isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 10:
         found = int(found)
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
-        raise RefusedError(400, f"{name} is {shown(found)}: send a whole number from {least} to {most}")
+        raise HTTPException(400, f"{name} is {shown(found)}: send a whole number from {least} to {most}")
     return found
 
 
 def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
-    """Raise RefusedError for a field that has no meaning, with the nearest that has one."""
+    """Raise HTTPException for a field that has no meaning, with the nearest that has one."""
     for name in fields:
         if name in known or name in IGNORED:
             continue
@@ -144,17 +146,13 @@ def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
         hint = "the fields are " + ", ".join(known)
         if near:
             hint = f"did you mean {near[0]}?"
-        raise RefusedError(400, f"unknown field {shown(name)}; {hint}")
+        raise HTTPException(400, f"unknown field {shown(name)}; {hint}")
 
 
 def check_size(lines: Sequence[str], limits: Limits) -> None:
-    """Raise RefusedError for more text than a request may have."""
-    if len(lines) > limits.lines:
-        raise RefusedError(
-            413, f"the text has {len(lines):,} lines, and at most {limits.lines:,} are translated at a time"
-        )
+    """Raise HTTPException for more text than a request may have."""
     characters = sum(map(len, lines))
-    if characters > limits.characters:
-        raise RefusedError(
-            413, f"the text has {characters:,} characters, and at most {limits.characters:,} are translated at a time"
-        )
+    for what, found, most in (("lines", len(lines), limits.lines), ("characters", characters, limits.characters)):
+        if found > most:
+            message = f"the text has {found:,} {what}, and at most {most:,} are translated at a time"
+            raise HTTPException(413, message)

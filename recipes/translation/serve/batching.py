@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from starlette.exceptions import HTTPException
+
 from recipes.translation.serve.models import Line, Model
-
-
-class FullError(Exception):
-    """There is no room for more lines; the message is one line."""
 
 
 class Wanted(NamedTuple):
@@ -64,15 +62,13 @@ class Batcher:
         self._work: asyncio.Task[None] | None = None
 
     async def translated(self, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
-        """Put lines into the queue, and return their translations; raise FullError if too many would wait."""
+        """Put lines into the queue, and return their translations; raise HTTPException if too many would wait."""
         if not lines:
             return []
         waiting = sum(request.waiting for request in self._requests)
         if waiting + len(lines) > self.most:
-            raise FullError(
-                f"{waiting:,} lines are waiting, and {len(lines):,} more would be above {self.most:,}: try again in a "
-                "moment"
-            )
+            message = f"{waiting:,} lines are waiting, and {len(lines):,} more would be above {self.most:,}"
+            raise HTTPException(503, f"{message}: try again in a moment", {"Retry-After": "1"})
         request = Request(wanted, lines, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         if self._work is None or self._work.done():

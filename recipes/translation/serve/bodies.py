@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -32,15 +33,6 @@ class Limits:
     """From the end of a request's body to its translation."""
 
 
-class RefusedError(Exception):
-    """A request is not answered; `status` is HTTP's, and the message one line."""
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = dict(headers or {})
-
-
 def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return an error in the shape of LibreTranslate's."""
     return JSONResponse({"error": message}, status, headers)
@@ -53,28 +45,22 @@ FORM = "application/x-www-form-urlencoded"
 async def fields_of(request: Request, limits: Limits) -> dict[str, object]:
     """Read the fields of the query string and of the body, a JSON object or a form.
 
-    Raises RefusedError for anything else, for a field that is given twice, and for a body that is too large or too
-    slow.
+    Raises HTTPException, whose detail is one line, for anything else, for a field that is given twice, and for a body
+    that is too large or too slow.
     """
     query = request.scope["query_string"]
     asked = form_of(text_of(query, "query string"), "query string")
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
     if query and empty:
         return asked
-    return once([*asked.items(), *(await fields_of_body(request, limits)).items()])
-
-
-async def fields_of_body(request: Request, limits: Limits) -> dict[str, object]:
-    """Read the fields of the body; raises as `fields_of` does."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in (JSON, FORM):
-        raise RefusedError(415, f"Content-Type is {kind or 'missing'}: send {JSON} or {FORM}")
+        raise HTTPException(415, f"Content-Type is {kind or 'missing'}: send {JSON} or {FORM}")
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise RefusedError(415, "Content-Encoding is not supported: send the body uncompressed")
+        raise HTTPException(415, "Content-Encoding is not supported: send the body uncompressed")
     text = text_of(await body_of(request, limits), "body")
-    if kind == JSON:
-        return object_of(text)
-    return form_of(text, "body")
+    fields = object_of(text) if kind == JSON else form_of(text, "body")
+    return once([*asked.items(), *fields.items()])
 
 
 def text_of(content: bytes, what: str) -> str:
@@ -82,11 +68,11 @@ def text_of(content: bytes, what: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise RefusedError(400, f"the {what} is not UTF-8 text, at byte {error.start:,}") from None
+        raise HTTPException(400, f"the {what} is not UTF-8 text, at byte {error.start:,}") from None
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """Read the body; raise RefusedError once it is known to be above the limit, or takes too long."""
+    """Read the body; raise HTTPException once it is known to be above the limit, or takes too long."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limits.body_bytes:
         raise too_large(f"{int(announced):,}", limits)
@@ -99,13 +85,13 @@ async def body_of(request: Request, limits: Limits) -> bytes:
                     raise too_large(f"more than {limits.body_bytes:,}", limits)
     except TimeoutError:
         message = f"the body did not arrive within {limits.body_seconds:g} seconds: send the request again"
-        raise RefusedError(408, message, {"Connection": "close"}) from None
+        raise HTTPException(408, message, {"Connection": "close"}) from None
     return bytes(body)
 
 
-def too_large(size: str, limits: Limits) -> RefusedError:
+def too_large(size: str, limits: Limits) -> HTTPException:
     """Return the error for a body of this size."""
-    return RefusedError(
+    return HTTPException(
         413, f"the body has {size} bytes, and at most {limits.body_bytes:,} are read: send less at a time"
     )
 
@@ -115,9 +101,9 @@ def object_of(text: str) -> dict[str, object]:
     try:
         found = parsed(text, once)
     except ValueError as error:
-        raise RefusedError(400, f"the body is not JSON: {' '.join(str(error).split())}") from None
+        raise HTTPException(400, f"the body is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
-        raise RefusedError(400, 'the body is not a JSON object: send {"q": ..., "source": ..., "target": ...}')
+        raise HTTPException(400, 'the body is not a JSON object: send {"q": ..., "source": ..., "target": ...}')
     return found
 
 
@@ -126,16 +112,16 @@ def form_of(text: str, what: str) -> dict[str, object]:
     try:
         pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), errors="strict")
     except ValueError as error:
-        raise RefusedError(400, f"the {what} is not a form in UTF-8: {' '.join(str(error).split())}") from None
+        raise HTTPException(400, f"the {what} is not a form in UTF-8: {' '.join(str(error).split())}") from None
     return once(pairs)
 
 
 def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return fields by their names; raise RefusedError for one that is given twice, of which one would be lost."""
+    """Return fields by their names; raise HTTPException for one that is given twice, of which one would be lost."""
     fields: dict[str, object] = {}
     for name, value in pairs:
         if name in fields:
-            raise RefusedError(400, f"{shown(name)} is given twice: send it once, and several texts as a list in JSON")
+            raise HTTPException(400, f"{shown(name)} is given twice: send it once, and several texts as a list in JSON")
         fields[name] = value
     return fields
 

@@ -45,12 +45,6 @@ class Range(NamedTuple):
             return f"from {self.at_least:g} to below {self.below:g}"
         return f"from {self.at_least:g} up"
 
-    def __contains__(self, value: object) -> bool:
-        """Return whether a number, or every number of a tuple, is in the range."""
-        if isinstance(value, tuple):
-            return all(each in self for each in value)
-        return isinstance(value, (int, float)) and self.at_least <= value < self.below
-
 
 def setting(
     default: T, help: str, *, at_least: float | None = None, below: float = math.inf, choices: tuple[str, ...] = ()
@@ -201,15 +195,15 @@ class Schema:
 
     def _allows(self, key: str, value: object) -> bool:
         setting = self.settings[key]
-        if setting.choices and isinstance(value, tuple):
-            return set(value) <= set(setting.choices)
+        each = value if isinstance(value, tuple) else (value,)
         if setting.choices:
-            return value in setting.choices
+            return set(each) <= set(setting.choices)
+        if setting.range is None:  # as of texts; every number has one
+            return True
         # Above 2^31 some libraries fail with an error of their own, or wrap around
-        unbounded = setting.range is None or setting.range.below == math.inf
-        if isinstance(value, int) and value > LARGEST and unbounded:
+        if isinstance(value, int) and value > LARGEST and setting.range.below == math.inf:
             raise _UnfitError(f"it is above {LARGEST:,}")
-        return setting.range is None or value in setting.range
+        return all(setting.range.at_least <= one < setting.range.below for one in each)
 
     def _refusal(self, key: str, location: str, got: str) -> str:
         message = f"{self._expected(key, location)}; got {got}"

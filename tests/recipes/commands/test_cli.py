@@ -500,7 +500,7 @@ def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
     assert "replaced" not in first
     assert first.count("    -> ") == 3 + 10
     assert "There are no results of the command evaluate yet." not in (tmp_path / "demo" / "report.html").read_text()
-    assert "one process divides the sentences of each step among the devices [cpu], as training.devices says" in first
+    assert "batches an epoch, devices cpu\n" in first
     (line,) = [line for line in first.splitlines() if " translate --run " in line]
     found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
     translator = load_translator(tmp_path / "demo" / "best")

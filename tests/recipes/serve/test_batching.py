@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from starlette.exceptions import HTTPException
 
-from recipes.translation.serve.batching import Batcher, FullError, Wanted
+from recipes.translation.serve.batching import Batcher, Wanted
 from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.serving import batched, waiting
@@ -47,7 +48,7 @@ def test_requests_of_another_model_or_of_other_wishes_share_no_batch_and_take_tu
 def test_a_full_queue_refuses_and_has_room_again_afterwards() -> None:
     async def clients(batcher: Batcher) -> None:
         there = await waiting(batcher, Wanted(0, 1), ["a", "b"])
-        with pytest.raises(FullError, match="2 lines are waiting, and 2 more would be above 3"):
+        with pytest.raises(HTTPException, match="2 lines are waiting, and 2 more would be above 3"):
             await batcher.translated(Wanted(0, 1), ["c", "d"])
         model.gate.set()
         await there

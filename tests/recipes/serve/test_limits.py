@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import awaited
-from recipes.translation.serve.batching import Batcher, FullError, Wanted
-from recipes.translation.serve.bodies import Limits, RefusedError, body_of, too_large
+from recipes.translation.serve.batching import Batcher, Wanted
+from recipes.translation.serve.bodies import Limits, body_of, too_large
 from recipes.translation.serve.server import listening, server_of
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
@@ -67,7 +68,7 @@ def queued(lines: int) -> int:
 
     model = Recorder()
     batched(model, clients, LIMIT)
-    return 503 if isinstance(found[1], FullError) else 200
+    return 503 if isinstance(found[1], HTTPException) else 200
 
 
 def connected(clients: int) -> int:
@@ -159,8 +160,8 @@ async def body_after(seconds: float) -> int:
     """The status of a body of which each half takes half of the time."""
     try:
         await body_of(request_of([(seconds / 2, b"{"), (seconds / 2, b"}")]), Limits(body_seconds=100))
-    except RefusedError as error:
-        return error.status
+    except HTTPException as error:
+        return error.status_code
     return 200
 
 
@@ -168,8 +169,8 @@ async def answer_after(seconds: float) -> int:
     """The status of a request whose translation takes so long."""
     try:
         await awaited(request_of([]), asyncio.sleep(seconds, []), 100)
-    except RefusedError as error:
-        return error.status
+    except HTTPException as error:
+        return error.status_code
     return 200
 
 

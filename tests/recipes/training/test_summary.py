@@ -11,8 +11,6 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.commands.training import PURPOSES, next_steps
-from recipes.translation.demo import layout_in_words
-from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
@@ -141,14 +139,6 @@ def test_training_says_which_of_its_numbers_are_smoothed(
     text = capsys.readouterr().out
     assert ("[train] losses are with label smoothing 0.1, perplexities without it\n" in text) == said
     assert ("smoothing" in text) == said
-
-
-def test_the_demo_says_what_it_trains_on() -> None:
-    config = tiny(Path("run"), {"training.devices": "[cpu, cpu, cpu]"})
-    alone = layout_in_words(config, Ranks())
-    assert "among the devices [cpu, cpu, cpu]" in alone
-    assert "--processes auto" in alone
-    assert layout_in_words(config, Ranks(world=4)).startswith("4 processes divide the sentences of each step")
 
 
 def test_a_command_names_a_run_that_begins_with_a_dash_as_a_folder() -> None:
