@@ -232,13 +232,14 @@ def training_corpora(config: RunConfig) -> list[CorpusSplit]:
         if not names:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
-    return [_of_section(config, name, "train") for name in names]
+    return [
+        dataclasses.replace(_of_section(config, name, "train"), weight=config.corpora[name].weight) for name in names
+    ]
 
 
 def _of_section(config: RunConfig, name: str, split: Split) -> CorpusSplit:
     """Return a split of a corpus of the section corpora."""
-    tags = corpus_tags(name, config)
-    return CorpusSplit(config, name, split, data_of(name, config), tags, config.corpora[name].weight)
+    return CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config))
 
 
 def only_held_out(corpus: CorpusConfig) -> bool:
