@@ -19,5 +19,5 @@ def log_probability(
     tgt = torch.tensor([[*symbols.start, *target[:-1]]])
     # The step that reads the last token of the start predicts the first subword
     hidden = model(src, tgt)[0, len(symbols.start) - 1 :]
-    log_p = model.generator(hidden).log_softmax(-1)
-    return float(log_p.double().gather(-1, torch.tensor(target)[:, None]).sum())
+    log_p = model.generator(hidden).double().log_softmax(-1)
+    return float(log_p.gather(-1, torch.tensor(target)[:, None]).sum())

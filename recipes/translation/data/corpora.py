@@ -128,7 +128,14 @@ class Corpora:
         names = [name for name, corpus in config.corpora.items() if getattr(corpus, split)]
         own: tuple[str, ...] = getattr(config.data, split)
         if not names:
-            self._check_builtin(split)
+            if config.data.format == "builtin" and not self.has(split):
+                way = ""
+                if split == "test":
+                    way = "; without it, evaluate --split valid scores the validation data"
+                raise DataError(
+                    f"there is no {split} data: name its files as data.{split}, or as {split} of one of the "
+                    f"corpora{way}"
+                )
             return [CorpusSplit(config, "", split, config.data)]
         if own:
             raise ConfigError(
@@ -138,11 +145,19 @@ class Corpora:
         return [_of_section(config, name, split) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
-        """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
+        """Return whether the settings name validation or test data, or the run has that of the built-in corpus.
+
+        Corpora from files are not judged by the built-in one, but a teacher's translations of it are.
+        """
         config = self.config
         if any(getattr(corpus, split) for corpus in config.corpora.values()) or getattr(config.data, split):
             return True
-        return config.data.format == "builtin" and not self._all_from_files()
+        if config.data.format != "builtin":
+            return False
+        run = Path(config.run)
+        return not config.corpora or any(
+            corpus.data.format == "builtin" or run in Path(corpus.data.path).parents for corpus in self.training
+        )
 
     def the_one(self, split: HeldOutSplit) -> CorpusSplit:
         """Return the only validation or test data of a run; raise DataError where several corpora have some."""
@@ -200,23 +215,6 @@ class Corpora:
             with named(corpus.name):
                 check_named(corpus.data, "train")
 
-    def _check_builtin(self, split: HeldOutSplit) -> None:
-        """Raise DataError where corpora from files would be judged by the built-in corpus."""
-        if self.config.data.format == "builtin" and self._all_from_files():
-            way = ""
-            if split == "test":
-                way = "; without it, evaluate --split valid scores the validation data"
-            raise DataError(
-                f"there is no {split} data: name its files as data.{split}, or as {split} of one of the corpora{way}"
-            )
-
-    def _all_from_files(self) -> bool:
-        """Return whether there are corpora, and none of them is the built-in one, or a teacher's translations of it."""
-        run = Path(self.config.run)
-        return bool(self.config.corpora) and all(
-            corpus.data.format != "builtin" and run not in Path(corpus.data.path).parents for corpus in self.training
-        )
-
 
 def training_corpora(config: RunConfig) -> list[CorpusSplit]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
@@ -232,13 +230,14 @@ def training_corpora(config: RunConfig) -> list[CorpusSplit]:
         if not names:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
-    return [_of_section(config, name, "train") for name in names]
+    return [
+        dataclasses.replace(_of_section(config, name, "train"), weight=config.corpora[name].weight) for name in names
+    ]
 
 
 def _of_section(config: RunConfig, name: str, split: Split) -> CorpusSplit:
     """Return a split of a corpus of the section corpora."""
-    tags = corpus_tags(name, config)
-    return CorpusSplit(config, name, split, data_of(name, config), tags, config.corpora[name].weight)
+    return CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config))
 
 
 def only_held_out(corpus: CorpusConfig) -> bool:

@@ -117,7 +117,6 @@ def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOp
             raise DataError(
                 f"{option}: line {number:,} is not empty, but sentence {number:,} has no subwords: remove one of them"
             )
-    for number, prefix in enumerate(prefixes, start=1):
         if len(prefix) >= longest:
             raise DataError(
                 f"--prefixes: line {number:,} has {len(prefix):,} subwords, and a translation at most "

@@ -207,7 +207,7 @@ def test_data_train_beside_corpora_is_refused(tmp_path: Path) -> None:
         ("corpora:\n  a: [x]", "run.yaml:2: corpora.a is a section, as in corpora.a: {train: ...}; got a list of 1"),
         ("corpora:\n  a:\n    trian: x", "unknown setting corpora.a.trian (run.yaml:3); did you mean corpora.a.train?"),
         ("corpora:\n  a:\n    weight: -1", "corpora.a.weight (run.yaml:3) expects a number from 0 to below 1e+09"),
-        ("corpora:\n  a: {}\n  a: {}", "corpora.a is given twice (run.yaml:3); keep one"),
+        ("corpora:\n  a: {}\n  a: {}", "corpora.a is given twice (run.yaml:2 and run.yaml:3); keep one"),
         ("corpora:\n  a: {format: csv}", "corpora.a.format (run.yaml:2) expects one of builtin, text, tsv"),
     ],
 )
