@@ -18,7 +18,6 @@ from ctranslate2.specs import common_spec, model_spec
 from torch import Tensor, nn
 
 from models.attention import Attention
-from models.presets import Activation
 from models.transformer import FeedForward
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
@@ -27,13 +26,6 @@ from recipes.translation.run_folder.checkpoint import SavedModel, save_belonging
 from recipes.translation.run_folder.made_from import note_origin
 from recipes.translation.run_folder.translator import model_on_meta
 from recipes.translation.text.subwords import EOS, UNK
-
-ACTIVATIONS: dict[Activation, Any] = {
-    "relu": common_spec.Activation.RELU,
-    "gelu": common_spec.Activation.GELU,
-    "swish": common_spec.Activation.SWISH,
-}
-"""CTranslate2's own names."""
 
 
 class SavedVariable(model_spec.Variable):
@@ -115,7 +107,7 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
         (sizes.encoder_layers, sizes.decoder_layers),
         sizes.heads,
         pre_norm=sizes.norm == "pre",
-        activation=ACTIVATIONS[sizes.activation],
+        activation=getattr(common_spec.Activation, sizes.activation.upper()),
     )
     # A source has its end symbol too, and a target its start symbol
     longest = max(config.training.max_length, config.decoding.max_length) + 1

@@ -36,6 +36,12 @@ def sizes_of(config: Any, where: str) -> TransformerConfig:
             f"{where}: scale_embedding is false, and the models here multiply token vectors by the square root of "
             "d_model, as all published ones do"
         )
+    for name in ("ffn_dim", "attention_heads"):
+        encoder, decoder = (getattr(config, f"{side}_{name}") for side in ("encoder", "decoder"))
+        if encoder != decoder:
+            raise CheckpointError(
+                f"{where}: encoder_{name} is {encoder}, decoder_{name} {decoder}; here both sides have the same"
+            )
     lengths = preset.max_positions
     if ARCHITECTURES[preset.architecture].positions == "learned":
         lengths = config.max_position_embeddings
@@ -43,8 +49,8 @@ def sizes_of(config: Any, where: str) -> TransformerConfig:
         return replace(
             preset,
             d_model=config.d_model,
-            d_ff=_same(config, "ffn_dim", where),
-            heads=_same(config, "attention_heads", where),
+            d_ff=config.encoder_ffn_dim,
+            heads=config.encoder_attention_heads,
             encoder_layers=config.encoder_layers,
             decoder_layers=config.decoder_layers,
             dropout=config.dropout,
@@ -67,13 +73,3 @@ def tie_of(model: Any, where: str) -> Tie:
             "source has its own"
         )
     return "none"
-
-
-def _same(config: Any, name: str, where: str) -> int:
-    encoder: int = getattr(config, f"encoder_{name}")
-    decoder: int = getattr(config, f"decoder_{name}")
-    if encoder != decoder:
-        raise CheckpointError(
-            f"{where}: encoder_{name} is {encoder}, decoder_{name} {decoder}; here both sides have the same"
-        )
-    return encoder

@@ -31,6 +31,8 @@ def reading(what: str, folder: Path) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except CheckpointError:
+        raise
     except BaseException as error:  # of many types, by what is damaged or missing
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, in tokenizers
             raise

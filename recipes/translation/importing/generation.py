@@ -54,20 +54,13 @@ def lost_settings(generation: Mapping[str, Any], tokenizer: Tokenizer) -> list[s
     found -= set(KNOWN.split())
     if not generation.get("do_sample"):
         found -= set(SAMPLING.split())
-    start, *tags = (tokenizer.target_ids[each] for each in tokenizer.start)
+    start, *tags = (tokenizer.target_ids[each] for each in tokenizer.target.symbols.start)
     end = tokenizer.target_ids[EOS]
     never = (tokenizer.target_ids[PAD], start)
     honoured = {  # for some of their values
         "forced_bos_token_id": generation.get("forced_bos_token_id") in (None, *tags),
         "eos_token_id": generation.get("eos_token_id", end) in (end, [end]),
-        "bad_words_ids": all(words in ([each] for each in never) for words in _listed(generation, "bad_words_ids")),
-        "suppress_tokens": all(each in never for each in _listed(generation, "suppress_tokens")),
+        "bad_words_ids": all(words in ([each] for each in never) for words in generation.get("bad_words_ids", [])),
+        "suppress_tokens": all(each in never for each in generation.get("suppress_tokens", [])),
     }
     return sorted(found - honoured.keys() | {name for name, yes in honoured.items() if not yes})
-
-
-def _listed(generation: Mapping[str, Any], name: str) -> list[Any]:
-    found = generation.get(name, [])
-    if isinstance(found, list):
-        return found
-    return [found]

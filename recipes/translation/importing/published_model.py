@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import sentencepiece
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +30,6 @@ from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.run_folder.translator import Translator, fill_model, model_on_meta, tensors_of
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.text.sentencepiece_file import kind_of_model, model_of
-from recipes.translation.text.subwords import Subwords
 
 OFFSET = 2
 """Rows of mBART's learned positions before that of the first token."""
@@ -80,17 +78,14 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     tokenizer = our_tokenizer(read_tokenizer(folder), folder, config, start, (source, target))
     theirs = read_weights(folder, config)
     sizes = replace(sizes, tie=tie_of(theirs, str(folder)))
-    subwords = (_subwords(tokenizer.source, folder), _subwords(tokenizer.target, folder))
+    subwords = (tokenizer.source, tokenizer.target)
     model = model_on_meta(sizes, *subwords).to(torch.promote_types(theirs.dtype, torch.float32))
     fill_model(model, our_weights(model, theirs, tokenizer.source_ids, tokenizer.target_ids), folder)
-    with reading(settings_file, folder):  # whose numbers transformers checks when it translates
+    with reading(settings_file, folder):  # whose values transformers checks when it translates
         settings = run_config(PUBLISHED[config.model_type], sizes, tokenizer, generation, run)
-    return Imported(
-        Translator(settings, model.eval(), *subwords),
-        lost_settings(generation, tokenizer),
-        settings_file,
-        searches_on=settings.decoding.beam > 1 and generation.get("early_stopping") is not True,
-    )
+        ignored = lost_settings(generation, tokenizer)
+    searches_on = settings.decoding.beam > 1 and generation.get("early_stopping") is not True
+    return Imported(Translator(settings, model.eval(), *subwords), ignored, settings_file, searches_on)
 
 
 def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target_ids: Sequence[int]) -> OneByOne:
@@ -119,16 +114,6 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
     return OneByOne(own, made)
 
 
-def _subwords(model: bytes, folder: Path) -> Subwords:
-    try:
-        return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
-    except RuntimeError:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has other special subwords than its sentencepiece model, or pieces or rules that "
-            "sentencepiece cannot read: the files belong to several models, or are damaged"
-        ) from None
-
-
 def run_config(
     preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, generation: Mapping[str, Any], run: Path
 ) -> RunConfig:
@@ -148,10 +133,10 @@ def run_config(
         "data.target": tokenizer.languages[1],
         "subwords.vocab_size": len(tokenizer.target_ids),
         "subwords.joint": False,
-        "subwords.kind": kind_of_model(model_of(tokenizer.source)),
+        "subwords.kind": kind_of_model(model_of(tokenizer.source.serialized())),
         "model.preset": preset,
         **changed,
-        **decoding_of(generation, len(tokenizer.start)),
+        **decoding_of(generation, len(tokenizer.target.symbols.start)),
     }
     return load_config(None, given | _lengths(given, sizes))
 

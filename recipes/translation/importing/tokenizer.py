@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sentencepiece
 from transformers import M2M100Tokenizer, MarianTokenizer, MBart50Tokenizer, MBartTokenizer, NllbTokenizer
 
 from recipes.translation.errors import CheckpointError, ConfigError
@@ -14,7 +15,7 @@ from recipes.translation.importing.folder import reading
 from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Vocabulary, order_of, pieces_in_order
 from recipes.translation.text.sentencepiece_file import model_of, with_pieces
-from recipes.translation.text.subwords import EOS, Symbols
+from recipes.translation.text.subwords import EOS, Subwords, Symbols
 
 SPM = "sentencepiece.bpe.model"
 
@@ -22,15 +23,12 @@ SPM = "sentencepiece.bpe.model"
 class Tokenizer(NamedTuple):
     """What a published tokenizer becomes."""
 
-    source: bytes
-    """A sentencepiece model with our ids."""
-    target: bytes
+    source: Subwords
+    target: Subwords
     source_ids: list[int]
     """The ids there, in the order of ours."""
     target_ids: list[int]
     languages: tuple[str, str]
-    start: tuple[int, ...]
-    """Our ids of the tokens before a translation."""
 
 
 def our_tokenizer(theirs: Any, folder: Path, config: Any, start: int | None, languages: tuple[str, str]) -> Tokenizer:
@@ -54,20 +52,14 @@ def our_tokenizer(theirs: Any, folder: Path, config: Any, start: int | None, lan
     _check_symbols(config, target)
     source_ids = order_of(source)
     target_ids = order_of(target)
-    codes = {language: target_ids.index(target.ids[tag]) for language, tag in tags.items()}
+    first = _start(start, target, tags, named[1])
     with reading("the tokenizer", folder):
         # An empty sentence has only what stands around one: the language's tag, and the end symbol
         around = [source_ids.index(each) for each in theirs("").input_ids]
         end = around.index(EOS)
-    symbols = Symbols(tuple(around[:end]), tuple(around[end:]), _start(start, target_ids, codes, named[1], folder))
-    return Tokenizer(
-        _renumbered(source, source_ids, symbols),
-        _renumbered(target, target_ids, symbols),
-        source_ids,
-        target_ids,
-        named,
-        symbols.start,
-    )
+        symbols = Symbols(tuple(around[:end]), tuple(around[end:]), tuple(target_ids.index(each) for each in first))
+        sides = (_renumbered(source, source_ids, symbols), _renumbered(target, target_ids, symbols))
+    return Tokenizer(*sides, source_ids, target_ids, named)
 
 
 def _check_symbols(config: Any, vocabulary: Vocabulary) -> None:
@@ -81,30 +73,25 @@ def _check_symbols(config: Any, vocabulary: Vocabulary) -> None:
             )
 
 
-def _start(start: object, ids: Sequence[int], codes: Mapping[str, int], language: str, folder: Path) -> tuple[int, ...]:
-    """Return the tokens before a target: what the decoder starts with, then the language's tag, unless they are one.
-
-    `ids` are those there, in the order of ours, and `codes` our ids of the tags, by language.
-    """
-    tag = tuple(code for name, code in codes.items() if name == language)
+def _start(start: Any, target: Vocabulary, tags: Mapping[str, str], language: str) -> list[int]:
+    """Return the ids before a target: what the decoder starts with, then the language's tag, unless they are one."""
+    tag = [target.ids[tags[language]]] if tags else []
     if start is None and tag:  # mBART's, which starts with the language
         return tag
-    if start not in ids:
-        raise CheckpointError(f"{folder}: decoder_start_token_id is {start!r}, not the id of a subword")
-    first = ids.index(start)
-    other = [name for name, code in codes.items() if code == first and name != language]
+    if start not in range(target.size):
+        raise CheckpointError(f"{target.where}: decoder_start_token_id is {start!r}, not the id of a subword")
+    other = [name for name, each in tags.items() if target.ids[each] == start and name != language]
     if other:
         raise ConfigError(
             f"--target: this model's decoder starts with {other[0]}, not with {language}: give {other[0]}"
         )
-    if tag == (first,):
-        return tag
-    return (first, *tag)
+    return tag if [start] == tag else [start, *tag]
 
 
-def _renumbered(vocabulary: Vocabulary, order: list[int], symbols: Symbols) -> bytes:
+def _renumbered(vocabulary: Vocabulary, order: list[int], symbols: Symbols) -> Subwords:
     notes = {**symbols._asdict(), "size": len(order)}
-    return with_pieces(vocabulary.model, pieces_in_order(vocabulary, order), vocabulary.special, notes)
+    model = with_pieces(vocabulary.model, pieces_in_order(vocabulary, order), vocabulary.special, notes)
+    return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
 
 
 def _marian(theirs: Any, folder: Path, config: Any) -> tuple[Vocabulary, Vocabulary]:
@@ -147,6 +134,8 @@ def _known(language: str, side: str, tags: Mapping[str, str]) -> str:
     """Return a language that the model has; raise ConfigError for any other, and for none."""
     if language in tags:
         return language
+    if not tags:
+        raise CheckpointError("the tokenizer has no tags of languages among its added tokens: it is another model's")
     near = difflib.get_close_matches(language, tags, n=3) or list(tags)[:3]
     given = f"{language!r} is not a language of this model"
     if not language:

@@ -118,7 +118,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     ),
     "another unknown subword": (
         setting("unk_token", "x", "tokenizer_config.json"),
-        "FOLDER: the tokenizer has other special subwords than its sentencepiece model, or pieces or rules",
+        "the tokenizer in FOLDER cannot be read (RuntimeError: ",
     ),
     "a beam without end": (
         setting("num_beams", 2**31 - 1, "generation_config.json"),
@@ -296,11 +296,22 @@ def test_a_language_that_the_model_does_not_have_gets_one_line(
         assert reason in capsys.readouterr().err
 
 
+def test_a_tokenizer_without_languages_is_refused(tmp_path: Path) -> None:
+    folder = published.nllb(tmp_path / "model")
+    setting("extra_special_tokens", ["<s>"], "tokenizer_config.json")(folder)
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    setting("added_tokens", [each for each in added if "_" not in each["content"]], "tokenizer.json")(folder)
+    with pytest.raises(CheckpointError, match="the tokenizer has no tags of languages"):
+        read_model(folder, tmp_path / "run", "eng_Latn", "deu_Latn")
+
+
 def test_a_bpe_model_of_each_language_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = published.marian(tmp_path / "model")
     (folder / "source.spm").write_bytes(published.spm(0, "bpe"))
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 2
-    assert "a unigram model can be imported all the same, but it is a bpe one" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"error: the vocabulary of {folder} has " in said
+    assert "a unigram model can be imported all the same, but it is a bpe one" in said
 
 
 def test_settings_of_translation_that_a_run_does_not_have_are_named(
