@@ -175,10 +175,9 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
     if any(name.startswith(("data.", "corpora")) for name in given.keys() - MAY_CHANGE):
         return {}
     if begun := begun_settings(run):
+        note = f"[train] {run} has no checkpoint yet: it starts over, with the settings of its last start"
         if os.environ.get("RANK", "0") == "0":
-            print(
-                f"[train] {run} has no checkpoint yet: it starts over, with the settings of its last start", flush=True
-            )
+            print(note, flush=True)
         return begun
     if of_other_data(run / "subwords", load_config(None, given)):
         raise ConfigError(

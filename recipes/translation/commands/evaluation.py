@@ -177,18 +177,15 @@ def compare(argv: Sequence[str]) -> int:
 
 def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Refuse files that do not go together."""
-    if options.hypotheses and options.ensemble:
-        parser.error("--ensemble translates, and --hypotheses are translations already; give one of them")
-    of_model = ("run", "checkpoint", *DECODING)
+    of_model = ("run", "checkpoint", "ensemble", *DECODING)
     given = [name for name in of_model if getattr(options, name) != parser.get_default(name)]
     if options.hypotheses and given:
         parser.error(
             f"{as_option(given[0])} belongs to a model, and --hypotheses are translations already: leave it out"
         )
-    if options.hypotheses and not options.references:
-        parser.error("--hypotheses and --references go together")
-    if options.sources and not options.references:
-        parser.error("--sources and --references go together")
+    for name in ("hypotheses", "sources"):
+        if getattr(options, name) and not options.references:
+            parser.error(f"--{name} and --references go together")
     if options.comet and options.hypotheses and not options.sources:
         parser.error("--comet needs the sentences that were translated: name them with --sources")
     if options.references and not (options.hypotheses or options.sources):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.serve.models import Line, Model
+from recipes.translation.serve.batching import Line, Model
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.translating.alignments import Link, align
 from recipes.translation.translating.search_options import SearchOptions

@@ -25,7 +25,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.atomic_folder import model_folder, whole_folder
 
 if TYPE_CHECKING:
-    from recipes.translation.serve.models import Model
+    from recipes.translation.serve.batching import Model
 
 
 def serve(argv: Sequence[str]) -> int:

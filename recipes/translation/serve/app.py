@@ -20,9 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
-from recipes.translation.serve.batching import Batcher, Wanted
+from recipes.translation.serve.batching import Batcher, Line, Model, Wanted
 from recipes.translation.serve.bodies import Limits, error_response, fields_of
-from recipes.translation.serve.models import Line, Model
 
 PAGE = Path(__file__).parent / "page"
 

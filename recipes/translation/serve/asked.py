@@ -9,9 +9,8 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from recipes.translation.serve.batching import Wanted
+from recipes.translation.serve.batching import Line, Model, Wanted
 from recipes.translation.serve.bodies import Limits, shown
-from recipes.translation.serve.models import Line, Model
 
 IGNORED = ("api_key", "secret")
 """Fields that LibreTranslate's clients send, and that mean nothing here."""

@@ -1,17 +1,47 @@
-"""A queue of requests, and one thread that translates lines of several requests together."""
+"""The models of a service, a queue of requests, and one thread that translates lines of several requests together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 
-from recipes.translation.serve.models import Line, Model
+from recipes.translation.translating.alignments import Link
+from recipes.translation.translating.translate import Translation
+
+
+class Line(NamedTuple):
+    """The translations of one line, best first, and the links between the words of the line and of the best one."""
+
+    translations: list[Translation]
+    links: list[Link]
+    refused: str = ""
+    """Why the line was not translated."""
+
+
+class Model(NamedTuple):
+    """A model that translates between two languages."""
+
+    name: str
+    """The folder that was given for it."""
+    engine: str
+    source: str
+    """The language that it translates from."""
+    target: str
+    """The language that it translates to."""
+    beam: int
+    """The most translations of a line."""
+    batch_sentences: int
+    """The lines that are translated at a time."""
+    aligns: bool
+    """Whether it can link words: its run is there, and not only an export."""
+    translate: Callable[[Sequence[str], int, bool], list[Line]]
+    """Lines, the number of translations wanted of each, and whether its words are to be linked with the best one's."""
 
 
 class Wanted(NamedTuple):

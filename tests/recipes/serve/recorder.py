@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from recipes.translation.serve.models import Line
+from recipes.translation.serve.batching import Line
 from recipes.translation.translating.translate import Translation
 
 

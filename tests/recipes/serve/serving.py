@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 
 from recipes.translation.serve.app import Guard, application
-from recipes.translation.serve.batching import Batcher, Wanted
+from recipes.translation.serve.batching import Batcher, Line, Wanted
 from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
 
 GOOD = {"q": "a", "source": "en", "target": "de"}

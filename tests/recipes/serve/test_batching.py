@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 from starlette.exceptions import HTTPException
 
-from recipes.translation.serve.batching import Batcher, Wanted
-from recipes.translation.serve.models import Line
+from recipes.translation.serve.batching import Batcher, Line, Wanted
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.serving import batched, waiting
 
