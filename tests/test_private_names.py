@@ -20,12 +20,12 @@ MODULES = {
     "_replicate_for_data_parallel",
 }  # fmt: skip
 """What `nn.Module` keeps, by names that are as old as it: any file that copies or asks a module may use them."""
-WORDS = {"_enabled", "_fsdp_param_groups", "_global", "_reverse", "_signature", "_token", "_typeshed"}
+WORDS = {"_PROJECT", "_enabled", "_fsdp_param_groups", "_global", "_reverse", "_signature", "_token", "_typeshed"}
 """Parts of names that are put together, what only a type checker imports, and what only some versions have."""
 
 LIBRARIES = {
     ("argparse", "recipes/translation/commands/arguments.py"): {"_ActionsContainer"},
-    ("argparse", "recipes/translation/settings/options.py"): {"_ArgumentGroup", "_option_string_actions"},
+    ("argparse", "recipes/translation/settings/options.py"): {"_ActionsContainer", "_option_string_actions"},
     ("sacrebleu", "recipes/translation/scores/statistics.py"): {
         "_aggregate_and_compute",
         "_compute_score_from_stats",

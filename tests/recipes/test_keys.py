@@ -76,7 +76,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def text_is_known_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is read: as if its contents were its name."""
     monkeypatch.setattr(
-        "recipes.translation.data.corpora.fingerprint", lambda data, split: f"{split} {data.path} {data.train}"
+        "recipes.translation.data.corpora.fingerprint", lambda data, split, _: f"{split} {data.path} {data.train}"
     )
 
 

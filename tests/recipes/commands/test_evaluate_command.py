@@ -204,7 +204,9 @@ def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
     assert (run / "news.en.translations.txt").read_text() == alone
     capsys.readouterr()
     words = ["--hypotheses", files[1], "--references", files[3], "--ensemble", str(run)]
-    assert "--ensemble belongs to a model, and --hypotheses are translations already" in refusal(capsys, "evaluate", *words)
+    assert "--ensemble belongs to a model, and --hypotheses are translations already" in refusal(
+        capsys, "evaluate", *words
+    )
 
 
 def test_files_of_unequal_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from recipes.translation import train as training
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
@@ -41,7 +40,7 @@ def test_the_best_is_the_first_of_the_best_ones(best_by: str, numbers: list[list
 
 
 @pytest.mark.parametrize("best_by", METRICS)
-def test_best_and_the_average_of_the_best_follow_the_number_that_is_asked_for(
+def test_the_best_follows_the_number_that_is_asked_for(
     best_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every other number says something else: the third validation is the best by this one, and then the fourth."""
@@ -72,7 +71,6 @@ def test_best_and_the_average_of_the_best_follow_the_number_that_is_asked_for(
     }
     summary = train(tiny(tmp_path / "run", changes))
     assert (summary.state.best_step, load_facts(tmp_path / "run" / "best")["step"]) == (3, 3)
-    assert average(tmp_path / "run", best=2) == [3, 4]
 
 
 @pytest.mark.parametrize("best_by", [name for name, each in METRICS.items() if each.of_translations])

@@ -27,7 +27,7 @@ from tests.recipes.tiny import tiny
 def test_the_n_best_of_a_search_score_as_the_model_says(
     alpha: float, norm: LengthNorm, dtype: torch.dtype, tolerance: float
 ) -> None:
-    model = small_transformer(6, spread=2.0).to(dtype)
+    model = small_transformer(7, spread=2.0).to(dtype)
     with torch.no_grad():
         model.generator.bias[EOS] += 4
     sources = [[5, 6, 7, 8], [9, 4], [10, 10, 4, 5]]
