@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import numpy.typing
@@ -20,9 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.token_store import StoredIds
 from recipes.translation.text.subwords import ORDINARY, PAD, Symbols
-
-if TYPE_CHECKING:
-    from recipes.translation.data.drawn_batches import Epochs
 
 Ids = Sequence[int]
 Array = numpy.typing.NDArray[Any]
@@ -42,6 +39,19 @@ class Batch(NamedTuple):
     def tokens(self) -> int:
         """Return the number of target tokens without padding."""
         return int((self.tgt_out != PAD).sum())
+
+
+class Epochs(Protocol):
+    """The batches of every epoch, a function of the epoch's number alone."""
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """Return the batches of an epoch (0, 1, ...), each a list of indices."""
+
+    def count(self, number: int) -> int:
+        """Return the number of batches of an epoch."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Make the tensors of the pairs with these indices, in this order."""
 
 
 class TokenBatches:

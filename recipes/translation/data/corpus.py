@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, CorpusSplit
-from recipes.translation.data.drawn_batches import DrawnBatches, Epochs, drawn_batches
+from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.data.model_text import check_known, source_text
 from recipes.translation.data.prepare import prepare
@@ -42,7 +42,7 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: Epochs
+    train: TokenBatches | DrawnBatches
     valid: Sequence[ValidationSet]
     """One, or that of several pairs of languages."""
     fingerprint: str

@@ -168,11 +168,9 @@ class DrawnBatches:
         return found
 
 
-Epochs = TokenBatches | DrawnBatches
-"""The batches of every epoch, a function of the epoch's number alone."""
-
-
-def drawn_batches(config: RunConfig, plain: TokenBatches, source: Subwords, target: Subwords) -> Epochs:
+def drawn_batches(
+    config: RunConfig, plain: TokenBatches, source: Subwords, target: Subwords
+) -> TokenBatches | DrawnBatches:
     """Return what every epoch draws of the training pairs `plain`: themselves, unless the settings ask for more."""
     settings = config.subwords
     sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}

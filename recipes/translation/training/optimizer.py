@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from recipes.translation.data.drawn_batches import Epochs
+from recipes.translation.data.batches import Epochs
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.schedules import SCHEDULES, Step

@@ -41,11 +41,15 @@ def align(
     target_words, target_rows = _subwords_of(translator.target, written, targets)
     # Without a subword on either side there is nothing to link
     rows = [source if target else [] for source, target in zip(source_rows, target_rows, strict=True)]
+    device = translator.model.generator.weight.device
+    symbols = translator.source.symbols
 
     def link_rows(some: list[int]) -> list[list[Link]]:
         # The last subword of a target predicts nothing that is linked
-        own = [source_rows[row] for row in some], [target_rows[row][:-1] for row in some]
-        weights_BTS = attention_of_subwords(translator, *own)
+        batch = padded_batch([source_rows[row] for row in some], [target_rows[row][:-1] for row in some], symbols)
+        weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device)).cpu()
+        # The step that reads the last token of the start predicts the first subword; no tag before a source is linked
+        weights_BTS = weights_BTS[:, len(symbols.start) - 1 :, len(symbols.prefix) :]
         return [
             links(weights_TS, source_words[row], target_words[row])
             for row, weights_TS in zip(some, weights_BTS, strict=True)
@@ -53,21 +57,6 @@ def align(
 
     everyone = in_batches(translator, rows, link_rows, ranks)
     return [everyone.get(row, []) for row in range(len(sources))]
-
-
-def attention_of_subwords(
-    translator: Translator, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-) -> Tensor:
-    """Compute how much the step that predicts each subword, or the end, attends to those of its source: (B, T, S).
-
-    What an imported model reads before the subwords of either side, its tags, is left out.
-    """
-    device = translator.model.generator.weight.device
-    symbols = translator.source.symbols
-    batch = padded_batch(sources, targets, symbols)
-    weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device)).cpu()
-    # The step that reads the last token of the start predicts the first subword
-    return weights_BTS[:, len(symbols.start) - 1 :, len(symbols.prefix) :]
 
 
 def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[Link]:
