@@ -97,7 +97,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--tokenize": {
         "metavar": "NAME",
         "help": "sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: "
-        "the setting data.tokenize, which follows the target language; for files alone 13a)",
+        "the setting data.tokenize, which follows the target language; for files alone, by their script)",
     },
 }
 """Options of several commands."""

@@ -88,7 +88,7 @@ def compare(
     """Compare each system with the first one, in BLEU, chrF and TER.
 
     The test set is `references`, or `split` of the data of the runs among the systems; all of them must have the same.
-    `tokenize` is sacreBLEU's tokeniser; the default is that of the first run, and 13a of files.
+    `tokenize` is sacreBLEU's tokeniser; the default is that of the first run and, of files, that of their script.
 
     Raises DataError for systems of different test sets or lengths, and where nothing says what the test set is.
     """
@@ -107,7 +107,7 @@ def compare(
         language = configs[0].data.target
         if references is None:  # of a corpus, which may have a language of its own
             language = Corpora(configs[0]).the_one(split).data.target
-    tokenize = tokenizer_for(tokenize or "auto", language)
+    tokenize = tokenizer_for(tokenize or "auto", language, expected)
     lowercase = bool(configs) and configs[0].subwords.lowercase
     measured = [measure(one.translations, expected, lowercase=lowercase, tokenize=tokenize) for one in found]
     return table([one.name for one in found], measured)

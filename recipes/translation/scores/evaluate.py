@@ -175,7 +175,8 @@ def evaluate_files(
     """Score a file of translations without a model; without `sources`, those of the pairs are empty."""
     translations = read_lines(hypotheses)
     pairs = read_pairs(sources, references) if sources else [Pair("", line) for line in read_lines(references)]
-    measured = measure(translations, [pair.target for pair in pairs], tokenize=tokenizer_for(tokenize, ""))
+    targets = [pair.target for pair in pairs]
+    measured = measure(translations, targets, tokenize=tokenizer_for(tokenize, "", targets))
     return Evaluation(hypotheses.name, pairs, translations, measured)
 
 

@@ -1,4 +1,7 @@
-"""Minimum Bayes risk: of several candidates, choose the translation that is most like the others; N candidates."""
+"""Minimum Bayes risk: of several candidates, choose the translation that is most like the others.
+
+Shapes: N candidates, G n-grams that occur in any of them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_ngrams
 
-from recipes.translation.scores.statistics import Array, measured
+from recipes.translation.scores.statistics import Array, scores_of_sums
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 Utility = Literal["chrf", "bleu"]
 """What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
+CHARACTER_ORDERS = 6
 
 
 def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
@@ -48,15 +53,64 @@ def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = 
         raise ValueError(f"utility is {utility!r}: it must be chrf or bleu")
     times = Counter(candidates)
     different = list(times)
-    metric = CHRF() if utility == "chrf" else BLEU(tokenize=tokenize, effective_order=True, force=True)
-    utilities_NN = pairwise(metric, different)
+    if utility == "chrf":
+        utilities_NN = pairwise_chrf(different)
+    else:
+        tokenizer = BLEU(tokenize=tokenize, force=True).tokenizer
+        utilities_NN = pairwise_bleu([tokenizer(text.rstrip()) for text in different])
     # A candidate is not a reference for itself, but its repetitions are
     others_NN = np.array(list(times.values())) - np.eye(len(different))
     means = dict(zip(different, (utilities_NN * others_NN).sum(1) / max(1, len(candidates) - 1), strict=True))
     return np.array([means[text] for text in candidates])
 
 
-def pairwise(metric: Any, texts: Sequence[str]) -> Array:
-    """Compute sacreBLEU's sentence-level score of each text, given each other one as the reference: (N, N)."""
-    rows = (measured("", metric, [text] * len(texts), texts) for text in texts)
-    return np.array([row.of_sums(row.statistics) for row in rows])
+def pairwise_chrf(texts: Sequence[str]) -> Array:
+    """Compute sacreBLEU's sentence-level chrF2 of each text, given each other one as the reference: (N, N)."""
+    ngrams = [extract_all_char_ngrams(text, CHARACTER_ORDERS, False) for text in texts]
+    columns = []
+    for order in range(CHARACTER_ORDERS):
+        counts_NG = _counts([found[order] for found in ngrams])
+        matches_NN = _matches(counts_NG)
+        columns += [*_totals(counts_NG), matches_NN]
+    return _of_pairs(columns, CHRF())
+
+
+def pairwise_bleu(texts: Sequence[str]) -> Array:
+    """Compute sacreBLEU's sentence-BLEU of each tokenised text, given each other one as the reference: (N, N)."""
+    ngrams = [extract_all_word_ngrams(text, 1, 4)[0] for text in texts]
+    by_order = [
+        [Counter({g: n for g, n in found.items() if len(g) == order}) for found in ngrams] for order in (1, 2, 3, 4)
+    ]
+    counts = [_counts(found) for found in by_order]
+    length_NN, reference_NN = _totals(counts[0])
+    matches = [_matches(counts_NG) for counts_NG in counts]
+    totals = [_totals(counts_NG)[0] for counts_NG in counts]
+    return _of_pairs([length_NN, reference_NN, *matches, *totals], BLEU(effective_order=True))
+
+
+def _counts(ngrams: Sequence[Counter[object]]) -> Array:
+    """Return how often each text has each n-gram that occurs in any: (N, G)."""
+    column = {ngram: number for number, ngram in enumerate(dict.fromkeys(ngram for found in ngrams for ngram in found))}
+    counts_NG = np.zeros((len(ngrams), len(column)))
+    for row, found in enumerate(ngrams):
+        counts_NG[row, [column[ngram] for ngram in found]] = list(found.values())
+    return counts_NG
+
+
+def _matches(counts_NG: Array) -> Array:
+    """Return the n-grams that two texts share, each as often as the one that has it less often: (N, N)."""
+    return np.stack([np.minimum(row_G, counts_NG).sum(1) for row_G in counts_NG])
+
+
+def _totals(counts_NG: Array) -> tuple[Array, Array]:
+    """Return the n-grams of the hypothesis (row) and of the reference (column) of each pair: two (N, N)."""
+    total_N = counts_NG.sum(1)
+    square = (len(total_N), len(total_N))
+    return np.broadcast_to(total_N[:, None], square), np.broadcast_to(total_N, square)
+
+
+def _of_pairs(columns: Sequence[Array], metric: Any) -> Array:
+    """Apply a metric to the statistics of all pairs: columns of (N, N) -> (N, N)."""
+    statistics_NNK = np.stack(columns, axis=-1)
+    scores = scores_of_sums(metric, statistics_NNK.reshape(-1, len(columns)))
+    return scores.reshape(statistics_NNK.shape[:2])

@@ -1,8 +1,12 @@
-"""The choice of sacreBLEU's tokeniser by target language: BLEU counts words, which not every script separates."""
+"""The choice of sacreBLEU's tokeniser by target language: BLEU counts words, which not every script separates.
+
+The language of files alone is not known, and their script decides.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from sacrebleu import utils
@@ -10,12 +14,16 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.text.scripts import BY_LANGUAGE
+from recipes.translation.text.scripts import BY_LANGUAGE, scripts_of
 
 WITHOUT_SPACES = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
 BY_SCRIPT = {"Hani": "zh", "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(WITHOUT_SPACES, "char")}
 """Tokenisers by the script of a language. All other languages use 13a, as in most papers."""
+
+
+LOOKED_AT = 1_000
+"""References from which the script is determined."""
 
 
 def tokenizer_of(language: str) -> str:
@@ -24,13 +32,25 @@ def tokenizer_of(language: str) -> str:
     return BY_SCRIPT.get(BY_LANGUAGE.get(code, ""), "13a")
 
 
-def tokenizer_for(name: str, language: str) -> str:
-    """Return `name`; for auto the tokeniser of the language.
+def tokenizer_of_text(text: str) -> str:
+    """Return the tokeniser of a text whose language nobody has named, by the script of more than half its letters."""
+    letters = sum(map(str.isalpha, text))
+    east_asian, kana, others = (
+        sum(not scripts_of(each).isdisjoint(scripts) for each in text)
+        for scripts in (("Hani", "Hira", "Kana"), ("Hira", "Kana"), WITHOUT_SPACES)
+    )
+    if 2 * east_asian > letters:
+        return "ja-mecab" if 20 * kana > east_asian else "zh"  # Chinese text has hardly any kana
+    return "char" if 2 * others > letters else "13a"
+
+
+def tokenizer_for(name: str, language: str, references: Sequence[str] = ()) -> str:
+    """Return `name`; for auto the tokeniser of the language or, without one, of the references' script.
 
     Raises ConfigError unless sacreBLEU has such a tokeniser, and everything that it needs is installed.
     """
     if name == "auto":
-        name = tokenizer_of(language)
+        name = tokenizer_of(language) if language else tokenizer_of_text("".join(references[:LOOKED_AT]))
     other = "choose another, such as char, with --data.tokenize (evaluate: --tokenize)"
     if name not in BLEU.TOKENIZERS:
         raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")

@@ -18,9 +18,10 @@ from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.scores import evaluate as evaluate_module
-from recipes.translation.scores.evaluate import evaluate, evaluate_each
+from recipes.translation.scores.compare import compare
+from recipes.translation.scores.evaluate import evaluate, evaluate_each, evaluate_files
 from recipes.translation.settings.config import SCHEMA, RunConfig, load_config
-from recipes.translation.text.bleu_tokenizers import tokenizer_for, tokenizer_of
+from recipes.translation.text.bleu_tokenizers import tokenizer_for, tokenizer_of, tokenizer_of_text
 from recipes.translation.training import validation as validation_module
 from recipes.translation.training.validation import Validation, nothing, validate
 from recipes.translation.translating.translate import translate
@@ -57,6 +58,37 @@ GERMAN = ["Der Zug nach Wien fährt um halb acht ab."]
 )
 def test_auto_follows_the_language(language: str, name: str) -> None:
     assert tokenizer_of(language) == name
+
+
+@pytest.mark.parametrize(
+    ("references", "name"),
+    [
+        (CHINESE, "zh"),
+        (JAPANESE, "ja-mecab"),
+        (THAI, "char"),
+        (["ភាសាខ្មែរ"], "char"),
+        (["မြန်မာဘာသာ"], "char"),
+        (["ພາສາລາວ"], "char"),
+        (["བོད་སྐད"], "char"),
+        (KOREAN, "13a"),  # written with spaces
+        ([*GERMAN, "Er heißt 李明."], "13a"),
+        ([*CHINESE, "Windows 11"], "zh"),
+    ],
+)
+def test_of_files_alone_the_script_decides(references: list[str], name: str) -> None:
+    assert tokenizer_of_text("".join(references)) == name
+
+
+def test_files_of_chinese_are_not_one_word_a_sentence(tmp_path: Path) -> None:
+    for file, lines in (("hypotheses", NEARLY), ("references", CHINESE)):
+        (tmp_path / file).write_text("".join(f"{line}\n" for line in lines))
+    (found,) = [
+        one for one in evaluate_files(tmp_path / "hypotheses", tmp_path / "references").measured if one.name == "bleu"
+    ]
+    assert found.score > 40
+    assert "|tok:zh|" in found.signature
+    compared = str(compare([str(tmp_path / "hypotheses")] * 2, tmp_path / "references"))
+    assert "tok:zh" in compared
 
 
 @pytest.mark.parametrize("name", ["13a", "intl", "char", "none", "zh"])
