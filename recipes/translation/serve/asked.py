@@ -32,16 +32,15 @@ class Translate:
 
     def answer(self, found: Sequence[Line]) -> dict[str, object]:
         """Return the translations, each with the line breaks of its text."""
-        fields: dict[str, object] = {"translatedText": self._texts(found, 0)}
-        others = range(1, self.wanted.n_best)
-        if others and self.several:
-            of_each = zip(*[self._texts(found, rank) for rank in others], strict=True)
-            fields["alternatives"] = [list(one) for one in of_each]
-        elif others:
-            fields["alternatives"] = [self._texts(found, rank) for rank in others]
+        best, *others = (self._texts(found, rank) for rank in range(self.wanted.n_best))
+        fields: dict[str, Any] = {"translatedText": best}
+        if others:
+            fields["alternatives"] = [list(of_text) for of_text in zip(*others, strict=True)]
+        if not self.several:
+            fields = {name: of_each[0] for name, of_each in fields.items()}
         return fields
 
-    def _texts(self, found: Sequence[Line], rank: int) -> Any:
+    def _texts(self, found: Sequence[Line], rank: int) -> list[str]:
         """Return the texts with the translation of this rank in each line, or the last of a line that has fewer."""
         each = iter(found)
         texts = []
@@ -52,9 +51,7 @@ class Translate:
                 end = "\r" * line.endswith("\r")
                 lines.append(translations[min(rank, len(translations) - 1)].text + end)
             texts.append("\n".join(lines))
-        if self.several:
-            return texts
-        return texts[0]
+        return texts
 
 
 def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Translate:

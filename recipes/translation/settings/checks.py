@@ -8,7 +8,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY, DecodingConfig
 from recipes.translation.settings.run import RunConfig
-from recipes.translation.settings.training import PARTS, save_interval
+from recipes.translation.settings.training import save_interval
 
 
 def check_together(config: RunConfig) -> None:
@@ -44,9 +44,6 @@ def check_together(config: RunConfig) -> None:
         check_decoder_only(config)
     check_teacher(config)
     check_lora(config)
-    for name in training.freeze:
-        if name not in PARTS:
-            raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
 
 
 def check_decoding(decoding: DecodingConfig) -> None:

@@ -189,8 +189,9 @@ class TrainingConfig:
     )
     freeze: tuple[str, ...] = setting(
         (),
-        "Parts that are not trained: any of encoder, decoder, source_embedding, target_embedding, generator. Parts "
-        "that share a weight (model.tie) are frozen together.",
+        f"Parts that are not trained: any of {', '.join(PARTS)}. Parts that share a weight (model.tie) are frozen "
+        "together.",
+        choices=tuple(PARTS),
     )
     lora_rank: int = setting(
         0,

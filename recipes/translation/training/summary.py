@@ -144,7 +144,8 @@ def summarize(
     Every rank calls it, as the model may be too large for one of them.
     """
     run = Path(config.run)
-    best = ranks.run_on_main(lambda: best_of(run))
+    folder = run / "best"
+    best = ranks.run_on_main(lambda: Validation.from_dict(load_facts(folder)) if whole_folder(folder) else None)
     files = ranks.run_on_main(lambda: tuple(sorted(path.name for path in run.iterdir() if path.name[0] != ".")))
     summary = Summary(run, state, steps, best, stopped_by, files)
     # Nobody who presses Ctrl-C wants to wait for translations
@@ -152,14 +153,7 @@ def summarize(
         return summary
     if is_hopeless(best):
         return replace(summary, advice=advice(config, state))
-    return replace(summary, samples=translated(run / "best", corpus, ranks))
-
-
-def best_of(run: Path) -> Validation | None:
-    """Return the best validation of a run; None if it has no best model yet."""
-    if whole_folder(run / "best") is None:
-        return None
-    return Validation.from_dict(load_facts(run / "best"))
+    return replace(summary, samples=translated(folder, corpus, ranks))
 
 
 def is_hopeless(best: Validation) -> bool:

@@ -104,6 +104,6 @@ def _begun(config: RunConfig, name: str, id_there: str, first: int) -> Tracker:
     if name == "trackio":
         # Found again by its name, which therefore must not be that of another folder's run
         own = {"name": f"{run.name}-{id_there}", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    project = os.environ.get(f"{name.upper()}_PROJECT", "seqpar")
+    project = os.environ.get({"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT"}[name], "seqpar")
     opened = import_module(name).init(project=project, config=flat(config), resume="allow", **own)
     return Tracker(name, opened.log, opened.finish)

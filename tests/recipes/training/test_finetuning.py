@@ -166,7 +166,11 @@ def test_a_model_of_another_architecture_is_refused(base: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("freeze", "message"),
     [
-        (["encoders"], r"^training\.freeze names 'encoders'; it can name encoder, decoder, source_embedding, "),
+        (
+            ["encoders"],
+            r"^training\.freeze \(command line\) expects a list, each one of encoder, decoder, source_embedding, .*; "
+            r"got 'encoders': did you mean encoder\?$",
+        ),
         (
             ["encoder", "source_embedding"],
             r"^training\.freeze names source_embedding but not target_embedding and generator; "
