@@ -55,7 +55,7 @@ test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, the examples
 	@echo "[test-tutorial] pytest, every block of the tutorials, every example, every training of the results"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m tutorial -q --durations=5 tests/tutorials tests/examples tests/test_documents.py
 
-test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (under a minute)
+test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (a minute or two)
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes/importing tests/recipes/export
 

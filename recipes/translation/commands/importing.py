@@ -14,7 +14,8 @@ def import_(argv: Sequence[str]) -> int:
     """Make a run of a model that others have published: OPUS-MT, M2M-100, NLLB-200 or mBART.
 
     The folder is one as Hugging Face transformers saves it: config.json, model.safetensors, generation_config.json and
-    all files of the tokenizer. Nothing is downloaded. A model of several languages becomes a run for two of them.
+    all files of the tokenizer. transformers, which has to be installed, reads it. Nothing is downloaded, and no code of
+    the folder is run. A model of several languages becomes a run for two of them.
 
     example:
     python -m recipes.translation import opus-mt-en-de --run runs/opus

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from models import PRESETS, TransformerConfig
-from models.presets import ARCHITECTURES, Activation, Tie
+from models.presets import ARCHITECTURES, Tie
 from recipes.translation.errors import CheckpointError
 
 PUBLISHED = {"marian": "opus_mt", "m2m_100": "m2m100", "mbart": "mbart"}
 """The name in `models.PRESETS` of each kind of model, by the `model_type` of config.json."""
-ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 
 
 def sizes_of(config: Any, where: str) -> TransformerConfig:
@@ -26,11 +25,6 @@ def sizes_of(config: Any, where: str) -> TransformerConfig:
         )
     preset = PRESETS[PUBLISHED[config.model_type]]
     assert isinstance(preset, TransformerConfig)
-    activation = config.activation_function
-    if activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{where}: activation_function is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}"
-        )
     if not config.scale_embedding:
         raise CheckpointError(
             f"{where}: scale_embedding is false, and the models here multiply token vectors by the square root of "
@@ -54,22 +48,16 @@ def sizes_of(config: Any, where: str) -> TransformerConfig:
             encoder_layers=config.encoder_layers,
             decoder_layers=config.decoder_layers,
             dropout=config.dropout,
-            activation=ACTIVATIONS[activation],
+            activation={"silu": "swish"}.get(config.activation_function, config.activation_function),
             max_positions=lengths,
         )
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def tie_of(model: Any, where: str) -> Tie:
+def tie_of(model: Any) -> Tie:
     """Return which of the vocabulary's matrices are one in a model of transformers, whatever config.json says."""
     source, target = (side.embed_tokens.weight for side in (model.model.encoder, model.model.decoder))
-    out = model.lm_head.weight
-    if target is out:
-        return "all" if source is out else "target"
-    if source is target or source is out:
-        raise CheckpointError(
-            f"{where}: the embeddings of both sides and lm_head.weight are two matrices: here they are one, or the "
-            "source has its own"
-        )
-    return "none"
+    if target is not model.lm_head.weight:
+        return "none"
+    return "all" if source is target else "target"

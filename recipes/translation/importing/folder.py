@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from recipes.translation.errors import CheckpointError
@@ -19,6 +19,8 @@ from recipes.translation.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 OWN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing but the folder is read, and none of its code is run."""
+ROOM = 2**26
+"""So many weights more than the files have bytes do no harm."""
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def check_room(folder: Path, config: Any) -> None:
         )
     layer = 4 * config.d_model + 2 * config.encoder_ffn_dim
     rows = config.vocab_size + config.max_position_embeddings + layer * (config.encoder_layers + config.decoder_layers)
-    if config.d_model * rows > there:
+    if config.d_model * rows > there + ROOM:
         raise CheckpointError(
             f"{folder}: by config.json the model has {config.d_model * rows:,} weights or more, and all files of "
             f"safetensors have {there:,} bytes: a file is missing, or belongs to another model"
@@ -84,12 +86,6 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], str]:
         else:
             found = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return {name: value for name, value in found.to_dict().items() if value is not None}, name
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer."""
-    with reading("the tokenizer", folder):
-        return AutoTokenizer.from_pretrained(folder, **OWN)
 
 
 def read_weights(folder: Path, config: Any) -> Any:

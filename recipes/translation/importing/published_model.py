@@ -15,14 +15,7 @@ from models.huggingface_names import huggingface_names
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.tensors import OneByOne
 from recipes.translation.importing.architectures import PUBLISHED, sizes_of, tie_of
-from recipes.translation.importing.folder import (
-    check_room,
-    read_config,
-    read_generation,
-    read_tokenizer,
-    read_weights,
-    reading,
-)
+from recipes.translation.importing.folder import check_room, read_config, read_generation, read_weights, reading
 from recipes.translation.importing.generation import decoding_of, lost_settings
 from recipes.translation.importing.tokenizer import Tokenizer, our_tokenizer
 from recipes.translation.run_folder.checkpoint import save_model
@@ -30,9 +23,6 @@ from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.run_folder.translator import Translator, fill_model, model_on_meta, tensors_of
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.text.sentencepiece_file import kind_of_model, model_of
-
-OFFSET = 2
-"""Rows of mBART's learned positions before that of the first token."""
 
 
 class Imported(NamedTuple):
@@ -70,14 +60,13 @@ def import_model(folder: Path, run: Path, source: str = "", target: str = "") ->
 def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
     """Return the model in `folder`, as a translator of the run, in float32 or, where it has float64, in float64."""
     config = read_config(folder)
-    where = str(folder / "config.json")
-    sizes = sizes_of(config, where)
+    sizes = sizes_of(config, str(folder / "config.json"))
     check_room(folder, config)
     generation, settings_file = read_generation(folder)
     start = generation.get("decoder_start_token_id", config.decoder_start_token_id)
-    tokenizer = our_tokenizer(read_tokenizer(folder), folder, config, start, (source, target))
+    tokenizer = our_tokenizer(folder, config, start, (source, target))
     theirs = read_weights(folder, config)
-    sizes = replace(sizes, tie=tie_of(theirs, str(folder)))
+    sizes = replace(sizes, tie=tie_of(theirs))
     subwords = (tokenizer.source, tokenizer.target)
     model = model_on_meta(sizes, *subwords).to(torch.promote_types(theirs.dtype, torch.float32))
     fill_model(model, our_weights(model, theirs, tokenizer.source_ids, tokenizer.target_ids), folder)
@@ -106,7 +95,7 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
         else:
             tensor = torch.cat([state[each] for each in huggingface_names(name)])
         if name.endswith("learned.weight"):
-            tensor = tensor[OFFSET:]
+            tensor = tensor[theirs.model.encoder.embed_positions.offset :]
         if name in rows:
             tensor = tensor[list(rows[name])]
         return tensor.to(own[name].dtype)

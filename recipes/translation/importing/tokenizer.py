@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sentencepiece
-from transformers import M2M100Tokenizer, MarianTokenizer, MBart50Tokenizer, MBartTokenizer, NllbTokenizer
+from transformers import (
+    AutoTokenizer,
+    M2M100Tokenizer,
+    MarianTokenizer,
+    MBart50Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+)
 
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.importing.folder import reading
+from recipes.translation.importing.folder import OWN, reading
 from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Vocabulary, order_of, pieces_in_order
 from recipes.translation.text.sentencepiece_file import model_of, with_pieces
@@ -31,13 +38,15 @@ class Tokenizer(NamedTuple):
     languages: tuple[str, str]
 
 
-def our_tokenizer(theirs: Any, folder: Path, config: Any, start: int | None, languages: tuple[str, str]) -> Tokenizer:
-    """Return what becomes of transformers' tokenizer, which is set to the languages.
+def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple[str, str]) -> Tokenizer:
+    """Return what becomes of the tokenizer in a folder.
 
     `start` is the id with which the decoder starts, and `languages` are those given by the user, or empty.
 
     Raises CheckpointError where the files contradict each other, and ConfigError for a language that is not there.
     """
+    with reading("the tokenizer", folder):
+        theirs = AutoTokenizer.from_pretrained(folder, **OWN)
     tags: dict[str, str] = {}
     if isinstance(theirs, MarianTokenizer):
         source, target = _marian(theirs, folder, config)

@@ -20,7 +20,7 @@ from models import beam_search, greedy
 from recipes.translation.commands import main
 from recipes.translation.data.batches import padded, padded_batch
 from recipes.translation.errors import CheckpointError
-from recipes.translation.importing.folder import read_config, read_generation, read_tokenizer
+from recipes.translation.importing.folder import read_config, read_generation
 from recipes.translation.importing.generation import decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.importing.tokenizer import our_tokenizer
@@ -85,7 +85,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = case.make(tmp_path_factory.mktemp("published") / "model", **case.options)
     ours = read_model(folder, Path("run"), *case.languages).translator
     start = read_generation(folder)[0]["decoder_start_token_id"]
-    tokenizer = our_tokenizer(read_tokenizer(folder), folder, read_config(folder), start, case.languages)
+    tokenizer = our_tokenizer(folder, read_config(folder), start, case.languages)
     ids = (torch.tensor(tokenizer.source_ids), torch.tensor(tokenizer.target_ids))
     return Pair(load_theirs(folder), ours, *ids, folder, case.languages)
 
