@@ -73,7 +73,9 @@ class TokenStore:
         """Map a store that `write_store` has written, or that `check_store` has found whole."""
         import pyarrow
 
-        digests: dict[str, str] = noted_in(folder / DIGESTS)
+        digests: dict[str, str] | None = noted_in(folder / DIGESTS)
+        if digests is None:  # something else stands where it should be
+            raise damaged(folder)
         tables = []
         for name in digests:
             with pyarrow.memory_map(str(folder / name)) as file:
@@ -88,10 +90,15 @@ def check_store(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     if noted_in(folder / DIGESTS) != _digests(folder):
-        raise DataError(
-            f"{folder} is damaged (its files do not have the SHA-256 of {DIGESTS}): remove it, and it is made again"
-        )
+        raise damaged(folder)
     return True
+
+
+def damaged(folder: Path) -> DataError:
+    """Return the error for a store whose files are not those that were written."""
+    return DataError(
+        f"{folder} is damaged (its files do not have the SHA-256 of {DIGESTS}): remove it, and it is made again"
+    )
 
 
 def _digests(folder: Path) -> dict[str, str]:

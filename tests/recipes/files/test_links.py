@@ -165,6 +165,8 @@ def test_what_a_command_writes_is_on_the_disk_before_it_has_its_name(commands: d
         for number, event in enumerate(found.events):
             if event.to is None or is_new(event.to) or event.to.name.endswith(".previous"):
                 continue
+            if any(is_new(folder) for folder in event.to.parents):  # which is flushed before it has its own name
+                continue
             before, after = found.events[:number], found.events[number:]
             for path in event.inside or (event.path,):
                 times = [now for now, each in enumerate(before) if each == Event("flushed", path)]

@@ -253,11 +253,11 @@ def test_evaluation_scores_what_the_model_says_against_the_references(
     assert f"|case:{'lc' if lowercase else 'mixed'}|" in found.scores["bleu_signature"]
 
 
-def test_files_alone_are_scored_by_13a_or_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_scored_by_their_script_or_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lines in (("h", NEARLY), ("r", CHINESE)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     words = ["evaluate", "--hypotheses", str(tmp_path / "h"), "--references", str(tmp_path / "r")]
-    for more, tokenize in (([], "13a"), (["--tokenize", "zh"], "zh"), (["--tokenize", "char"], "char")):
+    for more, tokenize in (([], "zh"), (["--tokenize", "char"], "char")):
         assert main([*words, *more]) == 0
         assert f"|tok:{tokenize}|" in capsys.readouterr().out
 
