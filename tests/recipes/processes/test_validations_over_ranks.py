@@ -45,6 +45,7 @@ def config_of(folder: Path, run: str, changes: dict[str, Any]) -> RunConfig:
         "training.batch_tokens": 200,
         "training.steps": 2,  # after which translations are random words; later they are empty for a while
         "training.accumulate": 2,
+        "training.seed": 2,
         "training.validate_every": 1,
         "training.validate_bleu": 7,
         "training.best_by": "chrf",
