@@ -261,15 +261,15 @@ def measure(world: int, rounds: int, sizes: Sizes) -> dict[str, float]:
     return medians | of_collectives
 
 
-def links_of(seconds: dict[str, float], world: int) -> tuple[Link, float]:
-    """Return the link and the microseconds of its start from two sizes of each collective."""
+def links_of(seconds: dict[str, float], world: int) -> tuple[Link, dict[Layout, float]]:
+    """Return the link from two sizes of each collective, and the microseconds of a start of those of each layout."""
     bandwidths = []
     for kind in KINDS:
         passes = 2 if kind == "all_reduce" else 1
         moved = passes * (LARGE_BYTES - SMALL_BYTES) * (world - 1) / world
         bandwidths.append((moved / (seconds[f"{kind} {LARGE_BYTES}"] - seconds[f"{kind} {SMALL_BYTES}"]),))
-    start = statistics.median(seconds[f"{kind} {SMALL_BYTES}"] for kind in KINDS)
-    return Link(0.0, *bandwidths), start * 1e6
+    reduce, gather, scatter = (1e6 * seconds[f"{kind} {SMALL_BYTES}"] for kind in KINDS)
+    return Link(0.0, *bandwidths), {"ddp": reduce, "fsdp": (2 * gather + scatter) / 3, "vocab": reduce}
 
 
 def here_table(worlds: list[int], rounds: int) -> str:
@@ -279,9 +279,9 @@ def here_table(worlds: list[int], rounds: int) -> str:
     parameters = sum(each.numel() for each in _model(sizes).parameters())
     for world in worlds:
         seconds = measure(world, rounds, sizes)
-        link, start = links_of(seconds, world)
+        link, starts = links_of(seconds, world)
         speeds = " / ".join(f"{each[0] / 1e9:.2f}" for each in link[1:])
-        print(f"{world} ranks: gloo {start:,.0f} us, {speeds} GB/s ({', '.join(KINDS)})")
+        print(f"{world} ranks: gloo {starts['ddp']:,.0f} us, {speeds} GB/s ({', '.join(KINDS)})")
         for layout in LAYOUTS:
             sequences = sizes.batch * world if layout == "vocab" else sizes.batch
             training = Training(
@@ -295,7 +295,7 @@ def here_table(worlds: list[int], rounds: int) -> str:
                 dtype="float32",
                 host=world,
                 within=link,
-                start=start,
+                start=starts[layout],
                 overlap="none",
             )
             alone = seconds[f"alone {sequences}"] if layout != "vocab" else world * seconds[f"part {sequences}"]
