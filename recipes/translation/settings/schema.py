@@ -29,6 +29,9 @@ SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 
+GONE = {"data.streaming": "false"}
+"""Settings that models saved by earlier versions have, and the values that mean what is done without them."""
+
 
 class _UnfitError(ValueError):
     """A value has the right type but is invalid; the message gives the reason."""
@@ -138,6 +141,9 @@ class Schema:
         given: dict[str, Setting] = {}
         line = node.start_mark.line + 1 if node.start_mark else 1
         for key, value, location in _entries(node, section, path, f"{path}:{line}: {what}"):
+            if key in GONE:
+                _check_gone(key, value, location)
+                continue
             self._check_known(key, location)
             if key in self.sections:
                 given |= self._read(value, key, path)
@@ -220,6 +226,14 @@ class Schema:
             if _is_list(setting.kinds[0]):
                 expected = f"a list, each {expected}"
         return f"{key} ({location}) expects {expected}"
+
+
+def _check_gone(key: str, node: yaml.Node, location: str) -> None:
+    if _shown(node) != repr(GONE[key]):
+        raise ConfigError(
+            f"{key} ({location}) is a setting of an earlier version: that version can export the model for Hugging "
+            "Face, and `import` reads the export"
+        )
 
 
 def nearest(word: str, valid: Sequence[str]) -> list[str]:

@@ -171,6 +171,10 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
     assert load_config(path, {"model.d_model": None, "model.tie": "null"}).model == ModelConfig()
 
 
+def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callable[[str], Path]) -> None:
+    assert load_config(written("data: {source: de, streaming: false}")) == load_config(written("data: {source: de}"))
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -202,6 +206,7 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("subwords: {joint: 1}", ["subwords.joint", "true or false"]),
         ("subwords: {vocab_size: 100}", ["from 261 up"]),
         ("subwords: {kind: word}", ["subwords.kind (", "run.yaml:1", "unigram, bpe"]),
+        ("data: {streaming: true}", ["data.streaming (", "run.yaml:1", "of an earlier version", "`import` reads"]),
         ("data: {format: txt}", ["data.format", "builtin, text, tsv", "did you mean text?"]),
         ("data: {train: [[a]]}", ["data.train", "a list, each text"]),
         ("data: {path: null}", ["data.path", "text", "got nothing"]),
