@@ -60,9 +60,13 @@ def test_every_step_and_collective_that_is_timed_runs_in_two_ranks(what):
 def test_a_links_bandwidth_is_what_two_sizes_differ_by():
     small, large = benchmark.SMALL_BYTES, benchmark.LARGE_BYTES
     passes = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-    seconds = {f"{x} {n}": 0.5 + passes[x] * n * 3 / 4 / 100 for x in passes for n in (small, large)}
-    link, start = benchmark.links_of(seconds, 4)
+    delays = {"all_reduce": 0.5, "all_gather": 0.25, "reduce_scatter": 0.125}
+    seconds = {f"{x} {n}": delays[x] + passes[x] * n * 3 / 4 / 100 for x in passes for n in (small, large)}
+    link, starts = benchmark.links_of(seconds, 4)
     assert link.hop == 0
     for bandwidths in link[1:]:
         assert bandwidths == pytest.approx((100,))
-    assert start == pytest.approx(1e6 * (0.5 + small * 3 / 4 / 100))
+    moved = small * 3 / 4 / 100
+    # A sum is two passes; FSDP2 gathers twice for each time that it reduces
+    assert starts["ddp"] == starts["vocab"] == pytest.approx(1e6 * (0.5 + 2 * moved))
+    assert starts["fsdp"] == pytest.approx(1e6 * ((2 * 0.25 + 0.125) / 3 + moved))
