@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
@@ -97,7 +96,7 @@ def test_a_decoder_alone_is_trained_in_parts_and_its_samples_are_those_of_one_de
 ) -> None:
     world, sizes = LAYOUTS[layout]
     changes = {
-        "subwords.vocab_size": 600,  # so that sentences are short enough for maps of attention
+        "subwords.vocab_size": 600,
         "training.precision": "float64",
         "training.steps": 3,
         "training.validate_bleu": 5,
@@ -110,8 +109,4 @@ def test_a_decoder_alone_is_trained_in_parts_and_its_samples_are_those_of_one_de
     for kind in ("loss", "valid_loss", "valid_chrf"):
         assert records(tmp_path / "run", kind) == pytest.approx(records(tmp_path / "one", kind), rel=1e-10), kind
     found, expected = (read_metrics(tmp_path / run / "samples.jsonl")[0]["samples"] for run in ("run", "one"))
-    assert [one["translation"] for one in found] == [one["translation"] for one in expected]
-    assert any("attention" in one for one in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        weights, true = (torch.tensor(each.get("attention", {}).get("weights", [])) for each in (ours, theirs))
-        torch.testing.assert_close(weights, true, rtol=0, atol=1.1e-3)  # they are rounded to three decimals
+    assert found == expected
