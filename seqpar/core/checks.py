@@ -439,9 +439,9 @@ def refuse_second_derivative(what: str, instead: str) -> None:
         raise RuntimeError(f"{asked}; use {instead} where you need one")
 
 
-def refuse_second_backward(stored: object, what: str) -> None:
-    """Raise RuntimeError if a backward has taken what forward stored."""
-    if stored is None:
+def refuse_second_backward(is_second: bool, what: str) -> None:
+    """Raise RuntimeError if an earlier backward has taken what forward stored."""
+    if is_second:
         again = f"backward went through {what} a second time"
         raise RuntimeError(f"{again}; call it again, or add the losses up first")
 

@@ -30,7 +30,7 @@ from seqpar.core.checks import (
     refuse_unknown_leaves,
 )
 from seqpar.core.chunks import Chunk
-from seqpar.core.graphs import graph_of_its_own
+from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
@@ -121,7 +121,7 @@ def chunked_gradient(
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
             inf.
-        RuntimeError: in backward, if it is the second one (the gradients were freed by the first), if
+        RuntimeError: in backward, if it is the second one for one of the tensors (the first has freed its gradient), if
             `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
             would be lost.
@@ -213,10 +213,11 @@ class _StoredGradient(torch.autograd.Function):
         ctx: Any, gradients: Gradients, loss: TokenLoss, chunks: int, *leaves: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.gradients = gradients
+        ctx.handed_out = set()
         ctx.any_chunks = chunks > 0
         # A criterion may return a constant 0 where it has nothing to sum: that is not the caller's mistake
         ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
-        ctx.leaves = len(leaves)
+        ctx.given = [t is not None for t in leaves]
         # Where no chunk stores a gradient
         without = () if chunks else enumerate(leaves)
         ctx.shapes = {i: _Shape(t.shape, t.dtype, t.device) for i, t in without if t is not None and t.requires_grad}
@@ -230,33 +231,42 @@ class _StoredGradient(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_transforms((upstream,))
         refuse_second_derivative(THIS, INSTEAD)
-        refuse_second_backward(ctx.gradients, THIS)
-        if ctx.is_detached and upstream is not None:
+        # Forward's first three arguments are not tensors and have no gradient
+        constants = (None,) * 3
+        # In the order of forward's leaves
+        grads: list[Tensor | None] = [None] * len(ctx.given)
+        asked = _leaves_asked_for(ctx)
+        # A zero-bubble pipeline asks for hidden's gradient first and for the parameters' in a second backward. Each is
+        # scaled and handed out once, and nothing is computed again
+        refuse_second_backward(not asked.isdisjoint(ctx.handed_out), THIS)
+        ctx.handed_out |= asked
+        if upstream is None:
+            return *constants, *grads
+        if ctx.is_detached:
             raise RuntimeError(
                 "the loss does not require grad, though hidden or a parameter does: something was detached in the "
                 "criterion (.detach(), torch.tensor(...)) or in the generator (torch.no_grad())"
             )
-        gradients: Gradients = ctx.gradients
-        # From here on the slots hold the only references, so that each one can free its gradient
-        ctx.gradients = None
-        # forward's first three arguments are not tensors and have no gradient
-        constants = (None,) * 3
-        # In the order of forward's leaves
-        grads: list[Tensor | None] = [None] * ctx.leaves
-        if upstream is None:
-            return *constants, *grads
         if not ctx.any_chunks:
             # Not 0 x upstream: with no tokens the caller may have divided by 0
             for i, shape in ctx.shapes.items():
                 grads[i] = shape.zeros()
             return *constants, *grads
+        gradients: Gradients = ctx.gradients
+        slots = (*gradients.per_token, *gradients.params)
         # d (factor x total) / d leaf = factor x (stored gradient / scale)
         factor = _divided(upstream, gradients.scale)
-        for i, slot in enumerate((*gradients.per_token, *gradients.params)):
-            # Each slot frees its gradient before the next one is scaled
-            if slot is not None:
+        for i in sorted(asked):
+            # Each slot holds the only reference to its gradient, and frees it before the next one is scaled
+            if (slot := slots[i]) is not None:
                 grads[i] = slot.release(factor)
         return *constants, *grads
+
+
+def _leaves_asked_for(ctx: Any) -> set[int]:
+    """Return the positions of the leaves whose gradients this backward wants."""
+    given = [i for i, is_given in enumerate(ctx.given) if is_given]
+    return {i for i, asked in zip(given, inputs_asked_for(ctx), strict=True) if asked}
 
 
 def leaf_copies(params: Sequence[Tensor]) -> tuple[Tensor, ...]:

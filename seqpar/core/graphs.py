@@ -85,6 +85,23 @@ def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
+def inputs_asked_for(node: Any) -> list[bool]:
+    """Return, for each tensor that an `autograd.Function` was applied to, whether this backward wants its gradient.
+
+    `ctx.needs_input_grad` says only which arguments required one in forward; `torch.autograd.grad` may want fewer.
+    """
+    return [parent is not None and _is_asked_for(parent) for parent, _ in node.next_functions]
+
+
+def _is_asked_for(node: Any) -> bool:
+    """Return whether the backward under way reaches a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # torch refuses to answer for a leaf whose gradient `torch.autograd.grad` returns: that one is asked for
+        return True
+
+
 def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
     """Yield each leaf that needs a gradient and that the result depends on."""
     for node in nodes_of_graph(result.grad_fn):

@@ -40,8 +40,8 @@ class ModelWithLoss(nn.Module):
     and the schedule takes `loss_fn=lambda hidden, target: engine(hidden, target).total / tokens` and
     `scale_grads=False`, because the loss is already divided by the tokens of the step and must not be divided by the
     number of micro-batches as well. The last stage's module should have the generator as a submodule, so that schedule
-    and optimizer see its parameters. GPipe, 1F1B and interleaved 1F1B work; zero-bubble schedules run the loss's
-    backward twice, which raises an error.
+    and optimizer see its parameters. GPipe, 1F1B, interleaved 1F1B and, from torch 2.13 on, the zero-bubble schedules
+    InterleavedZeroBubble, ZBVZeroBubble and DualPipeV work.
 
     Raises:
         RuntimeError: the model or the loss is already wrapped in DistributedDataParallel.

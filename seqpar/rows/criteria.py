@@ -94,7 +94,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         """Return upstream x the gradient, and 0 in the ignored rows."""
-        refuse_second_backward(ctx.stored, "the criterion")
+        refuse_second_backward(ctx.stored is None, "the criterion")
         refuse_second_derivative("the criterion", "torch.nn.functional.cross_entropy")
         made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None

@@ -1,5 +1,7 @@
 """One autograd node, one backward: what the engine promises to the training loop around it."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -27,6 +29,51 @@ def test_a_second_backward_is_a_clear_error_not_a_wrong_number():
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     assert torch.equal(generator.weight.grad, first)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("first", ["hidden", "weight"])
+def test_gradients_may_be_asked_for_in_backwards_of_their_own_each_with_its_factor(first, devices):
+    """As the zero-bubble pipelines do: hidden's gradient at once, the parameters' when the rank would wait."""
+    engine, generator, hidden, target = small(chunk_tokens=5, devices=devices)
+    plain = torch.nn.functional.cross_entropy(generator(hidden), target, reduction="sum")
+    expected = dict(zip(("hidden", "weight"), torch.autograd.grad(plain, (hidden, generator.weight)), strict=True))
+    wanted = {"hidden": hidden, "weight": generator.weight}
+    total = engine(hidden, target).total
+    for factor, name in zip((2.0, 0.25), sorted(wanted, key=lambda name: name != first), strict=True):
+        (grad,) = torch.autograd.grad(total, wanted[name], torch.tensor(factor).double(), retain_graph=True)
+        torch.testing.assert_close(grad, factor * expected[name], rtol=1e-12, atol=1e-14)
+    (bias_grad,) = torch.autograd.grad(total, generator.bias, retain_graph=True)
+    torch.testing.assert_close(bias_grad.sum(), torch.zeros(()).double(), rtol=0, atol=1e-12)
+    for tensor in (hidden, generator.weight, generator.bias):
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(total, tensor, retain_graph=True)
+
+
+def test_a_gradient_of_no_tokens_may_be_asked_for_once_as_well():
+    engine, generator, hidden, target = small()
+    total = engine(hidden, torch.full_like(target, -100)).total
+    for tensor in (hidden, generator.weight):
+        (grad,) = torch.autograd.grad(total, tensor, retain_graph=True)
+        assert torch.equal(grad, torch.zeros_like(tensor))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(total, tensor, retain_graph=True)
+
+
+def test_a_stored_gradient_is_freed_when_it_is_handed_out():
+    def stored():
+        gc.collect()
+        shapes = [tuple(o.shape) for o in gc.get_objects() if type(o) is torch.Tensor]
+        return shapes.count(tuple(hidden.shape)), shapes.count(tuple(generator.weight.shape))
+
+    engine, generator, hidden, target = small(rows=12, width=23, vocab_size=29, chunk_tokens=5)
+    hidden_before, weight_before = stored()
+    total = engine(hidden, target).total
+    assert stored() == (hidden_before + 1, weight_before + 1)
+    torch.autograd.grad(total, hidden, retain_graph=True)
+    assert stored() == (hidden_before, weight_before + 1)
+    torch.autograd.grad(total, generator.weight, retain_graph=True)
+    assert stored() == (hidden_before, weight_before)
 
 
 def test_leaves_of_the_graph_are_looked_for_in_one_chunk_of_a_loss(monkeypatch):

@@ -11,14 +11,16 @@ from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 import models
 import seqpar
-from seqpar.testing.ranks import RankError, ranks
+from seqpar.testing.ranks import ranks
 from tests.seqpar.distributed.layouts import assert_answers
 
 PAD, VOCAB, MICRO_BATCHES = 0, 13, 4
@@ -134,54 +136,57 @@ def head():
     return nn.Linear(6, VOCAB).double()
 
 
-def interleaved(rank, world, schedule):
-    """Four stages on two ranks, two each."""
-    group = dist.new_group(timeout=timedelta(seconds=6))  # one test ends in the timeout of the rank that waits
+# Each schedule, and which of the 2 x world stages it runs on a rank
+ROUND = {ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble}
+SCHEDULES_OF_TWO = [ScheduleInterleaved1F1B]
+# Those of older torch end at any autograd.Function
+if torch.__version__ >= (2, 13):
+    SCHEDULES_OF_TWO += [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
+
+
+def two_stages(rank, world, schedule, make_loss):
+    """Run a step of a decoder-only stack with two stages a rank, after a schedule; the last stage has the head."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
     generator, (_, tgt, target) = head(), batch()
-    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(ignore_index=PAD), chunk_tokens=2)
     tokens = int((target != PAD).sum())
-    blocks = {i: Block(i) for i in (rank, rank + 2)}
-    if rank == 1:
-        blocks[3].generator = generator  # the last stage's module has it, so the schedule knows its parameters
+    last = 2 * world - 1
+    # Side by side, or down the ranks and up again, so that rank 0 has the first stage and the last
+    blocks = {i: Block(i) for i in (rank, rank + world if schedule in ROUND else last - rank)}
+    if last in blocks:
+        blocks[last].generator = generator  # the last stage's module has it, so the schedule knows its parameters
+    loss = make_loss(generator)
+    losses = []
     with torch_may_warn():
-        stages = [PipelineStage(b, i, 4, torch.device("cpu"), group=group) for i, b in blocks.items()]
-        run = schedule(
-            stages,
-            MICRO_BATCHES,
-            loss_fn=lambda hidden, target: engine(hidden, target).total / tokens,
-            scale_grads=False,
-        )
-        losses = []
-        if rank == 0:
-            run.step(tgt)
-        else:
-            run.step(target=target, losses=losses)
+        stages = [PipelineStage(b, i, last + 1, torch.device("cpu"), group=group) for i, b in blocks.items()]
+        run = schedule(stages, 8, loss_fn=lambda hidden, target: loss(hidden, target) / tokens, scale_grads=False)
+        run.step(*[tgt][rank:], **({"target": target, "losses": losses} if last in blocks else {}))
     named = [(f"{i}.{n}", p) for i, b in blocks.items() for n, p in b.named_parameters() if "generator" not in n]
     named += [(f"head.{n}", p) for n, p in generator.named_parameters()]
-    return float(sum(loss.detach() for loss in losses)) * tokens, {n: p.grad for n, p in named}
+    return float(sum(loss.detach() for loss in losses)) * tokens, {n: p.grad for n, p in named if p.grad is not None}
 
 
-def test_interleaved_stages_of_a_decoder_only_stack_have_the_gradient_of_one_device():
-    blocks, generator, (_, tgt, target) = [Block(i) for i in range(4)], head(), batch()
+def chunked(generator):
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(ignore_index=PAD), chunk_tokens=2)
+    return lambda hidden, target: engine(hidden, target).total
+
+
+def one_process(world):
+    """Return the plain loss of the whole batch, and every gradient."""
+    blocks, generator, (_, tgt, target) = [Block(i) for i in range(2 * world)], head(), batch()
     logits = generator(nn.Sequential(*blocks)(tgt)).flatten(0, 1)
     total = nn.functional.cross_entropy(logits, target.flatten(), ignore_index=PAD, reduction="sum")
     (total / (target != PAD).sum()).backward()
     expected = {f"{i}.{n}": p.grad for i, b in enumerate(blocks) for n, p in b.named_parameters()}
     expected |= {f"head.{n}": p.grad for n, p in generator.named_parameters()}
-    (_, first), (value, last) = ranks(2, interleaved, ScheduleInterleaved1F1B)
-    assert_answers(
-        [(value, {n: last[n] if last.get(n) is not None else first[n] for n in expected})],
-        (
-            float(total.detach()),
-            expected,
-        ),
-    )
+    return float(total.detach()), expected
 
 
-def test_a_zero_bubble_schedule_is_refused_and_never_loses_a_gradient(capfd):
-    """It asks for the gradients of activations and of weights apart, and there is one backward."""
-    said = "backward went through the chunked loss a second time"
-    if torch.__version__ < (2, 13):
-        said = "_input_metadata"  # torch 2.11 ends before that, at any autograd.Function
-    with pytest.raises(RankError, match=said):
-        ranks(2, interleaved, ScheduleInterleavedZeroBubble)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES_OF_TWO, ids=lambda s: s.__name__)
+def test_stages_of_a_decoder_only_stack_have_the_gradient_of_one_device(schedule, world):
+    answers = ranks(world, two_stages, schedule, chunked)
+    together = {}
+    for _, grads in answers:
+        assert not together.keys() & grads.keys()
+        together |= grads
+    assert_answers([(sum(value for value, _ in answers), together)], one_process(world))
