@@ -176,7 +176,7 @@ def _step(model: nn.Module, group: ProcessGroup | None, reduces: bool = True, ti
             lambda batch: model(batch, target=batch),
             tokens_of=lambda batch: batch.numel(),
             model=model if reduces else None,
-            group=group,
+            group=group if reduces else seqpar.THIS_PROCESS,
         )
 
     return run

@@ -3,7 +3,7 @@
 from seqpar.core.chunked_gradient import chunked_gradient
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients, sum_over_ranks
-from seqpar.distributed.collectives import check_agreement, copy_to_group, group_sum
+from seqpar.distributed.collectives import THIS_PROCESS, check_agreement, copy_to_group, group_sum
 from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.sequence import join_time, next_token_targets, split_time, time_steps
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -21,6 +21,7 @@ from seqpar.multi_device.replicas import gather, replicate, scatter
 from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
 
 __all__ = [
+    "THIS_PROCESS",
     "CrossEntropy",
     "DataParallel",
     "LabelSmoothing",

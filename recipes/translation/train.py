@@ -151,7 +151,7 @@ def train_on(
                 layout.loss_of,
                 layout.tokens_of,
                 model=layout.reducer,
-                group=layout.groups.tokens,
+                group=layout.groups.tokens or seqpar.THIS_PROCESS,
                 agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
             )
             norm = layout.clip(settings.clip)

@@ -158,6 +158,11 @@ def check_dense(value: object, name: str) -> None:
         raise TypeError(f"{name} is {remedy}")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided and has data of its own."""
+    return not _why_not_dense(tensor, "")
+
+
 def _why_not_dense(tensor: Tensor, name: str) -> str:
     """Return why a tensor is not dense and how to make it so; an empty string if it is."""
     # First: a DTensor is strided, but its numbers are only this rank's

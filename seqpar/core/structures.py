@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
@@ -56,6 +56,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], structure: object) -> Any:
             leaf = function(leaf)
         mapped.append(leaf)
     return rebuild(structure, iter(mapped))
+
+
+def copy_containers(structure: object) -> Any:
+    """Return the structure in containers of its own, with the same leaves: what is taken out of the copy stays here."""
+    if isinstance(structure, (list, MutableMapping)):
+        made: Any = copy.copy(structure)
+        for key in range(len(made)) if isinstance(structure, list) else list(made):
+            made[key] = copy_containers(made[key])
+        return made
+    if isinstance(structure, tuple):
+        children = [copy_containers(child) for child in structure]
+        if all(new is old for new, old in zip(children, structure, strict=True)):
+            return structure
+        return type(structure)(*children) if hasattr(structure, "_fields") else type(structure)(children)
+    if _is_dataclass(structure):
+        made = copy.copy(structure)
+        for field in dataclasses.fields(structure):
+            object.__setattr__(made, field.name, copy_containers(getattr(structure, field.name)))
+        return made
+    return structure
 
 
 def describe(structure: object) -> str:

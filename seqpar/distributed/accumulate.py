@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_function, check_number, check_shapes, check_type
-from seqpar.core.structures import leaves, map_tensors
+from seqpar.core.structures import copy_containers, leaves, map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import (
+    THIS_PROCESS,
+    ThisProcess,
     broadcast_object,
     check_agreement,
     check_group,
@@ -28,6 +31,7 @@ from seqpar.distributed.collectives import (
     ranks_of,
     world_size,
 )
+from seqpar.distributed.micro_batches import MicroBatch, draw
 from seqpar.distributed.reducers import (
     called,
     check_has_all,
@@ -37,8 +41,6 @@ from seqpar.distributed.reducers import (
     without_remains,
 )
 from seqpar.distributed.torch_private import parameter_groups, records_static_graph
-
-MicroBatch = TypeVar("MicroBatch")
 
 
 class _Step(NamedTuple):
@@ -56,7 +58,7 @@ def accumulate_gradients(
     tokens_of: Callable[[MicroBatch], int | Tensor],
     *,
     model: nn.Module | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | ThisProcess | None = None,
     backward: Callable[[Tensor], object] = Tensor.backward,
     agree: Mapping[str, object] | None = None,
 ) -> TokenLoss:
@@ -81,17 +83,20 @@ def accumulate_gradients(
     after `zero_grad` the next step has only its own gradient, also with FSDP2.
 
     Args:
-        micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none.
-        loss_of: returns the summed loss of one micro-batch; with `model`, it calls the model.
+        micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none. All
+            are drawn before the first one runs, so a loader must not fill the same tensors again.
+        loss_of: returns the summed loss of one micro-batch; with `model`, it calls the model. It gets a copy of the
+            micro-batch's dicts and lists (not of its tensors), and may `pop` from them.
         tokens_of: returns the number of its targets that are not ignored, the same as `loss_of(m).tokens`.
         model: the module that reduces the gradients: a DistributedDataParallel, or a module `fully_shard` was called
             on. Both take the mean over ranks (leave FSDP2's divide factor unchanged), which is compensated for. None:
             gradients are this rank's contribution, and their sum over `group` is the gradient; `loss_of` must not
             call a module that reduces them.
         group: the ranks that gradients are reduced over and that hold different tokens. Ranks with the same tokens, as
-            with a split vocabulary, must not be in it: they would be counted twice. None is DDP's own group; without a
-            model, this process alone. FSDP2 needs an explicit group, of all ranks of its mesh (with HSDP, of both
-            axes): `dist.group.WORLD` where that is every rank.
+            with a split vocabulary, must not be in it: they would be counted twice. None is DDP's own group; FSDP2
+            needs an explicit group, of all ranks of its mesh (with HSDP, of both axes): `dist.group.WORLD` where that
+            is every rank. Without a model one is needed wherever there are several ranks:
+            `seqpar.THIS_PROCESS` if no other rank has tokens of this step.
         backward: takes the scaled loss, as `lambda loss: scaler.scale(loss).backward()`.
         agree: further values that must be the same on all ranks, by name (`{"step": step, "vocabulary": len(vocab)}`);
             no further collective is needed. The number and size of the parameters are always compared.
@@ -103,7 +108,8 @@ def accumulate_gradients(
     Raises:
         RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts different tokens from the losses. The
             call is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
-        ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or with a divide factor that is not
+        ValueError: on every rank: no rank has a micro-batch. Several ranks, and neither a model nor a group. A loader
+            that filled the memory of a micro-batch again. FSDP2 without a group, or with a divide factor that is not
             the number of its ranks; a group of ranks other than those that gradients are reduced over. A trainable
             parameter that nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
         TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
@@ -123,11 +129,10 @@ def accumulate_gradients(
     for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
         check_function(function, name)
     check_type(agree, "agree", (Mapping, NoneType), "a dict of names and the values that must be the same")
-    check_group(group)
-    # Iterated over twice, for the counts and for the losses; an iterator could give its items only once
-    mine = list(micro_batches)
     group = _group_of(model, group)
-    step = _exchange_counts(len(mine), _counted([tokens_of(m) for m in mine]), _facts(model, agree), group)
+    mine = draw(micro_batches)
+    tokens = _counted([tokens_of(copy_containers(m)) for m in mine])
+    step = _exchange_counts(len(mine), tokens, _facts(model, agree), group)
     longest = max(step.micro_batches)
     factors = [_loss_factor(model, step, group)] * len(mine)
     to_run = mine
@@ -144,7 +149,7 @@ def accumulate_gradients(
         reduce = i == longest - 1 or (i == 0 and records_static_graph(model))
         # Lightning prepares the reduction in its backward, others do so in the forward
         with without_remains(model), _reducing(model, reduce), called(model):
-            loss = _checked(loss_of(micro_batch))
+            loss = _checked(loss_of(copy_containers(micro_batch)))
             if i == 0 and model is not None:
                 check_has_all(loss.total, model)
             backward(loss.total * factors[i])
@@ -231,9 +236,20 @@ def _checked(loss: TokenLoss) -> TokenLoss:
     return loss
 
 
-def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
+def _group_of(model: nn.Module | None, group: ProcessGroup | ThisProcess | None) -> ProcessGroup | None:
     """Return the group to count tokens over, which is the one that the model reduces gradients over."""
+    alone = group is THIS_PROCESS
+    if isinstance(group, ThisProcess):
+        group = None
+    check_group(group)
     if model is None:
+        if group is None and not alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"neither model nor group is given, and there are {dist.get_world_size()} ranks; pass model=, the "
+                "DistributedDataParallel or the module of fully_shard, or group=, the ranks that have different tokens "
+                "(torch.distributed.group.WORLD is all), or group=seqpar.THIS_PROCESS if no other rank has tokens of "
+                "this step"
+            )
         return group
     if not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
@@ -245,11 +261,11 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
     check_reduces_all(model)
     # DDP says what its group is, FSDP2 does not
     own: ProcessGroup | None = getattr(model, "process_group", None)
-    if own is not None and group is None:
+    if own is not None and group is None and not alone:
         return own
-    if group is None:
+    if group is None and not alone:
         raise ValueError("name the group of ranks that FSDP2 reduces over: group=torch.distributed.group.WORLD for all")
-    counted = ranks_of(group)
+    counted = frozenset({dist.get_rank()}) if group is None else ranks_of(group)
     # Two handles of the same ranks are different objects, so ranks are compared
     reductions = (
         [(name or "the model", *parameters.reduction()) for name, parameters in parameter_groups(model)]

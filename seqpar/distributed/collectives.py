@@ -4,6 +4,7 @@ A collective that autograd goes through has an adjoint, which runs in backward: 
 gradients from every rank, so copying it is the adjoint of summing it, and the other way round.
 
 A `group` of None is this process alone: nothing is communicated. (`torch.distributed.group.WORLD` is all ranks.)
+`accumulate_gradients`, where a forgotten group would give a wrong gradient, asks for `THIS_PROCESS` instead.
 
 | forward | backward | name |
 |---|---|---|
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from numbers import Number
 from types import NoneType
 from typing import Any, TypeVar
@@ -35,6 +37,26 @@ from seqpar.core.checks import check_dense, check_integer, check_type
 from seqpar.core.structures import leaves
 
 Value = TypeVar("Value")
+
+
+class ThisProcess(Enum):
+    """A `group` of this process alone, for `accumulate_gradients`: no other rank has tokens of the step.
+
+    Example:
+        >>> weight = torch.ones(3, requires_grad=True)
+        >>> loss_of = lambda m: seqpar.TokenLoss((weight * m).sum(), torch.tensor(3))
+        >>> seqpar.accumulate_gradients([torch.ones(3)], loss_of, len, group=seqpar.THIS_PROCESS).tokens
+        tensor(3)
+    """
+
+    THIS_PROCESS = "seqpar.THIS_PROCESS"
+
+    def __repr__(self) -> str:
+        """Return how it is written."""
+        return self.value
+
+
+THIS_PROCESS = ThisProcess.THIS_PROCESS
 
 
 def check_group(group: object) -> None:

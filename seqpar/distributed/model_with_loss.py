@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -97,6 +97,20 @@ class ModelWithLoss(nn.Module):
             hidden, more = hidden
             extra |= more
         return self.loss(hidden, target, **extra)  # type: ignore[no-any-return]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield each module once, a submodule of both under the model's name alone, as in `state_dict`.
+
+        `torch.func.functional_call` puts a parameter with two names back twice, the second time as the one it was
+        called with.
+        """
+        seconds = () if remove_duplicate else tuple(self._shared_modules())
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            inner = name.removeprefix(f"{prefix}.") if prefix else name
+            if not any(inner == second or inner.startswith(f"{second}.") for second in seconds):
+                yield name, module
 
     def _refuse_replaced(self) -> None:
         """Raise RuntimeError if a submodule of both the model and the loss is now another one in one of them."""

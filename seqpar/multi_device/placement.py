@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -44,7 +44,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     """
     check_module(model, "model")
     check_type(parts, "parts", Mapping, "a dict, such as {'': 'cuda:0', 'head': 'cpu'}")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(_named_modules(model))
     for name in parts:
         if name not in modules:
             raise KeyError(
@@ -67,6 +67,14 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     return model
 
 
+def _named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield all submodules under all of their names, also those that a `ModelWithLoss` does not list twice."""
+    yield name, module
+    for own, child in module._modules.items():
+        if child is not None:
+            yield from _named_modules(child, f"{name}.{own}" if name else own)
+
+
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers of the module, but not those of its submodules."""
     # `_apply` is what `module.to` calls; it replaces a parameter's data, so that optimizers and ties keep the parameter
@@ -84,9 +92,14 @@ def _innermost(name: str, devices: Mapping[str, torch.device]) -> str | None:
 
 def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     """Raise TypeError or ValueError unless every tensor has data and goes to exactly one device."""
-    # By identity: with remove_duplicate=False a tied tensor is listed under each of its names
+    # By identity: a tied tensor is listed under each of its names
     homes: dict[int, tuple[str, torch.device]] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    named = (
+        (f"{name}.{own}" if name else own, tensor)
+        for name, module in _named_modules(model)
+        for own, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None
+    )
     for name, tensor in named:
         owner = _innermost(name.rpartition(".")[0], devices)
         if tensor.is_meta:

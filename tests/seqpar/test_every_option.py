@@ -51,7 +51,7 @@ def refusal(function: Callable[..., Any], *arguments: Any, **given: Any) -> str:
     return "agreed"
 
 
-def step(group: dist.ProcessGroup | None, agree: Mapping[str, object] | None = None) -> object:
+def step(group: Any, agree: Mapping[str, object] | None = None) -> object:
     return accumulated(micro_batches=[t(1, 3)], loss_of=dot, tokens_of=lambda _: 3, group=group, agree=agree)
 
 
@@ -73,7 +73,7 @@ def over_two_ranks(rank: int, world: int) -> dict[str, tuple[object, object]]:
         "VocabShard.of.group": (
             seqpar.VocabShard.of(V, None).vocab_size, seqpar.VocabShard.of(V, group).vocab_size
         ),
-        "accumulate_gradients.group": (step(None), step(group)),
+        "accumulate_gradients.group": (step(seqpar.THIS_PROCESS), step(group)),
         "accumulate_gradients.agree": (refusal(step, group), refusal(step, group, {"x": rank})),
         "check_agreement.facts": (
             refusal(seqpar.check_agreement, {"x": 1}, group), refusal(seqpar.check_agreement, {"x": rank}, group)
@@ -92,7 +92,9 @@ def over_two_ranks(rank: int, world: int) -> dict[str, tuple[object, object]]:
     }  # fmt: skip
 
 
-NOT_FOR_CALLERS = {"extra_repr"} | {f"VocabShard.{name}" for name in ("check", "meet", "locate", "gather", "rank")}
+NOT_FOR_CALLERS = {"extra_repr", "named_modules"} | {
+    f"VocabShard.{name}" for name in ("check", "meet", "locate", "gather", "rank")
+}
 """What only torch, and the losses themselves, call."""
 
 
@@ -108,6 +110,8 @@ def public_parameters() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name in names.__all__:
         public = getattr(names, name)
+        if not callable(public):
+            continue
         found[name] = parameters_of(public)
         methods = vars(public) if inspect.isclass(public) else {}
         for method in methods:

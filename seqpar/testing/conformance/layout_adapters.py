@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
-from seqpar.distributed.collectives import group_sum, rank_in, world_size
+from seqpar.distributed.collectives import THIS_PROCESS, group_sum, rank_in, world_size
 from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.cross_entropy import linear_cross_entropy
@@ -65,7 +65,7 @@ def seqpar_step(work: Work) -> Tensor | float | None:
         lambda batch: both(batch[0], target=batch[1]),
         lambda batch: (batch[1] != work.ignore_index).sum(),
         model=both if work.token_group else None,
-        group=work.token_group,
+        group=work.token_group or THIS_PROCESS,
         backward=lambda loss: (loss * work.loss_scale).backward(),
     )
     return done.mean

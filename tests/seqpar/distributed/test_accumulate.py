@@ -445,3 +445,33 @@ def test_the_graph_of_a_micro_batch_is_freed_before_the_next_ones_forward():
 
     seqpar.accumulate_gradients([torch.ones(3).double() for _ in range(4)], loss_of, len)
     assert len(Keeping.all_kept) == 4
+
+
+def without_group_or_model(rank, world, wrap):
+    """The refusal on this rank; then the gradient of one that is alone, and where it is."""
+    weight = torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)
+
+    def step(**given):
+        return seqpar.accumulate_gradients(
+            [torch.ones(3) * (rank + 1)], lambda m: seqpar.TokenLoss((m * weight).sum(), torch.tensor(3)), len, **given
+        )
+
+    with pytest.raises(ValueError, match="neither model nor group is given, and there are 2 ranks") as error:
+        step()
+    assert weight.grad is None
+    step(group=seqpar.THIS_PROCESS)
+    alone = weight.grad.tolist()
+    with torch_may_warn():
+        wrapped = globals()["wrap"](build(UNEVEN), wrap)
+        with pytest.raises(ValueError, match="over the 2 ranks") as other:
+            seqpar.accumulate_gradients([], len, len, model=wrapped, group=seqpar.THIS_PROCESS)
+    return str(error.value), str(other.value), alone
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_several_ranks_need_a_group_or_a_model_or_the_word_that_this_process_is_meant(wrap):
+    for rank, (refusal, other, alone) in enumerate(ranks(2, without_group_or_model, wrap)):
+        for way_out in ("model=", "group=", "torch.distributed.group.WORLD", "seqpar.THIS_PROCESS"):
+            assert way_out in refusal
+        assert f"group has the 1 ranks [{rank}]" in other
+        assert alone == [(rank + 1) / 3] * 3

@@ -263,3 +263,21 @@ def test_what_is_no_module_is_refused(part):
     parts = {"model": nn.Linear(1, 1), "loss": nn.Linear(1, 1)} | {part: 3}
     with pytest.raises(TypeError, match=f"{part} is a int; it must be a torch.nn.Module"):
         seqpar.ModelWithLoss(**parts)
+
+
+@pytest.mark.parametrize("around", [lambda both: both, lambda both: nn.ModuleDict({"inner": both})])
+def test_functional_call_puts_the_parameters_of_a_shared_generator_back(around):
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "generator": nn.Sequential(nn.Linear(3, 7))})
+    model.forward = lambda tokens: model["embed"](tokens)
+    both = seqpar.ModelWithLoss(model, seqpar.LossCompute(model["generator"], seqpar.CrossEntropy()))
+    outer = around(both)
+    if outer is not both:
+        outer.forward = lambda *inputs, **keywords: both(*inputs, **keywords)
+    own = dict(outer.named_parameters())
+    other = {name: torch.randn_like(p).requires_grad_() for name, p in own.items()}
+    tokens = torch.randint(7, (2, 5))
+    loss = torch.func.functional_call(outer, other, (tokens,), {"target": tokens})
+    loss.total.backward()
+    assert all(p.grad is not None for p in other.values())
+    assert all(p is own[name] for name, p in outer.named_parameters())
+    assert list(dict(outer.named_parameters(remove_duplicate=False))) == list(own) == list(outer.state_dict())

@@ -104,7 +104,7 @@ def step(rank, world, case, cut):
             lambda m: wrapped(*m[:-1], target=m[-1]),
             count_tokens(case),
             model=wrapped if cut.wrapper else None,
-            group=group,
+            group=group or seqpar.THIS_PROCESS,
             backward=lambda loss: (loss * case.factor).backward(),
         )
     return (float(loss.total), gradients_of(wrapped)), int(loss.tokens)

@@ -215,14 +215,16 @@ def _steps() -> Iterator[Case]:
         yield equals(
             f"accumulate_gradients, {kind}", partial(_summed, made), torch.tensor(12.0).double(), torch.tensor(4)
         )
+    alone = partial(_summed, lambda: [2, 2], group=seqpar.THIS_PROCESS)
+    yield equals("accumulate_gradients, this process", alone, torch.tensor(12.0).double(), torch.tensor(4))
     counts = {"a tensor": torch.tensor, "a float": float, "a float tensor": lambda m: torch.tensor(float(m))}
     for kind, tokens_of in counts.items():
         call = partial(_summed, lambda: [2, 2], tokens_of)
         yield equals(f"accumulate_gradients, tokens_of {kind}", call, torch.tensor(12.0).double(), torch.tensor(4))
 
 
-def _summed(made: Callable[[], Any], tokens_of: Callable[[int], Any] = int) -> tuple[Tensor, ...]:
-    return tuple(step(micro_batches=made(), tokens_of=tokens_of)[:2])
+def _summed(made: Callable[[], Any], tokens_of: Callable[[int], Any] = int, **given: Any) -> tuple[Tensor, ...]:
+    return tuple(step(micro_batches=made(), tokens_of=tokens_of, **given)[:2])
 
 
 def _shards() -> Iterator[Case]:
