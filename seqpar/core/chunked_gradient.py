@@ -29,8 +29,9 @@ from seqpar.core.checks import (
     refuse_transforms,
     refuse_unknown_leaves,
 )
-from seqpar.core.chunks import Chunk
+from seqpar.core.chunks import Chunk, recording
 from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
+from seqpar.core.row_independence import ask, ask_alone, change_in_company
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
@@ -120,7 +121,7 @@ def chunked_gradient(
     Raises:
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
-            inf.
+            inf; a `per_chunk`, called for the first time, whose loss of a few rows is not the sum of each row's own.
         RuntimeError: in backward, if it is the second one for one of the tensors (the first has freed its gradient), if
             `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
@@ -141,6 +142,7 @@ def chunked_gradient(
     _check_arguments(per_chunk, per_token, params, empty)
     check_loss_scale(loss_scale)
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
+    _refuse_joined_rows(per_chunk, chunks, per_token, params)
     return differentiable_sum(
         AutogradChunkLoss(per_chunk, leaf_copies(params)), chunks, PlainLeaves(per_token, params, empty), loss_scale
     )
@@ -159,6 +161,53 @@ def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Seq
     for i, tensor in enumerate(per_token):
         fits = tensor.dim() > 0 and len(tensor) == len(per_token[0])
         check_shapes(fits, "of one row for each token", **{f"per_token[{i}]": tensor, "per_token[0]": per_token[0]})
+
+
+ASKED_ROWS = 4
+"""How many rows `per_chunk` is asked about, together and alone."""
+
+MOST_ASKED = 256
+"""How many functions are remembered as asked."""
+
+_asked: dict[object, None] = {}
+
+
+def _refuse_joined_rows(
+    per_chunk: PerChunk, chunks: Sequence[Chunk], per_token: Sequence[Tensor], params: Sequence[Tensor]
+) -> None:
+    """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once."""
+    asked = (_code_of(per_chunk), torch.is_grad_enabled())
+    chunk = next((chunk for chunk in chunks if not isinstance(chunk, slice) or chunk.stop - chunk.start > 1), None)
+    if asked in _asked or chunk is None or recording(per_token[0].device):
+        return
+    row_K = torch.arange(len(per_token[0]), device=per_token[0].device)[chunk][:ASKED_ROWS]
+    ends = tuple(p.detach() for p in params)
+
+    def total(given: Sequence[Tensor]) -> Tensor:
+        *rows, row_K = given
+        some = slice(int(row_K[0]), int(row_K[-1]) + 1) if isinstance(chunk, slice) else row_K
+        return _checked(per_chunk(ends, tuple(rows), some)).total
+
+    forked = [row_K.device] if row_K.device.type == "cuda" else []
+    with torch.random.fork_rng(forked), graph_of_its_own():
+        rows = [*(t[row_K] for t in per_token), row_K]
+        together = ask(total, rows)
+        change = change_in_company(together, ask_alone(total, rows))
+        # A random loss cannot be compared with itself
+        if not change.is_rounding and change_in_company(together, ask(total, rows)).is_rounding:
+            raise ValueError(
+                f"per_chunk joins rows: {change}. It is called on some rows at a time, so its loss must be a sum of "
+                "one term per row that depends on that row alone; add what joins rows to the loss afterwards"
+            )
+    for earliest in list(_asked)[: 1 - MOST_ASKED]:
+        del _asked[earliest]
+    _asked[asked] = None
+
+
+def _code_of(function: Any) -> object:
+    """Return what a function runs, and the functions that it takes from around it; a class of anything else."""
+    cells = getattr(function, "__closure__", None) or ()
+    return getattr(function, "__code__", type(function)), tuple(_code_of(cell.cell_contents) for cell in cells)
 
 
 def differentiable_sum(

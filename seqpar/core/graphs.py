@@ -110,6 +110,11 @@ def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
             yield node.variable
 
 
+def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
+    """Return the dtypes of all tensors between the leaves and the result."""
+    return {made.dtype for node in nodes_of_graph(result.grad_fn) for made in node._input_metadata}
+
+
 def nodes_of_graph(first: Any) -> Iterator[Any]:
     """Yield the node and all those before it in forward, the nearest first."""
     if first is None:

@@ -35,15 +35,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import CPU_BUDGET, recording
 from seqpar.core.graphs import graph_of_its_own
+from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.formula_match import check_class_weight
 from seqpar.engine.module_calls import Parts, calls_of, parts_of
 from seqpar.engine.pair import Project, criterion_loss, project
 from seqpar.engine.shards import Shard, check_targets, rows_of
 from seqpar.linear.leaves import product_dtype
-from seqpar.linear.scored_loss import largest_difference
 from seqpar.multi_device.replicas import bind
 
 PROBE_ROWS = 4
@@ -55,9 +55,11 @@ ROUNDING = torch.finfo(torch.bfloat16).eps ** 0.5
 REPEATS = 16
 """How often the same rows must give the same result before a module counts as deterministic."""
 
-NOT_ADDITIVE = 0.02
-"""The relative difference allowed between a criterion's sum over some rows and the sum over their halves. In low
-precision eight roundings are allowed if that is more."""
+MOST_COMPANY = 128
+"""The most rows in whose company a criterion is asked for each row: a hundredth, that it may leave out, is one."""
+
+COMPANY_BYTES = CPU_BUDGET
+"""The most bytes of these rows' scores; of a large vocabulary there are fewer."""
 
 CLOSE = 1e-3
 """The relative difference of a buffer's sum that rounding may make, in any dtype."""
@@ -224,7 +226,10 @@ class _Probe:
                 logits_KV = first_scores(copy["generator"], scores, shape, self.rows, self.names, self.target_shape)
                 check_classes(logits_KV.size(-1))
                 check_class_weight(self.head["criterion"], logits_KV.size(-1))
-                is_checked = self._criterion_adds_up(copy["criterion"], logits_KV)
+                # Refuses a number that is not a tensor
+                criterion_loss(copy["criterion"], logits_KV, self.target_K)
+                with torch.set_grad_enabled(self.wanted), graph_of_its_own():
+                    is_checked = self._criterion_adds_up(copy, logits_KV)
                 self._buffers_add_up(before, copy)
             mixed = self._mixed_by_gradient(scores)
             # Before the generator may be asked in evaluation mode
@@ -259,39 +264,49 @@ class _Probe:
         device = self.target_K.device
         return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
-    def _criterion_adds_up(self, criterion: nn.Module, logits_KV: Tensor) -> bool:
+    def _criterion_adds_up(self, copy: nn.ModuleDict, logits_KV: Tensor) -> bool:
         """Raise ValueError unless the loss is a sum over rows; return False if these rows cannot show it.
 
-        That is so if the loss is 0 or not finite. A criterion with random losses cannot be asked, and passes.
+        That is so if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
+        be asked, and passes.
         """
+        criterion, rows = _widened(copy["criterion"], self._criterion_rows(logits_KV))
+        rows[0].requires_grad_(self.wanted)
+        least = product_dtype(rows[0])
 
         def total(rows: Sequence[Tensor]) -> Tensor:
             logits_KV, target_K = rows
             return criterion_loss(criterion, logits_KV, target_K).total.sum()
 
-        rows = (logits_KV, self.target_K)
-        whole = total(rows)
-        halves = torch.stack([total(half) for half in _halves(rows)]).sum()
-        twice = total(_beside_themselves(rows))
-        # 0 = 0 + 0 holds for a mean as well
-        if whole == 0 or not whole.isfinite():
-            return False
-        allowed = max(
-            NOT_ADDITIVE, *(8 * torch.finfo(t.dtype).eps for t in (logits_KV, whole) if t.is_floating_point())
-        )
-        if max(largest_difference(halves, whole), largest_difference(twice, 2 * whole)) <= allowed:
-            return True
-        # Random, for example by sampled classes: no two sums of it can be compared
-        if not _repeats(lambda: total(rows), whole, 0):
-            return True
-        # The most likely mistake has a message of its own
-        wrong = "it does not add up; it must return a sum of one term per row"
-        if largest_difference(twice, whole) <= allowed:
-            wrong = "it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
-        raise ValueError(
-            f"the criterion gives {float(whole):.6g} for {PROBE_ROWS} rows and {float(halves):.6g} as the sum over "
-            f"their two halves, and {float(twice):.6g} for the same rows twice, so {wrong}"
-        )
+        # Once as it is, and if it is random, for example by dropout, once more without that
+        for _ in range(2):
+            alone = ask_alone(total, rows, least)
+            for company_K in _companies(len(rows[1]), rows[0]):
+                some = [t[company_K] for t in rows]
+                together = ask(total, some, least)
+                if not together.values.isfinite() or not any(t.any() for t in (together.values, *together.gradients)):
+                    return False
+                change = change_in_company(together, alone, company_K)
+                if change.is_rounding:
+                    continue
+                again = (ask(total, some, least) for _ in range(REPEATS))
+                if all(change_in_company(together, other).is_rounding for other in again):
+                    raise ValueError(_not_a_sum(together, alone, company_K, change))
+                break
+            else:
+                return True
+            criterion.eval()
+        return True
+
+    def _criterion_rows(self, logits_KV: Tensor) -> list[Tensor]:
+        """Return different rows for the criterion, of which some have the same target: it may join just those.
+
+        The others are between two rows each, and nearer to 0: of a batch of one token they differ as well.
+        """
+        nearer_1 = torch.linspace(0.9, 0.5, PROBE_ROWS - 1, device=logits_KV.device).to(logits_KV).unsqueeze(1)
+        between_KV = (logits_KV[1:] + logits_KV[:-1]) / 2 * nearer_1
+        targets_K = [self.target_K, self.target_K[:1].expand(len(between_KV))]
+        return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K)]
 
     def _buffers_add_up(self, before: dict[str, Buffer], called: nn.ModuleDict) -> None:
         """Raise ValueError unless all that calls have changed are sums over rows, on which the scores do not depend."""
@@ -422,6 +437,53 @@ def _usual_culprit(generator: nn.Module) -> str:
     norms = [module for module in generator.modules() if isinstance(module, _BatchNorm)]
     names = sorted({type(norm).__name__ for norm in norms if norm.training or norm.running_mean is None})
     return f" ({', '.join(names)} takes statistics over the batch)" if names else ""
+
+
+def _companies(rows: int, logits_KV: Tensor) -> list[Tensor]:
+    """Return the companies in which so many different rows are asked: each of them once, and each many times.
+
+    In the one no quantile is a row's own; in the other there are enough for a share of the rows.
+    """
+    place_K = torch.arange(MOST_COMPANY, device=logits_KV.device)
+    many = min(MOST_COMPANY, max(2 * rows, COMPANY_BYTES // (4 * logits_KV.size(1))))
+    return [place_K[:rows], place_K[:many] % rows]
+
+
+def _widened(criterion: nn.Module, rows: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    """Return the criterion and its rows in float32 where they are narrower, if it takes that.
+
+    There rounding is far below what a criterion may do to rows.
+    """
+    if rows[0].dtype.itemsize >= 4:
+        return criterion, rows
+    wide = [rows[0].float(), *rows[1:]]
+    tensors = [*criterion.parameters(), *criterion.buffers()]
+    copy = bind(criterion, {id(t): t.detach().float() for t in tensors if t.is_floating_point()})
+    # A tensor that is neither a parameter nor a buffer keeps its dtype
+    with contextlib.suppress(Exception):
+        criterion_loss(copy, *wide)
+        return copy, wide
+    return criterion, rows
+
+
+BESIDE = "a loss that joins rows (CTC, contrastive, the hardest of a batch) is a second term beside the engine's"
+
+
+def _not_a_sum(together: Answer, alone: Answer, company: Tensor, change: Change) -> str:
+    """Return what is wrong with a criterion that gives rows something else in company, in words."""
+    size = len(company)
+    separately = alone.values[company].sum()
+    # The most likely mistake has a message of its own
+    if largest_difference(together.values * size, separately) <= together.rounding:
+        wrong = "it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
+    elif change.value <= change.rounding:
+        wrong = f"but {change}, so it does not add up; it must return a sum of one term per row; {BESIDE}"
+    else:
+        wrong = f"it does not add up; it must return a sum of one term per row that depends on that row alone; {BESIDE}"
+    return (
+        f"the criterion gives {float(together.values):.6g} for {size} rows and {float(separately):.6g} as the sum over "
+        f"each of them alone, so {wrong}"
+    ).replace(", so but ", ", but ")
 
 
 def _halves(rows: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

@@ -7,7 +7,6 @@ J given classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from seqpar.core.checks import check_floating, check_function, check_shapes, ref
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
+from seqpar.core.row_independence import Answer, ask_alone, change_in_company, largest_difference, rounding_of
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
@@ -28,9 +28,6 @@ Loss = Callable[..., Tensor]
 """(scores, **per-token tensors) -> one number for each row."""
 
 PASSED = "and is not an argument of it; pass it as a per-token keyword of target's shape, or detach it"
-
-DIFFERENT = 1e-3
-"""A difference between values of the same row, relative to the largest, that is not rounding."""
 
 
 @outside_graphs
@@ -176,7 +173,7 @@ class _LossByAutograd:
                 "tensor (.detach(), torch.no_grad())"
             )
         refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
-        mixed = self._mixed_by_gradient(loss_K, leaves) or self._mixed_by_value(loss_K.detach(), scores, rows)
+        mixed = self._mixed(loss_K, scores, rows, leaves)
         if mixed:
             raise ValueError(
                 f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
@@ -184,50 +181,58 @@ class _LossByAutograd:
                 "token_scores"
             )
 
-    def _mixed_by_gradient(self, loss_K: Tensor, leaves: list[Tensor]) -> str:
-        """Return that the loss of some rows has a gradient in others, if it has; a nan is not evidence of it."""
-        if not loss_K.requires_grad:
-            return ""
-        place_K = torch.arange(len(loss_K), device=loss_K.device)
-        # With equal weights a softmax over rows would have the gradient 0
-        weight_K = 1 + (place_K + 1.0).sin().to(loss_K.dtype) / 2
-        for some_K in (place_K % 2 == 0, place_K < (len(loss_K) + 1) // 2):
-            for own_K in (some_K, ~some_K):
-                grads = torch.autograd.grad(
-                    loss_K, leaves, weight_K.where(own_K, 0), retain_graph=True, allow_unused=True
-                )
-                if any(t is not None and bool((t[~own_K].abs() > 0).any()) for t in grads):
-                    return "a row's loss has a gradient in other rows"
-        return ""
+    def _mixed(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> str:
+        """Return how the loss of a row depends on other rows, in words; "" if it does not."""
+        grads: tuple[Tensor, ...] = ()
+        if loss_K.requires_grad:
+            grads = _gradients(loss_K, leaves, torch.ones_like(loss_K))
+            if _is_joined(loss_K, leaves, grads):
+                return "a row's loss has a gradient in other rows"
+        # What acts on some rows only, such as those above the median, acts on the largest or the smallest
+        some = torch.stack([loss_K.argmax(), loss_K.argmin()])
+        together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), rounding_of(loss_K, loss_K.dtype))
+        given = {name: t for name, t in scores._asdict().items() if t is not None}
 
-    def _mixed_by_value(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> str:
-        """Return how much the loss of a row changes with other rows and their order, in words; "" if not."""
+        def called(tensors: Sequence[Tensor]) -> Tensor:
+            some_scores = scores._replace(**dict(zip(given, tensors, strict=False)))
+            return self._called(some_scores, tensors[len(given) :])
+
         cuda = [loss_K.device] if loss_K.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(cuda):
-            half = slice(len(loss_K) // 2)
+        with torch.random.fork_rng(cuda):
+            alone = ask_alone(called, [t[some] for t in (*given.values(), *rows)])
+            change = change_in_company(together, alone)
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
             turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)
-            different = max(
-                largest_difference(loss_K[half], self._called(*_rows(scores, rows, half))),
-                largest_difference(loss_K[turned_K], self._called(*_rows(scores, rows, turned_K))),
-            )
+            turned = self._called(*_rows(scores, rows, turned_K))
+            change = change._replace(value=max(change.value, largest_difference(loss_K[turned_K], turned)))
             # A random loss has other values in every call
-            if different <= DIFFERENT or largest_difference(loss_K, self._called(scores, rows)) > DIFFERENT:
+            if change.is_rounding or largest_difference(loss_K, self._called(scores, rows)) > change.rounding:
                 return ""
-        return f"a row's loss changes with the other rows and their order, by {different:.2g} of the largest"
+        return str(change)
 
 
-def _rows(scores: Scores, rows: list[Tensor], which: Any) -> tuple[Scores, list[Tensor]]:
+def _rows(scores: Scores, rows: list[Tensor], which_K: Tensor) -> tuple[Scores, list[Tensor]]:
     """Return some rows."""
-    some = Scores(*(None if t is None else t[which] for t in scores))  # type: ignore[arg-type]
-    return some, [t[which] for t in rows]
+    some = Scores(*(None if t is None else t[which_K] for t in scores))  # type: ignore[arg-type]
+    return some, [t[which_K] for t in rows]
 
 
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference relative to the largest number, over numbers that are finite in both."""
-    a = a.float()
-    b = b.float()
-    # A masked class has -inf in every row, and -inf - -inf is nan
-    finite = a.isfinite() & b.isfinite()
-    largest = max(float(t.where(finite, 0).abs().max()) for t in (a, b))
-    return float((a - b).where(finite, 0).abs().max()) / largest if largest else 0.0
+def _gradients(loss_K: Tensor, leaves: list[Tensor], upstream_K: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradient of a weighted sum of the losses in each leaf."""
+    found = torch.autograd.grad(loss_K, leaves, upstream_K, retain_graph=True, allow_unused=True)
+    return tuple(torch.zeros_like(t) if grad is None else grad for t, grad in zip(leaves, found, strict=True))
+
+
+def _is_joined(loss_K: Tensor, leaves: list[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether the loss of some rows has a gradient in others; a nan is not evidence of it.
+
+    If not, a row's weight is a factor of that row's gradient; powers of 2 are factors without a rounding.
+    """
+    place_K = torch.arange(len(loss_K), device=loss_K.device)
+    # Another one for each of 17 neighbours
+    weight_K = torch.exp2(((7 * place_K) % 17 - 8).to(loss_K.dtype))
+    for weighted, grad in zip(_gradients(loss_K, leaves, weight_K), grads, strict=True):
+        weight = weight_K.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1))
+        if bool(((weighted - weight * grad).abs() > 8 * torch.finfo(grad.dtype).eps * (weight * grad).abs()).any()):
+            return True
+    return False

@@ -1,0 +1,141 @@
+"""Compare what a function gives for rows in company with what it gives for each row alone.
+
+A loss may be computed chunk by chunk if each row's share of it, in value and in gradient, depends on that row alone:
+
+    sum over the rows:  f(rows) = sum_i f(row_i)
+    gradient:           d f(rows) / d row_i = d f(row_i) / d row_i
+
+Both are exact for a sum of one term a row, so any difference above rounding is a row that looks at others: hard-example
+mining, a quantile, a weight by the batch's mean, a contrastive term, a mean.
+
+Shape suffixes: K rows in company, M of them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.core.graphs import dtypes_of_graph, graph_of_its_own
+
+ROUNDINGS = 10_000
+"""How many roundings of the least precise dtype a product of any width, behind an exponential, may differ by."""
+
+OfRows = Callable[[Sequence[Tensor]], Tensor]
+"""(one tensor for each argument, (K, ...)) -> a result for each row (K, ...), or their sum, one number."""
+
+
+class Answer(NamedTuple):
+    """What a function gives for some rows."""
+
+    values: Tensor
+    """(K, ...) for the rows, or the sum over them, one number."""
+    gradients: tuple[Tensor, ...]
+    """Those of the sum with respect to each argument that requires one, (K, ...); none if the result requires none."""
+    rounding: float
+    """The relative difference that rounding may make."""
+
+
+class Change(NamedTuple):
+    """The largest differences between rows in company and the same rows alone, relative to the largest number."""
+
+    value: float
+    gradient: float
+    rounding: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether both are no more than rounding may make."""
+        return max(self.value, self.gradient) <= self.rounding
+
+    def __str__(self) -> str:
+        if self.gradient > self.rounding:
+            return f"a row's gradient changes with the other rows, by {self.gradient:.2g} of the largest"
+        return f"a row's loss changes with the other rows and their order, by {self.value:.2g} of the largest"
+
+
+def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.float32) -> Answer:
+    """Return what the function gives for these rows, with the gradients in those that require one.
+
+    Args:
+        least: the least precise dtype it is taken to compute in, where no graph tells.
+    """
+    leaves = [t.detach().requires_grad_(torch.is_grad_enabled() and t.requires_grad) for t in rows]
+    with graph_of_its_own():
+        # Copies, because a function may change its input in place, and autograd forbids that for a leaf
+        values = function([t.clone() if t.requires_grad else t for t in leaves])
+        if not values.requires_grad:
+            return Answer(values.detach(), (), rounding_of(values, least))
+        rounding = rounding_of(values, least)
+        wanted = [t for t in leaves if t.requires_grad]
+        found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
+    grads = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(wanted, found, strict=True))
+    return Answer(values.detach(), tuple(grads), rounding)
+
+
+def ask_alone(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.float32) -> Answer:
+    """Return what the function gives for each of these rows by itself, one after the other."""
+    answers = [_alone(function, [t[i : i + 1] for t in rows], least) for i in range(len(rows[0]))]
+    values = torch.stack([answer.values for answer in answers])
+    gradients: tuple[Tensor, ...] = ()
+    if all(answer.gradients for answer in answers):
+        gradients = tuple(map(torch.cat, zip(*(answer.gradients for answer in answers), strict=True)))
+    return Answer(values, gradients, max(answer.rounding for answer in answers))
+
+
+def _alone(function: OfRows, row: Sequence[Tensor], least: torch.dtype) -> Answer:
+    """Return what the function gives for one row; beside itself, if it does not take one row (a `squeeze`)."""
+    try:
+        answer = ask(function, row, least)
+        return answer._replace(values=answer.values.reshape(answer.values.shape[1:]))
+    except Exception:
+        values, gradients, rounding = ask(function, [torch.cat([t, t]) for t in row], least)
+    return Answer(values[0] if values.dim() else values / 2, tuple(g[:1] for g in gradients), rounding)
+
+
+def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = None) -> Change:
+    """Return by how much rows in company differ from the same rows alone.
+
+    Args:
+        row_K: of each row in company, which of the rows alone it is; None for the same rows in the same order.
+    """
+    values = alone.values if row_K is None else alone.values[row_K]
+    if together.values.dim() < values.dim():
+        # The company has given one number, their sum; the sizes of its terms say what rounding may make of it
+        value = float((values.sum() - together.values).abs() / values.abs().sum().clamp(min=TINY))
+        value = value if torch.isfinite(values).all() and torch.isfinite(together.values) else 0.0
+    else:
+        value = largest_difference(values, together.values)
+    gradient = 0.0
+    for own, other in zip(alone.gradients, together.gradients, strict=False):
+        gradient = max(gradient, largest_difference(own if row_K is None else own[row_K], other))
+    return Change(value, gradient, max(together.rounding, alone.rounding))
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def rounding_of(result: Tensor, least: torch.dtype) -> float:
+    """Return what rounding may make of a result: by the least precise dtype in its graph, else by `least`."""
+    dtypes = {result.dtype, *dtypes_of_graph(result)}
+    if result.grad_fn is None:
+        dtypes.add(least)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    # Half of the digits, where so many roundings are more
+    return float(min(ROUNDINGS * eps, eps**0.5))
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference relative to the largest number, over numbers that are finite in both."""
+    wider = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    a = a.detach().to(wider)
+    b = b.detach().to(wider)
+    # A masked class has -inf in every row, and -inf - -inf is nan
+    finite = a.isfinite() & b.isfinite()
+    if not finite.any():
+        return 0.0
+    largest = max(float(t.where(finite, 0).abs().max()) for t in (a, b))
+    return float((a - b).where(finite, 0).abs().max()) / largest if largest else 0.0

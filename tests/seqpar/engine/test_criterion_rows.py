@@ -1,0 +1,177 @@
+"""A criterion must give each row in company what it gives it alone, in value and in gradient: found in every dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+
+V = 11
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+class Of(nn.Module):
+    """A criterion that is a function of scores and targets."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.function(self, logits, target)
+
+
+def each(logits, target):
+    return F.cross_entropy(logits, target, reduction="none")
+
+
+def of_losses(change):
+    return lambda self, z, y: change(each(z, y))
+
+
+def pulled_together(self, z, y):
+    """Supervised contrastive: rows of one target attract each other."""
+    same = (y[:, None] == y[None, :]).to(z.dtype)
+    near = F.normalize(z, dim=-1) @ F.normalize(z, dim=-1).mT
+    return each(z, y).sum() - 0.1 * (same * near).sum() / 2 + 0.1 * near.diagonal().sum() / 2
+
+
+def by_frequency(self, z, y):
+    return (each(z, y) / torch.bincount(y, minlength=V)[y]).sum()
+
+
+def dropped_mean(self, z, y):
+    return each(self.dropout(z), y).mean()
+
+
+JOINING = {
+    "the harder half": of_losses(lambda x: x.topk(max(1, len(x) // 2)).values.sum()),
+    "all but the hardest hundredth": of_losses(lambda x: x.sort().values[: max(1, int(0.99 * len(x)))].sum()),
+    "above the mean": of_losses(lambda x: x[x >= x.mean()].sum()),
+    "above a detached mean": of_losses(lambda x: (x * (x >= x.detach().mean())).sum()),
+    "clamped at a quantile": of_losses(lambda x: x.clamp(max=x.detach().double().quantile(0.9).to(x)).sum()),
+    "weights by a softmax over rows": of_losses(lambda x: (x * x.detach().softmax(0) * len(x)).sum()),
+    "weights by the batch's mean": of_losses(lambda x: (x * (1 + 0.01 * x.detach().mean())).sum()),
+    "weights that add up to the number of rows": of_losses(lambda x: (x * (x / x.mean()).detach()).sum()),
+    "the hardest twice": of_losses(lambda x: x.sum() + x.max()),
+    "a spread": of_losses(lambda x: x.sum() + 0.01 * x.std(correction=0) * len(x)),
+    "the neighbour": of_losses(lambda x: (x * x.roll(1).detach()).sum()),
+    "a mean with dropout": dropped_mean,
+    "a pull between rows": pulled_together,
+    "the frequency of a target in the batch": by_frequency,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", JOINING)
+def test_a_criterion_that_looks_at_other_rows_is_refused_whatever_the_rows(name, dtype):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Of(JOINING[name]), chunk_tokens=16)
+        hidden = torch.randn(40, 4).to(dtype).requires_grad_()
+        with pytest.raises(ValueError, match=r"does not add up|takes a mean"):
+            engine(hidden, torch.randint(V, (40,)))
+
+
+@pytest.mark.parametrize("name", [n for n in JOINING if "mean" not in n or "detached" in n])
+def test_it_is_found_in_evaluation_by_the_value_or_has_none(name):
+    torch.manual_seed(0)
+    criterion, generator = Of(JOINING[name]).eval(), nn.Linear(4, V).double()
+    hidden, target = torch.randn(40, 4).double(), torch.randint(V, (40,))
+    with torch.no_grad(), pytest.raises(ValueError, match="does not add up"):
+        seqpar.LossCompute(generator, criterion, chunk_tokens=16)(hidden, target)
+
+
+def allowed(self, z, y):
+    """Smoothing over the classes of a row's own half."""
+    mask = (torch.arange(V, device=z.device) % 2)[None, :] == (y % 2)[:, None]
+    q = 0.1 * mask / mask.sum(-1, keepdim=True) + 0.9 * F.one_hot(y, V)
+    return -(q.to(z.dtype) * z.log_softmax(-1)).sum()
+
+
+ALONE = {
+    "focal": lambda self, z, y: ((1 - (-each(z, y)).exp()).square() * each(z, y)).sum(),
+    "poly": lambda self, z, y: (each(z, y) + 1 - (-each(z, y)).exp()).sum(),
+    "smoothing over allowed classes": allowed,
+    "in float32 inside": lambda self, z, y: each(z.float(), y).sum(),
+    "in bfloat16 inside": lambda self, z, y: each((z.bfloat16() * 2).to(z.dtype), y).sum(),
+    "dropout": lambda self, z, y: each(self.dropout(z), y).sum(),
+    "noise": lambda self, z, y: (each(z, y) * torch.rand_like(z[:, 0])).sum(),
+    "a margin": lambda self, z, y: F.multi_margin_loss(z.float(), y, reduction="sum"),
+    "a squeeze": lambda self, z, y: F.cross_entropy(z.squeeze(), y, reduction="sum"),
+    "a penalty on scores": lambda self, z, y: (each(z, y) + 1e-4 * z.logsumexp(-1).square()).sum(),
+    "a clamp": of_losses(lambda x: x.clamp(max=2.5).sum()),
+    "at a low temperature": lambda self, z, y: F.cross_entropy(z / 0.01, y, reduction="sum"),
+    "cosines": lambda self, z, y: F.cross_entropy(64 * F.normalize(z, dim=-1), y, reduction="sum"),
+    "one shape more": lambda self, z, y: each(z, y).sum().reshape(1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_sum_of_one_term_a_row_is_never_refused(name, dtype):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Of(ALONE[name]), chunk_tokens=16)
+        engine((3 * torch.randn(40, 4)).to(dtype).requires_grad_(), torch.randint(V, (40,)))
+
+
+def test_a_random_mean_is_found_where_evaluation_makes_it_repeat_itself():
+    engine = seqpar.LossCompute(nn.Linear(4, V), Of(dropped_mean))
+    with pytest.raises(ValueError, match="takes a mean"):
+        engine(torch.randn(9, 4), torch.randint(V, (9,)))
+
+
+def median_mask(scores):
+    return scores.log_prob * (scores.log_prob.detach() < scores.log_prob.detach().median())
+
+
+def test_a_loss_of_scores_that_masks_by_a_statistic_is_refused_whatever_the_rows():
+    for seed in range(30):
+        torch.manual_seed(seed)
+        hidden, weight = torch.randn(50, 4, requires_grad=True), torch.randn(V, 4)
+        with pytest.raises(ValueError, match="loss mixes rows: a row's "):
+            seqpar.scored_loss(hidden, weight, torch.randint(V, (50,)), median_mask)
+
+
+def by_chunk(change, target):
+    def per_chunk(params, rows, chunk):
+        losses = each(rows[0] @ params[0].mT, target[chunk])
+        return seqpar.TokenLoss(change(losses), torch.tensor(len(losses)))
+
+    return per_chunk
+
+
+@pytest.mark.parametrize("chunks", [[slice(0, 7), slice(7, 20)], [torch.arange(7), torch.arange(7, 20)]])
+@pytest.mark.parametrize("name", ["the harder half", "above a detached mean", "the neighbour"])
+def test_a_function_of_chunks_that_joins_rows_is_refused_after_one_that_does_not(name, chunks):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(20, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
+    target, empty = torch.randint(V, (20,)), seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+    for change in (torch.sum, lambda x: x.square().sum()):
+        loss = seqpar.chunked_gradient(by_chunk(change, target), chunks, [hidden], [weight], empty)
+        (mine,) = torch.autograd.grad(loss.total, hidden)
+        (plain,) = torch.autograd.grad(change(each(hidden @ weight.mT, target)), hidden)
+        torch.testing.assert_close(mine, plain)
+    joining = JOINING[name].__closure__[0].cell_contents
+    with pytest.raises(ValueError, match="per_chunk joins rows"):
+        seqpar.chunked_gradient(by_chunk(joining, target), chunks, [hidden], [weight], empty)
+
+
+def test_a_function_of_chunks_is_asked_once():
+    calls = []
+    hidden, target = torch.randn(20, 4), torch.randint(4, (20,))
+
+    def per_chunk(params, rows, chunk):
+        calls.append(len(rows[0]))
+        return seqpar.TokenLoss(each(rows[0], target[chunk]).sum(), torch.tensor(len(rows[0])))
+
+    empty = seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+    seqpar.chunked_gradient(per_chunk, [slice(0, 20)], [hidden], [], empty)
+    calls.clear()
+    seqpar.chunked_gradient(per_chunk, [slice(0, 20)], [hidden], [], empty)
+    assert calls == [20]
