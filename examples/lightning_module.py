@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 import seqpar
-from seqpar.integrations.lightning import accumulated_step
+from seqpar.integrations.accumulate import accumulate_step
 
 PAD = 0
 VOCAB = 200
@@ -34,7 +34,8 @@ class Tagger(LightningModule):
         """Take one optimizer step for a list of micro-batches."""
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        loss = accumulated_step(
+        loss = accumulate_step(
+            self.trainer,
             self,
             micro_batches,
             lambda batch: self.engine(self.trunk(batch[0]), batch[1]),

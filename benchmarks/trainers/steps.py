@@ -172,13 +172,13 @@ def of_accelerate(size: Size, ours: bool, measured: Measured) -> None:
     """Take a step of a loop on Accelerate."""
     from accelerate import Accelerator
 
-    from seqpar.integrations.accelerate import accumulated_step
+    from seqpar.integrations.accumulate import accumulate_step
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(with_loss(size) if ours else Decoder(size, logits=True))
     tokens = size.tokens()
     if ours:
-        measured(lambda: accumulated_step(accelerator, model, [tokens], partial(own_loss, model), count))
+        measured(lambda: accumulate_step(accelerator, model, [tokens], partial(own_loss, model), count))
     else:
         measured(lambda: accelerator.backward(plain_loss(model, tokens)))
 
@@ -187,13 +187,13 @@ def of_fabric(size: Size, ours: bool, measured: Measured) -> None:
     """Take a step of a loop on Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    from seqpar.integrations.fabric import accumulated_step
+    from seqpar.integrations.accumulate import accumulate_step
 
     fabric = Fabric(accelerator="cpu", devices=1)
     model = fabric.setup_module(with_loss(size) if ours else Decoder(size, logits=True))
     tokens = size.tokens()
     if ours:
-        measured(lambda: accumulated_step(fabric, model, [tokens], partial(own_loss, model), count))
+        measured(lambda: accumulate_step(fabric, model, [tokens], partial(own_loss, model), count))
     else:
         measured(lambda: fabric.backward(plain_loss(model, tokens)))
 
@@ -202,7 +202,7 @@ def of_lightning(size: Size, ours: bool, measured: Measured) -> None:
     """Take a step of Lightning's Trainer, whose own loop calls backward where the loss is plain."""
     from lightning.pytorch import LightningModule, Trainer
 
-    from seqpar.integrations.lightning import accumulated_step
+    from seqpar.integrations.accumulate import accumulate_step
 
     class Training(LightningModule):
         def __init__(self) -> None:
@@ -213,7 +213,7 @@ def of_lightning(size: Size, ours: bool, measured: Measured) -> None:
         def training_step(self, tokens: Tensor, index: int) -> Tensor | None:
             if not ours:
                 return plain_loss(self.model, tokens)
-            measured(lambda: accumulated_step(self, [tokens], partial(own_loss, self.model), count))
+            measured(lambda: accumulate_step(self.trainer, self, [tokens], partial(own_loss, self.model), count))
             return None
 
         def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:

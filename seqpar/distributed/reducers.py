@@ -62,19 +62,25 @@ def reducer_in(model: nn.Module) -> nn.Module | None:
     return found[0] if found else None
 
 
-def reducer_over(ranks: int, model: nn.Module, made_by: str) -> nn.Module | None:
-    """Return what reduces the gradients of a model over ranks, None for one rank; `made_by` returns such a model.
+def reducer_over(ranks: int, model: nn.Module, way_out: str) -> nn.Module | None:
+    """Return what reduces the gradients of a model over ranks, None for one rank.
 
-    Raises TypeError for a model that nothing reduces, and for the first FSDP; ValueError as `reducer_in`.
+    Raises TypeError, with the way out, for a model that nothing reduces; for the first FSDP over ranks, and for
+    DeepSpeed; ValueError as `reducer_in`.
     """
+    if any(type(module).__name__ == "DeepSpeedEngine" for module in model.modules()):
+        raise TypeError(
+            "model is a DeepSpeedEngine, whose backward divides and reduces in its own way; use DDP or FSDP2, or give "
+            "the engine loss.total / tokens of the whole step yourself"
+        )
     if ranks == 1:
         return None
     refuse_fsdp1(model)
     reducer = reducer_in(model)
     if reducer is None:
         raise TypeError(
-            f"there are {ranks} ranks and no DDP or FSDP2 reduces the gradients of this {type(model).__name__}; pass "
-            f"the model that {made_by} returned, or call seqpar.accumulate_gradients"
+            f"there are {ranks} ranks and no DDP or FSDP2 reduces the gradients of this {type(model).__name__}; "
+            f"{way_out}, or call seqpar.accumulate_gradients"
         )
     return reducer
 

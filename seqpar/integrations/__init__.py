@@ -11,9 +11,7 @@
 | `trl_head` | read the output embeddings and PEFT's adapters on them, and check them against the model's own logits |
 | `trl_options` | refuse the options of TRL's trainers that need the logits of all tokens |
 | `trl_statistics` | the statistics of logits that TRL logs |
-| `lightning` | `accumulated_step` for manual optimisation |
-| `accelerate` | `accumulated_step` for your own training loop |
-| `fabric` | `accumulated_step` for your own training loop with Lightning Fabric |
+| `accumulate` | `accumulate_step` for loops on Accelerate, Lightning Fabric and Lightning's Trainer |
 | `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
 | `spmd_types` | the types of the collectives and losses, for the checker of `spmd_types`: `apply_spmd_types` |
 | `fairseq` | a criterion for fairseq's trainer |

@@ -38,7 +38,7 @@ GIVEN = {
     "seqpar.integrations.trl.AppliedScores": "for_sft",
     "seqpar.integrations.trl.allow_head_adapter": "for_sft",
     "seqpar.integrations.trl_distillation.AppliedDistillation": "for_distillation",
-    "seqpar.integrations.accelerate.accumulated_step": "no_accelerator",
+    "seqpar.integrations.accumulate.accumulate_step": "no_accelerator",
     "seqpar.integrations.fairseq.ChunkedCrossEntropy": "fairseq_model",
     "seqpar.integrations.opennmt.apply_seqpar_loss": "opennmt_trainer",
     "seqpar.integrations.spmd_types.apply_spmd_types": "fake_mesh",

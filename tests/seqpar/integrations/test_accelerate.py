@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from seqpar.integrations.accelerate import accumulated_step
+from seqpar.integrations.accumulate import accumulate_step
 from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.small_seq2seq import (
     as_one_batch,
@@ -43,7 +43,7 @@ def stepped(rank, world, counts, fsdp=None):
     plain = with_loss()
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
     before = [whole(p.detach()).clone() for p in plain.parameters()]
-    loss = accumulated_step(
+    loss = accumulate_step(
         accelerator, model, micro_batches(counts[rank], rank), lambda m: loss_of(model, m), tokens_of
     )
     got = whole_gradients(plain)
@@ -99,13 +99,13 @@ def test_stock_accumulation_is_a_mean_of_means():
 def test_an_accelerator_that_divides_itself_is_refused():
     accelerator = fresh_accelerator(4)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
-        accumulated_step(accelerator, with_loss(), micro_batches(1, 0), lambda m: None, tokens_of)
+        accumulate_step(accelerator, with_loss(), micro_batches(1, 0), lambda m: None, tokens_of)
 
 
 def refused(rank, world):
     accelerator, model = fresh_accelerator(), with_loss()
     with pytest.raises(TypeError, match="2 ranks and no DDP or FSDP2 reduces the gradients of this ModelWithLoss"):
-        accumulated_step(accelerator, model, micro_batches(1, 0), lambda m: loss_of(model, m), tokens_of)
+        accumulate_step(accelerator, model, micro_batches(1, 0), lambda m: loss_of(model, m), tokens_of)
     return True
 
 
@@ -115,3 +115,20 @@ def test_a_model_that_was_not_prepared_for_its_ranks_is_refused():
         assert pool.call(refused) == [True, True]
     finally:
         pool.close()
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """A stand-in by name: the real one is made on an accelerator."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("wrap", [DeepSpeedEngine, lambda m: torch.nn.Sequential(DeepSpeedEngine(m))])
+def test_an_engine_of_deepspeed_is_refused_on_one_rank_too(wrap):
+    accelerator = fresh_accelerator()
+    with pytest.raises(
+        TypeError, match="model is a DeepSpeedEngine, whose backward divides and reduces in its own way"
+    ):
+        accumulate_step(accelerator, wrap(with_loss()), micro_batches(1, 0), lambda m: None, tokens_of)

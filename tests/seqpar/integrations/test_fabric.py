@@ -6,7 +6,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from seqpar.integrations.fabric import accumulated_step
+from seqpar.integrations.accumulate import accumulate_step
 from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.small_seq2seq import (
     as_one_batch,
@@ -41,7 +41,7 @@ def stepped(rank, world, counts, how):
     fabric = fabric_with(world, how)
     plain = with_loss()
     model = fabric.setup_module(plain)
-    loss = accumulated_step(fabric, model, micro_batches(counts[rank], rank), lambda m: loss_of(model, m), tokens_of)
+    loss = accumulate_step(fabric, model, micro_batches(counts[rank], rank), lambda m: loss_of(model, m), tokens_of)
     return whole_gradients(plain), loss.mean
 
 
@@ -70,7 +70,7 @@ def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts, how):
 def refused(rank, world):
     fabric, model = fabric_with(world, "ddp"), with_loss()
     with pytest.raises(TypeError, match="2 ranks and no DDP or FSDP2 reduces the gradients of this ModelWithLoss"):
-        accumulated_step(fabric, model, micro_batches(1, 0), lambda m: loss_of(model, m), tokens_of)
+        accumulate_step(fabric, model, micro_batches(1, 0), lambda m: loss_of(model, m), tokens_of)
     return True
 
 

@@ -2,8 +2,6 @@
 
 import os
 import tempfile
-from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from seqpar.integrations.lightning import accumulated_step
+from seqpar.integrations.accumulate import accumulate_step
 from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.small_seq2seq import (
     as_one_batch,
@@ -37,7 +35,7 @@ class Translation(LightningModule):
     def training_step(self, batches, index):
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        loss = accumulated_step(self, batches, lambda m: loss_of(self.both, m), tokens_of)
+        loss = accumulate_step(self.trainer, self, batches, lambda m: loss_of(self.both, m), tokens_of)
         self.seen.append((whole_gradients(self.both), loss.mean))
         optimizer.step()
 
@@ -66,7 +64,7 @@ def fitted(rank, world, counts, kind=Translation):
     steps = [micro_batches(counts[rank], 10 * step + rank) for step in range(2)]
     module = kind()
     strategy = "auto"
-    if kind is not Translation:
+    if kind in (Sharded, InTwo, InNone):
         strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     elif world > 1:
         strategy = "ddp"
@@ -116,7 +114,7 @@ def refused(rank, world):
     with pytest.raises(ValueError, match="2 modules each reduce their own gradients, FSDPLossCompute and FSDPTrunk"):
         fitted(rank, world, [1, 1], InTwo)
     with pytest.raises(
-        TypeError, match=r"nothing in this InNone reduces the gradients over ranks; .* call fully_shard"
+        TypeError, match=r"no DDP or FSDP2 reduces the gradients of this InNone; call fully_shard\(.*\["
     ):
         fitted(rank, world, [1, 1], InNone)
     return True
@@ -154,13 +152,37 @@ def test_stock_accumulation_is_a_mean_of_means():
     assert relative_error(module.seen[0], as_one_batch(batches)[0]) > 0.05
 
 
-def test_a_module_that_is_optimised_automatically_is_refused():
-    with pytest.raises(ValueError, match="Translation is optimised automatically"):
-        accumulated_step(Translation(automatic=True), micro_batches(1, 0), lambda m: None, tokens_of)
+class Wrong(Translation):
+    def training_step(self, batches, index):
+        accumulate_step(*self.arguments(), batches, lambda m: loss_of(self.both, m), tokens_of)
 
 
-def test_a_strategy_that_is_not_known_is_refused():
-    trainer = SimpleNamespace(strategy=Fraction())
-    module = SimpleNamespace(automatic_optimization=False, trainer=trainer, manual_backward=None)
-    with pytest.raises(TypeError, match="strategy is a Fraction; accumulated_step supports one device, DDP and"):
-        accumulated_step(module, micro_batches(1, 0), lambda m: None, tokens_of)
+class Automatic(Wrong):
+    def __init__(self):
+        super().__init__(automatic=True)
+
+    def arguments(self):
+        return self.trainer, self
+
+
+class Part(Wrong):
+    def arguments(self):
+        return self.trainer, self.both
+
+
+class Itself(Wrong):
+    def arguments(self):
+        return self, self
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (Automatic, ValueError, "Automatic is optimised automatically"),
+        (Part, TypeError, "model is a ModelWithLoss; with Lightning's Trainer it is the Part, self in training_step"),
+        (Itself, TypeError, r"trainer is a Itself; it must be an Accelerator, a Fabric or Lightning's Trainer \(self"),
+    ],
+)
+def test_what_is_not_a_trainer_and_its_own_module_in_manual_optimisation_is_refused(kind, error, message):
+    with pytest.raises(error, match=message):
+        fitted(0, 1, [1], kind)

@@ -1,0 +1,158 @@
+"""Take a step with Accelerate, Lightning Fabric or Lightning's Trainer, with the gradient of one batch on one device.
+
+They divide a loss by the number of accumulation steps, and DDP and FSDP2 take the mean over ranks; where token counts
+differ, that mean of means is not the gradient of the batch. Here the tokens of the step are counted first:
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # or fabric.setup(model, optimizer)
+    for micro_batches in itertools.batched(loader, 8):
+        loss = accumulate_step(
+            accelerator,                                # or fabric
+            model,                                      # returns a TokenLoss: a ModelWithLoss
+            micro_batches,
+            lambda m: model(m["source"], m["target_in"], target=m["target"]),
+            tokens_of=lambda m: (m["target"] != PAD).sum(),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+With Lightning's Trainer it is called in `training_step`, as `accumulate_step(self.trainer, self, ...)`, with manual
+optimisation and a loader whose batches are lists of micro-batches. With `ModelParallelStrategy`, `parallelize_fn` or
+`configure_model` calls `fully_shard(..., mesh=mesh["data_parallel"])` on one module that holds the model and its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.accumulate import accumulate_gradients
+from seqpar.distributed.reducers import reducer_over
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+class _Step(NamedTuple):
+    """What a trainer does with gradients."""
+
+    ranks: int
+    wrapped: nn.Module
+    """The model as the trainer wrapped it."""
+    way_out: str
+    """What to do where it is not wrapped."""
+    group: dist.ProcessGroup | None
+    """The ranks that gradients are reduced over; None is DDP's own group."""
+    backward: Callable[[Tensor], object]
+
+
+def accumulate_step(
+    trainer: Any,
+    model: nn.Module,
+    micro_batches: Iterable[MicroBatch],
+    loss_of: Callable[[MicroBatch], TokenLoss],
+    tokens_of: Callable[[MicroBatch], int | Tensor],
+) -> TokenLoss:
+    """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
+
+    Plain equivalent, with every rank's micro-batches on one device:
+    `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
+
+    Args:
+        trainer: an `accelerate.Accelerator`, a `lightning.fabric.Fabric` or a `lightning.pytorch.Trainer`. Its own
+            backward is used, and with it its gradient scaler or precision plugin.
+        model: what `accelerator.prepare` or `fabric.setup` returned, with DDP or FSDP2; for a Trainer its
+            LightningModule, with `automatic_optimization = False`. `loss_of` calls it, or a submodule of the last.
+        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them.
+
+    Returns:
+        `TokenLoss` of the whole step, detached, the same on every rank.
+
+    Raises:
+        TypeError: another trainer; several ranks, and a model that nothing reduces over them; FSDP1; DeepSpeed.
+        ValueError: an accelerator that divides by accumulation steps itself; a LightningModule with automatic
+            optimisation.
+        Exception: whatever `seqpar.accumulate_gradients` raises. If a model is split over some of the ranks in addition
+            to FSDP2, as by tensor parallelism, call that, with the group of the ranks that have different tokens.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from seqpar.integrations.accumulate import accumulate_step
+        >>> loss = seqpar.LossCompute(nn.Linear(8, 50), seqpar.CrossEntropy())
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(seqpar.ModelWithLoss(nn.Embedding(50, 8), loss))
+        >>> micro_batches = torch.randint(50, (4, 2, 7))
+        >>> loss_of, tokens_of = lambda m: model(m[:, :-1], target=m[:, 1:]), lambda m: m[:, 1:].numel()
+        >>> accumulate_step(accelerator, model, micro_batches, loss_of, tokens_of).tokens
+        tensor(48)
+    """
+    step = _read(trainer, model)
+    reducer = reducer_over(step.ranks, step.wrapped, step.way_out)
+    group = None if reducer is None else step.group
+    return accumulate_gradients(micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=step.backward)
+
+
+def _read(trainer: Any, model: nn.Module) -> _Step:
+    """Read from a trainer what it does with gradients; raise TypeError for one that is not in the table."""
+    for kind in type(trainer).__mro__:
+        reader = READERS.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
+        if reader is not None:
+            return reader(trainer, model)
+    raise TypeError(
+        f"trainer is a {type(trainer).__name__}; it must be an Accelerator, a Fabric or Lightning's Trainer "
+        "(self.trainer in training_step); without one of them call seqpar.accumulate_gradients"
+    )
+
+
+def _read_accelerator(accelerator: Any, model: nn.Module) -> _Step:
+    # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        divides = f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it"
+        raise ValueError(f"{divides}; leave it at 1: the micro-batches passed here are the accumulation")
+    group = dist.group.WORLD if accelerator.num_processes > 1 else None
+    return _Step(
+        accelerator.num_processes, model, "pass what accelerator.prepare returned", group, accelerator.backward
+    )
+
+
+def _read_fabric(fabric: Any, model: nn.Module) -> _Step:
+    return _Step(
+        fabric.world_size, model, "pass what fabric.setup returned", _group_of(fabric.strategy), fabric.backward
+    )
+
+
+def _read_lightning(trainer: Any, model: nn.Module) -> _Step:
+    module = trainer.lightning_module
+    if model is not module:
+        raise TypeError(
+            f"model is a {type(model).__name__}; with Lightning's Trainer it is the {type(module).__name__}, self in "
+            "training_step"
+        )
+    if module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} is optimised automatically, so Lightning would run a backward of its own; set "
+            "self.automatic_optimization = False in __init__"
+        )
+    strategy = trainer.strategy
+    way_out = 'call fully_shard(..., mesh=self.device_mesh["data_parallel"]) in configure_model'
+    # The strategy may have wrapped the module, and the reduction of the wrapper must wait for the last micro-batch
+    return _Step(trainer.world_size, strategy.model, way_out, _group_of(strategy), module.manual_backward)
+
+
+def _group_of(strategy: Any) -> dist.ProcessGroup | None:
+    """Return the data ranks of Lightning's `ModelParallelStrategy`; None for any other, where DDP has its own group."""
+    mesh = getattr(strategy, "device_mesh", None)
+    return None if mesh is None else mesh["data_parallel"].get_group()
+
+
+READERS: dict[str, Callable[[Any, nn.Module], _Step]] = {
+    "accelerate.Accelerator": _read_accelerator,
+    "lightning.Fabric": _read_fabric,
+    "lightning.Trainer": _read_lightning,
+    "lightning_fabric.Fabric": _read_fabric,
+    "pytorch_lightning.Trainer": _read_lightning,
+}
+"""How to read each trainer, by its package and class; the last two packages are the first's parts, on their own."""
