@@ -139,7 +139,9 @@ def _read_lightning(trainer: Any, model: nn.Module) -> _Step:
     strategy = trainer.strategy
     way_out = 'call fully_shard(..., mesh=self.device_mesh["data_parallel"]) in configure_model'
     # The strategy may have wrapped the module, and the reduction of the wrapper must wait for the last micro-batch
-    return _Step(trainer.world_size, strategy.model, way_out, _group_of(strategy), module.manual_backward)
+    return _Step(
+        trainer.world_size, strategy.model, way_out, _group_of(strategy), trainer.lightning_module.manual_backward
+    )
 
 
 def _group_of(strategy: Any) -> dist.ProcessGroup | None:
