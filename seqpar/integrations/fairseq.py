@@ -54,6 +54,16 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 PROJECTIONS = ("output_projection", "fc_out", "fc3")
 """The projections of fairseq's decoders, which are those of transformers, of `lstm` and of `fconv`."""
 
+METHODS = (
+    "forward",
+    "extract_features",
+    "output_layer",
+    "get_normalized_probs",
+    "get_normalized_probs_scriptable",
+    "get_targets",
+)
+"""What a model or its decoder has that may change scores or targets."""
+
 INSTEAD = "use fairseq's own criterion for this model"
 
 
@@ -167,20 +177,38 @@ class ChunkedCrossEntropy(nn.Module):
         )
 
     def _check(self, model: nn.Module, projection: nn.Linear, sample: Mapping[str, Any]) -> None:
-        """Check the model once for each mode, set of inputs and code that its projection runs."""
+        """Check the model once for each mode, set of inputs and code that it runs."""
         # A flag among the inputs may choose another branch of the forward
         inputs = sorted((k, v if isinstance(v, bool | str) else type(v)) for k, v in sample["net_input"].items())
-        settings = (projection, model.training, *what_calls_run(projection), *inputs)
+        settings = (projection, model.training, *_what_runs(model), *inputs)
         if settings not in self._checked:
             _refuse_more_than_projecting(model, projection, sample)
             self._checked.add(settings)
 
 
-def _name(model: nn.Module) -> str:
-    """Return the class of a model, without wrappers."""
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return a model without wrappers."""
     while isinstance(inner := vars(model)["_modules"].get("module"), nn.Module):
         model = inner
-    return type(model).__name__
+    return model
+
+
+def _name(model: nn.Module) -> str:
+    """Return the class of a model, without wrappers."""
+    return type(_unwrapped(model)).__name__
+
+
+def _what_runs(model: nn.Module) -> Iterator[object]:
+    """Yield what decides which code the model runs, for comparison with another time.
+
+    A method may be replaced on the object, which `what_calls_run` sees, or on its class.
+    """
+    inner = _unwrapped(model)
+    yield from what_calls_run(inner)
+    for part in (model, inner, inner.decoder):
+        for method in METHODS:
+            bound = getattr(part, method, None)
+            yield getattr(bound, "__func__", bound)
 
 
 def _projection(model: nn.Module) -> nn.Linear:

@@ -1,6 +1,7 @@
 """The fairseq criterion against fairseq's published formula, with a model that has fairseq's interface."""
 
 import re
+import types
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_the_first_target_tokens_can_be_left_out(prefix):
 
 class Scaled(FairseqModel):
     def forward(self, src_tokens, src_lengths, prev_output_tokens):
-        scores, extra = super().forward(src_tokens, src_lengths, prev_output_tokens)
+        scores, extra = FairseqModel.forward(self, src_tokens, src_lengths, prev_output_tokens)
         return 0.25 * scores, extra
 
 
@@ -262,6 +263,71 @@ def test_each_mode_projection_and_flag_of_the_batch_is_checked():
             criterion(model, sample)
 
 
+class Proxy(nn.Module):
+    """It passes on the attributes of the model in the wrapper, as fairseq's proxy does."""
+
+    def __init__(self, wrapper):
+        super().__init__()
+        self.module = wrapper
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module.module, name)
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+class Wrapper(nn.Module):
+    """It has the model as `module`, as DDP has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+def scaled_forward(of):
+    return lambda *given, **named: (2 * (found := of(*given, **named))[0], found[1])
+
+
+OVERRIDES = {
+    "get_normalized_probs of the object": lambda model: setattr(
+        model, "get_normalized_probs", lambda net_output, log_probs: (net_output[0] / 2).log_softmax(-1)
+    ),
+    "get_targets of the object": lambda model: setattr(
+        model, "get_targets", types.MethodType(OtherTargets.get_targets, model)
+    ),
+    "forward of the object": lambda model: setattr(model, "forward", scaled_forward(model.forward)),
+    "forward of the decoder": lambda model: setattr(model.decoder, "forward", scaled_forward(model.decoder.forward)),
+    "get_normalized_probs of the class": lambda model: setattr(
+        type(model), "get_normalized_probs", Tempered.get_normalized_probs
+    ),
+    "forward of the class": lambda model: setattr(type(model), "forward", Scaled.forward),
+    "a hook of the model": lambda model: model.register_forward_hook(
+        lambda module, inputs, found: (2 * found[0], found[1])
+    ),
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Proxy(Wrapper(model))], ids=["bare", "wrapped"])
+def test_an_override_that_comes_after_the_first_call_is_seen(override, wrap):
+    class Own(FairseqModel):
+        """Of this test alone, which changes it."""
+
+    model, sample, criterion = Own().double(), sample_of(4), ChunkedCrossEntropy(PAD)
+    criterion(wrap(model), sample)
+    OVERRIDES[override](model)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"not log_softmax|get_targets does not return"):
+            criterion(wrap(model), sample)
+
+
 def test_the_check_leaves_no_trace_and_runs_once():
     model, sample = FairseqModel().double(), sample_of(5)
     model.dropout = nn.Dropout(0.5)
@@ -315,23 +381,6 @@ def stepped(rank, world, find_unused, tied):
         model.zero_grad()
         criterion(wrapped, sample_of(seed))[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-class Proxy(nn.Module):
-    """It passes on the attributes of the model in the wrapper, as fairseq's proxy does."""
-
-    def __init__(self, wrapper):
-        super().__init__()
-        self.module = wrapper
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module.module, name)
-
-    def forward(self, **inputs):
-        return self.module(**inputs)
 
 
 @pytest.mark.parametrize("tied", [False, True])
