@@ -7,16 +7,19 @@ numbers do not show this cause, and the lines that show the mistake and its reme
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.testing.evidence import FACTOR, SAME, Evidence, ratio, spelt
-from seqpar.testing.rank_causes import local_count, reduced_twice, silent_rank, world_size
-from seqpar.testing.row_causes import counted_padding, dropped_rows, mean_of_means
+from seqpar.testing.evidence import FACTOR, SAME, Evidence, besides, close, ratio, shares_of, spelt
+from seqpar.testing.precision import EXACT
+from seqpar.testing.rank_causes import local_count, reduced_twice, silent_ranks, world_size
+from seqpar.testing.row_causes import counted_padding, described, dropped_rows, mean_of_means, repeated_rows, where_off
+from seqpar.testing.smoothing_causes import other_smoothing
 
 FLOAT32 = 1e-5
 """The relative difference up to which float32 rounding is the likely cause."""
@@ -32,19 +35,50 @@ class Cause(NamedTuple):
 
 def likely_cause(evidence: Evidence) -> str:
     """Return a sentence on what the numbers look like, and an example of the mistake with its remedy."""
-    said = "none of the usual ones; the gradients are not a simple multiple or fraction of the plain ones"
-    example = ""
     for cause in CAUSES:
         sentence = cause.detect(evidence)
         if sentence:
-            said, example = sentence, cause.example
-            break
-    return f"Likely cause: {said}{_only_the_gradient(evidence)}\n{example}".rstrip()
+            return f"Likely cause: {sentence}{_only_the_gradient(evidence)}\n{cause.example}".rstrip()
+    return f"Likely cause: none of the usual ones; {_what_is_known(evidence)}{_only_the_gradient(evidence)}"
+
+
+def hypothesis_context() -> Any:
+    """Return hypothesis's own record of the test in which this is called; None outside of its tests."""
+    control = sys.modules.get("hypothesis.control")
+    if control is None or not control.currently_in_test_context():
+        return None
+    return control.current_build_context()
+
+
+def is_shown() -> bool:
+    """Return whether somebody will read of a failure: of those that hypothesis tries, only of the smallest."""
+    context = hypothesis_context()
+    return context is None or getattr(context, "is_final", True)
+
+
+def _what_is_known(e: Evidence) -> str:
+    """Return which gradients are right, which are multiples of the plain ones, and in which rows others are off."""
+    times = e.ratio()
+    if times and not close(times, 1):
+        return f"all gradients are {spelt(times)} times the plain ones"
+    alike: dict[str, list[str]] = {}
+    for name, got, plain in e.pairs():
+        alike.setdefault(where_off(e, name) or described(got, plain), []).append(name)
+    if [*alike] == ["right"]:
+        return "all gradients are right, only the value is wrong"
+    right = alike.pop("right", [])
+    phrases = [f"the gradient of {', '.join(names)} is {said}" for said, names in alike.items()]
+    if right:
+        phrases.append("all others are right")
+    return "; ".join(phrases) or "no gradient can be compared"
 
 
 def _only_the_gradient(e: Evidence) -> str:
     """Return that the value is right, if only gradients are wrong: a run would then look right from outside."""
-    if not math.isclose(float(e.got[0]), float(e.expected[0]), rel_tol=1e-12):
+    values = [float(e.got[0])]
+    if e.eighth is not None:
+        values.append(float(e.eighth[0]) / FACTOR)
+    if not all(math.isclose(value, float(e.expected[0]), rel_tol=EXACT) for value in values):
         return ""
     return "; the value is right, only the gradient is wrong"
 
@@ -57,15 +91,51 @@ def _no_tokens(e: Evidence) -> str | None:
 
 
 def _random_numbers(e: Evidence) -> str | None:
-    """Recognise a plain loss that is another number in every call."""
-    plain = float(e.expected[0])
-    other = [value for value in e.again if not math.isclose(value, plain, rel_tol=SAME, abs_tol=SAME)]
-    if not other or not math.isfinite(plain):
+    """Recognise a plain loss that is another number in every call, by its random numbers."""
+    other = _other_value(e)
+    if other is None or _other(e.again.seeded[0], e.again.seeded) is not None:
         return None
     return (
-        f"random numbers, such as those of dropout in training mode: the plain loss itself is {plain:.6g} in one call "
-        f"and {other[0]:.6g} in another"
+        "random numbers, such as those of dropout in training mode: the plain loss itself is "
+        f"{float(e.expected[0]):.6g} in one call and {other:.6g} in another"
     )
+
+
+def _changing_modules(e: Evidence) -> str | None:
+    """Recognise a plain loss that is another number in every call, because a call changes the modules."""
+    other = _other_value(e)
+    if other is None:
+        return None
+    changed = f": {', '.join(e.again.changed)}" if e.again.changed else ""
+    return (
+        f"the generator or the criterion changes from call to call{changed}; the plain loss itself is "
+        f"{float(e.expected[0]):.6g} in one call and {other:.6g} in another"
+    )
+
+
+def _changing_loss(e: Evidence) -> str | None:
+    """Recognise a loss under test that is another number in the next call."""
+    if e.eighth is None:
+        return None
+    other = _other(float(e.got[0]), [float(e.eighth[0]) / FACTOR])
+    if other is None:
+        return None
+    return (
+        f"the loss under test changes from call to call: it is {float(e.got[0]):.6g} in one and {other:.6g} in the next"
+    )
+
+
+def _other_value(e: Evidence) -> float | None:
+    """Return what the plain loss is in another call, if it is another number."""
+    return _other(float(e.expected[0]), e.again.values)
+
+
+def _other(first: float, values: Sequence[float]) -> float | None:
+    """Return a value that differs from the first one; None if none does, or if that is not finite."""
+    others = [value for value in values if not math.isclose(value, first, rel_tol=SAME, abs_tol=SAME)]
+    if not math.isfinite(first) or not others:
+        return None
+    return others[0]
 
 
 def _no_gradient(e: Evidence) -> str | None:
@@ -76,13 +146,23 @@ def _no_gradient(e: Evidence) -> str | None:
     return f"{', '.join(lost)}: no gradient at all, so the loss is detached from it, or computed with a copy of it"
 
 
+def _backward_that_is_not_linear(e: Evidence) -> str | None:
+    """Recognise a pair whose own gradient does not follow the factor of the loss, such as one that clamps."""
+    if e.plain_eighth is None:
+        return None
+    eighths = e.plain_eighth[1]
+    off = [n for n, g in e.expected[1].items() if _is_there(g) and not _is_factor(eighths[n], g, FACTOR)]
+    if not off:
+        return None
+    return (
+        "the backward of the generator or the criterion is not linear, as if it clamped or normalised gradients: an "
+        f"eighth of the plain loss does not have an eighth of the gradient of {', '.join(off)}"
+    )
+
+
 def _ignored_factor(e: Evidence) -> str | None:
     """Recognise a backward that does not multiply by the upstream factor."""
-    if e.eighth is None:
-        return None
-    pairs = [(n, e.eighth[1].get(n), g) for n, g in e.got[1].items() if g is not None and g.count_nonzero()]
-    times = {name: ratio(eighth, once) for name, eighth, once in pairs if eighth is not None}
-    deaf = [name for name, r in times.items() if r is not None and math.isclose(r, 1, rel_tol=SAME)]
+    deaf = _with_factor(e, 1)
     if not deaf:
         return None
     return f"the upstream factor is ignored: an eighth of the loss leaves the gradient of {', '.join(deaf)} as it was"
@@ -90,14 +170,27 @@ def _ignored_factor(e: Evidence) -> str | None:
 
 def _squared_factor(e: Evidence) -> str | None:
     """Recognise a backward that multiplies by the upstream factor twice."""
-    if e.eighth is None:
-        return None
-    pairs = [(n, e.eighth[1].get(n), g) for n, g in e.got[1].items() if g is not None and g.count_nonzero()]
-    times = {name: ratio(eighth, once) for name, eighth, once in pairs if eighth is not None}
-    squared = [name for name, r in times.items() if r is not None and math.isclose(r, FACTOR**2, rel_tol=SAME)]
+    squared = _with_factor(e, FACTOR**2)
     if not squared:
         return None
     return f"the upstream factor is squared: an eighth of the loss has 1/64 of the gradient of {', '.join(squared)}"
+
+
+def _with_factor(e: Evidence, factor: float) -> list[str]:
+    """Return the tensors whose gradient is multiplied by that factor where the loss is multiplied by an eighth."""
+    if e.eighth is None:
+        return []
+    return [n for n, g in e.got[1].items() if _is_there(g) and _is_factor(e.eighth[1].get(n), g, factor)]
+
+
+def _is_there(gradient: Tensor | None) -> bool:
+    """Return whether there is a gradient other than 0."""
+    return gradient is not None and bool(gradient.count_nonzero())
+
+
+def _is_factor(gradient: Tensor | None, of: Tensor | None, factor: float) -> bool:
+    """Return whether one gradient is the other one times that factor."""
+    return gradient is not None and of is not None and close(ratio(gradient, of), factor)
 
 
 def _imagined(e: Evidence) -> str | None:
@@ -109,43 +202,62 @@ def _imagined(e: Evidence) -> str | None:
             if not sentence and Evidence(mistaken, e.expected).ratio() != 1:
                 return None
             # Where the mistake changes nothing, it explains nothing
-            if Evidence(mistaken, e.expected).ratio() is None and Evidence(e.got, mistaken).ratio() is not None:
-                return sentence
+            times = Evidence(e.got, mistaken).ratio()
+            if times is not None and Evidence(mistaken, e.expected).ratio() is None:
+                return f"{sentence}{besides(times)}"
     return None
+
+
+def _wrong_sign(e: Evidence) -> str | None:
+    """Recognise the gradient of minus the loss."""
+    times = e.ratio()
+    if times is None or times > 0:
+        return None
+    return f"the wrong sign: all gradients are {spelt(times)} times the plain ones"
 
 
 def _wrong_divisor(e: Evidence) -> str | None:
     """Recognise a mean over the tokens or over all rows, and a division that is missing."""
     times = e.ratio()
-    n = e.tokens
-    rows = e.rows
+    n, rows = e.tokens, e.rows
+    if e.world > 1:
+        n, rows = (sum(each) for each in zip(*e.counts, strict=True))
     # The plain loss is sum / divisor. A mean instead has divisor / n times its gradients, a mean over all rows of
-    # all ranks divisor / (rows x world), and a sum (which DDP then averages) divisor / world.
+    # all ranks divisor / rows, and a sum (which DDP then averages) divisor / world.
     if times is None or math.isclose(times, 1, rel_tol=SAME):
         return None
     looks = f"all gradients are {spelt(times)} times the plain ones"
     if n and e.world == 1 and math.isclose(times, e.divisor / n, rel_tol=SAME):
         return f"a mean instead of a sum: {looks}, and {n} targets are not ignored"
-    if rows and n != rows and math.isclose(times, e.divisor / (rows * e.world), rel_tol=SAME):
+    if rows and n != rows and math.isclose(times, e.divisor / rows, rel_tol=SAME):
         return f"a mean over all {rows} targets, ignored padding counted: {looks}, and only {n} are not ignored"
     if e.divisor != 1 and math.isclose(times * e.world, e.divisor, rel_tol=SAME):
         return f"a sum instead of a mean: {looks}, and the step has {e.divisor:g} tokens"
     return None
 
 
-def _missed_tie(e: Evidence) -> str | None:
-    """Recognise the gradient of a single use of a tensor that is used several times."""
+def _uses(e: Evidence) -> str | None:
+    """Recognise a tensor that is used several times, and of whose uses some count not once, by all ranks alike."""
     for name, got, _ in e.pairs():
         uses = e.uses.get(name, ())
-        for number, (operation, gradient) in enumerate(uses, 1):
-            if len(uses) == 1 or not gradient.count_nonzero():
-                continue
-            times = ratio(got, gradient)
-            if times is not None and math.isclose(times, 1, rel_tol=SAME):
-                return (
-                    f"a missed tie: {name} is used {len(uses)} times, and its gradient is that of use {number} "
-                    f"({operation}) alone"
-                )
+        each = len(uses) // e.world
+        if each < 2 or each * e.world != len(uses):
+            continue
+        # Summed over the ranks
+        of_use = [torch.stack([gradient for _, gradient in uses[use::each]]).sum(0) for use in range(each)]
+        shares = shares_of(got, of_use) or []
+        counted = [times for times in shares if times and not math.isnan(times)]
+        if not counted:
+            continue
+        least = min(counted, key=abs)
+        called = {k: f"use {k + 1} ({uses[k][0]})" for k, times in enumerate(shares) if times}
+        if 0 in shares and all(close(times, least) for times in counted):
+            only = f"{name} is used {each} times, and its gradient is that of {', '.join(called.values())} alone"
+            return f"a missed tie: {only}{besides(least)}"
+        more = {k: round(times / least) for k, times in enumerate(shares) if times and times / least > 1.5}
+        if more and all(close(times / least, round(times / least)) for times in counted):
+            has = ", ".join(f"that of {called[k]} {count} times" for k, count in more.items())
+            return f"a use counted too often: of {each} uses of {name}, its gradient has {has}{besides(least)}"
     return None
 
 
@@ -224,6 +336,24 @@ CAUSES: tuple[Cause, ...] = (
     assert_same_loss(head.eval(), criterion, ...)    # nothing is drawn; losses of draws cannot be compared""",
     ),
     Cause(
+        _changing_modules,
+        """
+    self.step += 1; eps = self.eps * 0.9**self.step  # in forward: each chunk, and each rank, has another loss
+    criterion.eps = schedule(step)                   # set between steps, by the training loop""",
+    ),
+    Cause(
+        _changing_loss,
+        """
+    scale = self.average = 0.9 * self.average + ...  # kept from call to call, or drawn anew
+    loss_of(hidden, target)                          # a function of its arguments alone""",
+    ),
+    Cause(
+        _backward_that_is_not_linear,
+        """
+    hidden.register_hook(lambda g: g.clamp(-c, c))   # in the generator: chunks and loss scales change what it does
+    clip_grad_norm_(model.parameters(), c)           # after backward, in the training loop""",
+    ),
+    Cause(
         _ignored_factor,
         """
     return gradient                              # in backward(ctx, upstream)
@@ -236,7 +366,7 @@ CAUSES: tuple[Cause, ...] = (
     return upstream * gradient                   # once""",
     ),
     Cause(
-        silent_rank,
+        silent_ranks,
         """
     if tokens_here == 0: return torch.zeros(())            # or detached, or skipped: no gradient from this rank
     total * world_size / tokens_of_all_ranks               # every rank, even with 0 tokens""",
@@ -254,7 +384,17 @@ CAUSES: tuple[Cause, ...] = (
     for part in hidden.split(chunk): ...         # 3, the last one shorter""",
     ),
     Cause(
+        repeated_rows,
+        """
+    for part in parts: total += loss_of(part)    # and the last one once more after the loop
+    sum(loss_of(part) for part in parts)         # each part once""",
+    ),
+    Cause(
         _imagined,
+        "",
+    ),
+    Cause(
+        other_smoothing,
         "",
     ),
     Cause(
@@ -276,6 +416,12 @@ CAUSES: tuple[Cause, ...] = (
     sum(sum_of(part) for part in parts) / tokens           # one division, by all tokens""",
     ),
     Cause(
+        _wrong_sign,
+        """
+    loss = log_p.sum()                                     # its gradient leads uphill
+    loss = -log_p.sum()                                    # the negative log-likelihood""",
+    ),
+    Cause(
         world_size,
         """
     loss = total / tokens_of_all_ranks                     # DDP and FSDP then average over the ranks
@@ -294,7 +440,7 @@ CAUSES: tuple[Cause, ...] = (
     loss.backward()                                        # their hooks reduce it, once""",
     ),
     Cause(
-        _missed_tie,
+        _uses,
         """
     head.weight = nn.Parameter(embed.weight.clone())       # equal at first, and each with a gradient of its own
     head.weight = embed.weight                             # one parameter: its gradient is the sum of all uses""",

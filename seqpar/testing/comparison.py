@@ -7,7 +7,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,29 +20,32 @@ from torch.distributed import ProcessGroup
 from seqpar.core.checks import check_integer
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, world_size
-from seqpar.rows.criteria import ignored_target
-from seqpar.testing.causes import likely_cause
+from seqpar.rows.conventions import Convention
+from seqpar.rows.criteria import LabelSmoothing, ignored_target
+from seqpar.testing.causes import hypothesis_context, is_shown, likely_cause
 from seqpar.testing.evidence import FACTOR, Evidence, Result, gradients_by_use, repeated
 from seqpar.testing.gradients import (
-    NO_SOFTCAP_DERIVATIVE,
     assert_same_results,
-    first_line,
+    imagine,
     plain_loss,
     proving,
     refuse_no_gradients,
+    under,
     value_and_gradients,
-    with_straight_tanh,
 )
-from seqpar.testing.imagined import Mistake, mistakes
+from seqpar.testing.imagined import Mistake, shifts, with_criterion
 from seqpar.testing.precision import DRAWS, as_float64, farther_than_twice_plain
 from seqpar.testing.ranks import ranks as run_in_ranks
+from seqpar.testing.ranks import unequal_cuts
 
+__tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 Loss = Callable[..., Tensor | TokenLoss]
 """`loss(generator, criterion, hidden, target, **per_token)`."""
 SMALLER_TRIES = 40
 """How many smaller inputs are tried in search of the smallest failure."""
 SHOWN = 12
 """The largest number of targets that a message shows."""
+NONE: AbstractContextManager[None] = nullcontext()
 
 
 _Tokens = tuple[Tensor, Tensor, Mapping[str, Tensor]]
@@ -68,6 +71,23 @@ class _Leaves(NamedTuple):
         return {"hidden": self.hidden, **extra, **{n: p for key in self.head for n, p in _named(self.head, key)}}
 
 
+class _Compared(NamedTuple):
+    """The loss under test and the plain one."""
+
+    got: Result
+    expected: Result
+    eighth: Result
+    plain_eighth: Result
+    off: str
+    """The first difference; empty if there is none."""
+    truth: Comparison
+    """What the plain loss was computed from,"""
+    true: _Leaves
+    """with these leaves,"""
+    whole: Sequence[_Tokens]
+    """and the tokens of all ranks."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The comparison of a loss with the plain one, on some tokens."""
@@ -88,11 +108,33 @@ class Comparison:
     """The number of processes that the tokens are to be divided among; None computes the loss in this one."""
 
     def failure(self) -> str:
-        """Return what differs, and the likely cause; empty if nothing does."""
+        """Return the likely cause and what differs; empty if nothing does."""
         if self.ranks is not None:
-            self._check_ranks(self.ranks)
-            said = run_in_ranks(self.ranks, _failure_of_a_rank, self.parts(self.ranks))
-            return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), "")
+            return self._over_ranks(self.ranks, with_cause=is_shown())
+        return self._said(with_cause=is_shown())
+
+    def is_off(self) -> bool:
+        """Return whether anything differs, without a look for the cause."""
+        if self.ranks is not None:
+            return bool(self._over_ranks(self.ranks, with_cause=False))
+        return bool(self._said(with_cause=False))
+
+    def _said(self, with_cause: bool) -> str:
+        """Return what differs here, after its likely cause; empty if nothing does."""
+        compared = self._compare()
+        if not compared.off or not with_cause:
+            return compared.off
+        # The cause first, because pytest's summary has only one line
+        return f"{likely_cause(self._evidence(compared))}\n{compared.off}"
+
+    def _over_ranks(self, world: int, with_cause: bool) -> str:
+        """Return what the first rank says, of those where something differs."""
+        self._check_ranks(world)
+        said = run_in_ranks(world, _failure_of_a_rank, self.parts(world), with_cause)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), "")
+
+    def _compare(self) -> _Compared:
+        """Return the loss under test and the plain one, as they are and times 1/8, and the first difference."""
         truth = self._truth()
         leaves, true = self._leaves(self.head), truth._leaves(truth.head)
         whole = gather_objects((truth.hidden, truth.target, truth.per_token), self.group)
@@ -101,39 +143,60 @@ class Comparison:
             return self._scaled(self.loss(*leaves.modules, leaves.hidden, self.target, **leaves.extra))
 
         plain = partial(truth._plain, true, whole)
+        # Before the loss under test, which may leave hooks on the parameters
         expected = value_and_gradients(plain, true.tensors)
+        plain_eighth = value_and_gradients(partial(_times, FACTOR, plain), true.tensors)
         with proving():
             got = self._reduced(candidate, leaves.tensors)
         refuse_no_gradients(got, expected, true.tensors)
-        eighth = self._reduced(lambda: candidate() * FACTOR, leaves.tensors)
-        if truth is self:
-            off = self._not_exact(got, expected) or self._not_exact(eighth, _times(expected, FACTOR))
-        else:
-            got, eighth, own = as_float64(got), as_float64(eighth), self._plainly(whole)
-            once = _times(eighth, 1 / FACTOR)
-            off = farther_than_twice_plain(got, own, expected) or farther_than_twice_plain(once, own, expected)
-        if not off:
-            return ""
-        uses, again = gradients_by_use(plain, true.tensors), repeated(plain)
-        named = [("", plain_loss), *mistakes(true.modules[1])]
-        imagined = [(sentence, partial(truth._mistaken, whole, mistake)) for sentence, mistake in named]
-        imagined.append((NO_SOFTCAP_DERIVATIVE, partial(truth._mistaken, whole, plain_loss, with_straight_tanh)))
-        evidence = Evidence(
-            got,
-            expected,
-            eighth,
-            uses,
+        eighth = self._reduced(partial(_times, FACTOR, candidate), leaves.tensors)
+        off = self._difference(got, expected, whole, 1)
+        if not off and (off := self._difference(eighth, plain_eighth, whole, FACTOR)):
+            off += f", where both losses are multiplied by {FACTOR}"
+        if truth is not self:
+            got, eighth = as_float64(got), as_float64(eighth)
+        return _Compared(got, expected, eighth, plain_eighth, off, truth, true, whole)
+
+    def _difference(self, got: Result, expected: Result, whole: Sequence[_Tokens], factor: float) -> str:
+        """Return the first number that is too far from the plain one; empty if none is."""
+        if self.hidden.dtype == torch.float64:
+            return self._not_exact(got, expected)
+        return farther_than_twice_plain(as_float64(got), self._plainly(whole, factor), expected)
+
+    def _evidence(self, compared: _Compared) -> Evidence:
+        """Return the numbers from which the cause is inferred."""
+        truth, whole = compared.truth, compared.whole
+        plain = partial(truth._plain, compared.true, whole)
+        criterion = truth.head["criterion"]
+        ignored = ignored_target(criterion)
+        own = getattr(criterion, "label_smoothing", None)
+
+        def smoothed(convention: Convention, eps: float) -> Result:
+            other = LabelSmoothing(eps, convention, ignore_index=-100 if ignored is None else ignored)
+            return truth._mistaken(whole, partial(with_criterion, other=other))
+
+        return Evidence(
+            compared.got,
+            compared.expected,
+            compared.eighth,
+            compared.plain_eighth,
+            uses=gradients_by_use(plain, compared.true.tensors),
             per_token=frozenset({"hidden"}),
             tokens=self._counted(self.target),
             rows=self.target.numel(),
+            ignored=self._is_ignored(self.target).flatten(),
             divisor=self.tokens,
-            world=world_size(self.group),
-            again=again,
-            imagined=imagined,
+            rank=rank_in(self.group),
+            counts=[(self._counted(target), target.numel()) for _, target, _ in whole],
+            again=repeated(plain, dict(truth.head.items())),
+            imagined=[
+                *imagine(partial(truth._mistaken, whole, plain_loss)),
+                *((said, partial(truth._mistaken, whole, mistake)) for said, mistake in shifts()),
+            ],
+            smoothed=smoothed,
+            smoothing=None if own is None else (getattr(criterion, "smoothing_convention", "torch"), float(own)),
             is_float64=truth is self,
         )
-        # The cause first, because pytest's summary has only one line
-        return f"{likely_cause(evidence)}\n{off}"
 
     def _truth(self) -> Comparison:
         """Return what the plain loss is computed from: the same, or copies on the CPU if the device has no float64."""
@@ -148,11 +211,14 @@ class Comparison:
         try:
             assert_same_results(got, expected, self.rtol)
         except AssertionError as error:
-            return first_line(error)
+            return str(error)
         return ""
 
-    def _plainly(self, whole: Sequence[_Tokens]) -> list[Result]:
-        """Return the plain loss in the dtype under test, with its rows in some orders, so that sums round otherwise."""
+    def _plainly(self, whole: Sequence[_Tokens], factor: float) -> list[Result]:
+        """Return the plain loss times a factor in the dtype under test.
+
+        With its rows in some orders, so that sums round otherwise.
+        """
         drawn: list[Result] = []
         for by in range(DRAWS):
             rolled = replace(
@@ -166,7 +232,8 @@ class Comparison:
                 (h.to(self.hidden), t.to(self.target), {name: x.to(self.per_token[name]) for name, x in extra.items()})
                 for h, t, extra in whole
             ]
-            value, gradients = value_and_gradients(partial(rolled._plain, leaves, here), leaves.tensors)
+            plain = partial(rolled._plain, leaves, here)
+            value, gradients = value_and_gradients(partial(_times, factor, plain), leaves.tensors)
             of_tokens = {"hidden", *self.per_token}
             back = {n: g.roll(-by, 0) if n in of_tokens and g is not None else g for n, g in gradients.items()}
             drawn.append((value, back))
@@ -185,18 +252,13 @@ class Comparison:
         losses = [mistake(*leaves.modules, hidden, target, **extra) for hidden, target, extra in inputs]
         return torch.stack(losses).sum() / self.tokens
 
-    def _mistaken(
-        self,
-        whole: Sequence[_Tokens],
-        mistake: Mistake,
-        differentiated: Callable[..., Result] = value_and_gradients,
-    ) -> Result:
-        """Return the plain loss and its gradients with a mistake.
+    def _mistaken(self, whole: Sequence[_Tokens], mistake: Mistake, mode: AbstractContextManager[Any] = NONE) -> Result:
+        """Return the plain loss and its gradients with a mistake, and under a mode.
 
         Those of a copy, because a hook that the loss under test has left on a parameter may wait for the other ranks.
         """
         leaves = self._leaves(copy.deepcopy(self.head))
-        return differentiated(partial(self._plain, leaves, whole, mistake), leaves.tensors)
+        return under(partial(self._plain, leaves, whole, mistake), leaves.tensors, mode)
 
     def _check_ranks(self, world: int) -> None:
         """Raise ValueError or TypeError where so many ranks would show nothing, or cannot be given this comparison."""
@@ -210,7 +272,8 @@ class Comparison:
         if len(counts) == 1:
             raise ValueError(
                 f"each of {world} ranks has {counts.pop()} tokens that count, and with equal counts a mean of means is "
-                "right; give more rows, or ignore some targets"
+                "right; give more rows, or ignore some targets; `seqpar.testing.strategies` "
+                f"draw such inputs with ranks={world}"
             )
         try:
             pickle.dumps(self)
@@ -222,10 +285,10 @@ class Comparison:
             ) from error
 
     def parts(self, world: int) -> list[Comparison]:
-        """Return each rank's part: of n rows every rank has one, and of the others rank r has a share of r."""
-        rest = len(self.target) - world
-        cuts = [rank + rest * rank * (rank - 1) // (world * (world - 1)) for rank in range(world + 1)]
-        return [self._rows(slice(*ends), ranks=None) for ends in itertools.pairwise(cuts)]
+        """Return each rank's part."""
+        return [
+            self._rows(slice(*ends), ranks=None) for ends in itertools.pairwise(unequal_cuts(len(self.target), world))
+        ]
 
     def _rows(self, *at: slice, **changed: Any) -> Comparison:
         """Return the comparison on a part of the tokens."""
@@ -258,22 +321,29 @@ class Comparison:
             averaged[name] = gradient / world
         return group_sum(value, self.group) / world, averaged
 
-    def _counted(self, target: Tensor) -> int:
-        """Return the number of targets that are not ignored."""
+    def _is_ignored(self, target: Tensor) -> Tensor:
+        """Return which targets the criterion ignores."""
         ignored = ignored_target(self.head["criterion"])
         if ignored is None:
-            return target.numel()
-        return int((target != ignored).sum())
+            return torch.zeros_like(target, dtype=torch.bool)
+        return target == ignored
+
+    def _counted(self, target: Tensor) -> int:
+        """Return the number of targets that are not ignored."""
+        return int((~self._is_ignored(target)).sum())
 
     def smallest_failure(self) -> str:
-        """Return the smallest subset of the inputs that fails as well, in words; nothing inside of several ranks."""
-        if world_size(self.group) > 1:
+        """Return the smallest subset of the inputs that fails as well, in words.
+
+        Nothing inside of several ranks, or where hypothesis looks for a smaller failure itself.
+        """
+        if world_size(self.group) > 1 or hypothesis_context() is not None:
             return ""
         for smaller in self._subsets():
             # A loss that raises an error for so few tokens has a problem of its own with them
             with suppress(Exception):
                 # One that divides by a number of its own, the part's or the step's, is right with that one
-                if not (smaller.failure() and replace(smaller, tokens=self.tokens).failure()):
+                if not (smaller.is_off() and replace(smaller, tokens=self.tokens).is_off()):
                     continue
                 shape = tuple(smaller.hidden.shape)
                 return f"\nSmallest part of these inputs that fails: hidden {shape}, {smaller._call(self)}"
@@ -324,16 +394,11 @@ def _named(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
     return ((f"{key}.{name}", parameter) for name, parameter in head[key].named_parameters())
 
 
-def _failure_of_a_rank(rank: int, world: int, parts: Sequence[Comparison]) -> str:
+def _times(factor: float, loss: Callable[[], Tensor]) -> Tensor:
+    """Return a loss times a factor."""
+    return loss() * factor
+
+
+def _failure_of_a_rank(rank: int, world: int, parts: Sequence[Comparison], with_cause: bool) -> str:
     """Return what differs in a rank of the default group."""
-    return replace(parts[rank], group=dist.group.WORLD).failure()
-
-
-def _times(result: Result, factor: float) -> Result:
-    """Return the loss and its gradients times a factor."""
-    value, gradients = result
-    scaled = dict(gradients)
-    for name, gradient in gradients.items():
-        if gradient is not None:
-            scaled[name] = gradient * factor
-    return value * factor, scaled
+    return replace(parts[rank], group=dist.group.WORLD)._said(with_cause)

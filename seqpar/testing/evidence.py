@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from seqpar.rows.conventions import Convention
 
 Result = tuple[Tensor, Mapping[str, Tensor | None]]
 """A loss and its gradients by name."""
@@ -23,6 +25,21 @@ SAME = 1e-6
 """The relative difference up to which two ratios count as equal: mistakes are recognised in float32, too."""
 CALLS = 3
 """How often the plain loss is computed once more: dropout may well draw the same for a few numbers once."""
+APART = 1e-9
+"""The least eigenvalue of the correlations of gradients that can be told apart in their sum."""
+
+
+class Repeated(NamedTuple):
+    """The plain loss, computed some more times."""
+
+    values: Sequence[float] = ()
+    seeded: Sequence[float] = ()
+    """The same from one random state: they differ if something else than random numbers changes."""
+    changed: Sequence[str] = ()
+    """Attributes that a call changes, such as "criterion.step went from 2 to 3"."""
+
+
+NEVER = Repeated()
 
 
 @dataclass(frozen=True)
@@ -33,23 +50,37 @@ class Evidence:
     expected: Result
     eighth: Result | None = None
     """The same loss times `FACTOR`."""
+    plain_eighth: Result | None = None
+    """The plain loss times `FACTOR`."""
     uses: Uses = field(default_factory=dict)
-    """Of the plain gradients."""
+    """Of the plain gradients; the plain loss computes one rank's tokens after the other's."""
     per_token: frozenset[str] = frozenset()
     """The tensors all of whose dimensions but the last are tokens."""
     tokens: int | None = None
     """The number of targets on this rank that are not ignored."""
     rows: int | None = None
     """The number of all targets on this rank."""
+    ignored: Tensor | None = None
+    """Which of this rank's targets are ignored, in one dimension."""
     divisor: float = 1
     """The number that the plain sum was divided by."""
-    world: int = 1
-    again: Sequence[float] = ()
-    """The plain loss, computed some more times."""
+    rank: int = 0
+    counts: Sequence[tuple[int, int]] = ()
+    """The numbers of tokens and of rows of each rank."""
+    again: Repeated = NEVER
     imagined: Sequence[tuple[str, Callable[[], Result]]] = ()
     """Mistakes, and functions that compute the plain loss with each of them; the first has none, and no name."""
+    smoothed: Callable[[Convention, float], Result] | None = None
+    """Computes the cross-entropy of the same logits with a smoothing convention and eps."""
+    smoothing: tuple[str, float] | None = None
+    """The criterion's own convention and eps, where it says so."""
     is_float64: bool = True
     """Whether the loss under test could be computed in float64, which some devices lack."""
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return max(1, len(self.counts))
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""
@@ -62,11 +93,14 @@ class Evidence:
             if got.shape == plain.shape:
                 yield name, got, plain
 
+    def ratios(self) -> dict[str, float | None]:
+        """Return by what each gradient is a multiple of the plain one; None where it is none."""
+        return {name: ratio(got, plain) for name, got, plain in self.pairs()}
+
     def ratio(self) -> float | None:
         """Return r if all gradients are r times the plain ones, with the same r; else None."""
-        ratios = [ratio(got, plain) for _, got, plain in self.pairs()]
-        first = next(iter(ratios), None)
-        if first and all(r is not None and math.isclose(r, first, rel_tol=SAME) for r in ratios):
+        first, *others = [*self.ratios().values()] or [None]
+        if first and all(close(r, first) for r in others):
             return first
         return None
 
@@ -89,8 +123,34 @@ def dense(gradient: Tensor) -> Tensor:
 
 def same(got: Tensor, plain: Tensor) -> bool:
     """Return whether got is plain."""
-    times = ratio(got, plain)
-    return times is not None and math.isclose(times, 1, rel_tol=SAME)
+    return close(ratio(got, plain), 1)
+
+
+def close(times: float | None, wanted: float) -> bool:
+    """Return whether a ratio is there, and is that number."""
+    return times is not None and math.isclose(times, wanted, rel_tol=SAME)
+
+
+def shares_of(got: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
+    """Return c if got is sum_k c_k parts_k with these c alone; a part that is 0 has nan. Else None."""
+    there = [k for k, part in enumerate(parts) if part.any()]
+    if not there:
+        return None
+    parts_KN = torch.stack([parts[k].flatten() for k in there]).double()
+    got_N = got.flatten().to(parts_KN)
+    sizes_K = parts_KN.norm(dim=1)
+    units_KN = parts_KN / sizes_K.unsqueeze(1)
+    gram_KK = units_KN @ units_KN.T
+    if torch.linalg.eigvalsh(gram_KK)[0] < APART:
+        return None
+    # The least-squares c, of parts of size 1: (P P^T) c = P got
+    scaled_K = torch.linalg.solve(gram_KK, units_KN @ got_N)
+    if (got_N - scaled_K @ units_KN).norm() > SAME * got_N.norm():
+        return None
+    # What is 0 up to rounding is 0
+    scaled_K = scaled_K.where(scaled_K.abs() > SAME * got_N.norm(), 0)
+    found = dict(zip(there, (scaled_K / sizes_K).tolist(), strict=True))
+    return [found.get(k, math.nan) for k in range(len(parts))]
 
 
 def spelt(times: float) -> str:
@@ -101,10 +161,54 @@ def spelt(times: float) -> str:
     return f"{times:.6g}"
 
 
-def repeated(loss: Callable[[], Tensor]) -> list[float]:
-    """Return the loss of some more calls, by which one that draws random numbers is recognised."""
+def besides(times: float) -> str:
+    """Return that all gradients are so many times too large besides; nothing if they are not."""
+    if close(times, 1):
+        return ""
+    return f"; besides, all gradients are multiplied by {spelt(times)}"
+
+
+def repeated(loss: Callable[[], Tensor], modules: Mapping[str, nn.Module] | None = None) -> Repeated:
+    """Return the loss of some more calls, by which one that changes from call to call is recognised."""
+    before = _settings(modules or {})
     with torch.no_grad():
-        return [float(loss()) for _ in range(CALLS)]
+        values = [float(loss())]
+        after = _settings(modules or {})
+        values += [float(loss()) for _ in range(CALLS - 1)]
+        seeded = [_from_one_random_state(loss) for _ in range(CALLS)]
+    return Repeated(values, seeded, [*_changes(before, after)])
+
+
+def _from_one_random_state(loss: Callable[[], Tensor]) -> float:
+    """Return the loss with torch's random numbers from a fixed seed, and leave their state as it was."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        return float(loss())
+
+
+def _settings(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the numbers, words and buffers that are attributes of modules, by their full names."""
+    found: dict[str, Any] = {}
+    for root, module in modules.items():
+        for path, part in module.named_modules(prefix=root):
+            found |= {f"{path}.{name}": v for name, v in vars(part).items() if isinstance(v, bool | int | float | str)}
+            found |= {f"{path}.{name}": b.clone() for name, b in part.named_buffers(recurse=False)}
+    return found
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a phrase on each attribute that is another one than before."""
+    for name, new in after.items():
+        old = before.get(name)
+        if isinstance(new, Tensor) and isinstance(old, Tensor):
+            if torch.equal(old, new):
+                continue
+            if new.numel() > 1:
+                yield f"{name} changed"
+                continue
+            old, new = old.item(), new.item()
+        if old != new:
+            yield f"{name} went from {old} to {new}"
 
 
 class _Uses(TorchFunctionMode):
@@ -149,11 +253,25 @@ def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) 
     return found
 
 
-class StraightTanh(TorchFunctionMode):
-    """Compute tanh with a derivative of 1: a softcap whose own derivative is left out."""
+class OtherTanh(TorchFunctionMode):
+    """Compute tanh(x) as another function of x: a softcap that is computed otherwise, or left out."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "tanh":
             return func(*args, **(kwargs or {}))
-        x = args[0]
-        return x + (func(*args, **(kwargs or {})) - x).detach()
+        return self.function(args[0])
+
+
+SOFTCAPS = (
+    (
+        "the softcap's derivative is missing: d softcap tanh(x / softcap) / dx is 1 - tanh^2, and these gradients "
+        "have 1",
+        OtherTanh(lambda x: x + (torch.tanh(x) - x).detach()),
+    ),
+    ("the softcap is missing: tanh is left out", OtherTanh(lambda x: x)),
+)
+"""Mistakes with a softcap, and the modes under which the plain loss has them."""

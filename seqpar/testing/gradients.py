@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import PROVED, check_number
-from seqpar.testing.causes import likely_cause
-from seqpar.testing.evidence import FACTOR, Evidence, Result, StraightTanh, dense, gradients_by_use, repeated
+from seqpar.testing.causes import is_shown, likely_cause
+from seqpar.testing.evidence import FACTOR, SOFTCAPS, Evidence, Result, dense, gradients_by_use, repeated
+from seqpar.testing.smoothing_causes import OtherSmoothing
 
-NO_SOFTCAP_DERIVATIVE = (
-    "the softcap's derivative is missing: d softcap tanh(x / softcap) / dx is 1 - tanh^2, and these gradients have 1"
-)
+__tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 ROUNDING = 1e-14
 """The difference of float64 sums that counts as rounding where the reference is 0 or nearly so, relative to the largest
 of the loss, the gradients and 1."""
@@ -85,20 +85,28 @@ def assert_same_gradients(
     refuse_no_gradients(got, expected, tensors)
     # Both may be right about the rest, so this has to be looked at by itself
     for name, tensor in tensors.items():
-        assert tensor.requires_grad or got[1][name] is None, f"{name} is frozen and got a gradient"
+        if not tensor.requires_grad and got[1][name] is not None:
+            raise AssertionError(f"{name} is frozen and got a gradient")
     try:
         assert_same_results(got, expected, rtol)
     except AssertionError as error:
+        if not is_shown():
+            raise
         eighth = an_eighth(candidate, tensors)
         per_token = frozenset(name for name, t in tensors.items() if t.dim() > 1 and not isinstance(t, nn.Parameter))
-        uses = gradients_by_use(reference, tensors)
-        again = repeated(reference)
-        imagined = [
-            ("", lambda: value_and_gradients(reference, tensors)),
-            (NO_SOFTCAP_DERIVATIVE, lambda: with_straight_tanh(reference, tensors)),
-        ]
-        cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens, again=again, imagined=imagined))
-        raise AssertionError(f"{cause}\n{first_line(error)}") from None
+        evidence = Evidence(
+            got,
+            expected,
+            eighth,
+            an_eighth(reference, tensors),
+            gradients_by_use(reference, tensors),
+            per_token,
+            tokens,
+            again=repeated(reference),
+            imagined=imagine(partial(under, reference, tensors)),
+            smoothed=lambda *smoothing: under(reference, tensors, OtherSmoothing(*smoothing)),
+        )
+        raise AssertionError(f"{likely_cause(evidence)}\n{error}") from None
 
 
 @contextmanager
@@ -140,7 +148,8 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
     check_tolerance(rtol)
     value, gradients = _dense(got)
     plain, plain_gradients = _dense(expected)
-    assert gradients.keys() == plain_gradients.keys(), f"{sorted(gradients)} is not {sorted(plain_gradients)}"
+    if gradients.keys() != plain_gradients.keys():
+        raise AssertionError(f"{sorted(gradients)} is not {sorted(plain_gradients)}")
     largest = max(_size(t) for t in (plain, *plain_gradients.values()) if t is not None)
     # A gradient that is 0 in exact arithmetic is rounding noise in both, of about this size
     floor = ROUNDING * max(1.0, largest)
@@ -156,15 +165,15 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
             _assert_close(f"the gradient of {name}", gradient, plain_gradient, rtol, floor)
 
 
-def first_line(error: AssertionError) -> str:
-    """Return what differs, without the lines that pytest's rewriting of assertions appends."""
-    return str(error).splitlines()[0]
-
-
-def with_straight_tanh(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result:
-    """Return the loss and its gradients with the derivative of every tanh left out."""
-    with StraightTanh():
+def under(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], mode: AbstractContextManager[Any]) -> Result:
+    """Return the loss and its gradients under a mode."""
+    with mode:
         return value_and_gradients(loss, tensors)
+
+
+def imagine(compute: Callable[[AbstractContextManager[Any]], Result]) -> list[tuple[str, Callable[[], Result]]]:
+    """Return the mistakes that a mode makes in any loss, in words and computed; the first is none."""
+    return [("", lambda: compute(nullcontext())), *((said, partial(compute, mode)) for said, mode in SOFTCAPS)]
 
 
 def check_tolerance(rtol: float) -> None:
@@ -244,19 +253,25 @@ def _size(tensor: Tensor) -> float:
 
 
 def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
-    """Assert |got - expected| <= rtol x (the largest expected number) + floor, for each number."""
-    assert got.shape == expected.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
-    assert not expected.isnan().any(), f"{what} is off: the reference is nan there, so nothing can be compared with it"
+    """Raise AssertionError unless |got - expected| <= rtol x (the largest expected number) + floor, for each number.
+
+    Without `assert`, to whose message pytest appends the numbers of its expression.
+    """
+    if got.shape != expected.shape:
+        raise AssertionError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+    if expected.isnan().any():
+        raise AssertionError(f"{what} is off: the reference is nan there, so nothing can be compared with it")
     # In the wider dtype, so that a large float64 number is not rounded to float32's infinity
     wider = torch.promote_types(got.dtype, expected.dtype)
     got = got.to(expected.device, wider)
     expected = expected.to(wider)
     # inf - inf is nan, so infinities are compared by themselves
     infinite = expected.isinf()
-    assert torch.equal(got[infinite], expected[infinite]), f"{what} is off where the reference is infinite"
+    if not torch.equal(got[infinite], expected[infinite]):
+        raise AssertionError(f"{what} is off where the reference is infinite")
     size = _size(expected)
     # Relative to the largest number: a sum's small numbers have the rounding of its large ones
     apart = (got - expected)[~infinite].abs()
-    assert (apart <= rtol * size + floor).all(), (
-        f"{what} is off by {apart.max().item():.3g} where the reference is {size:.3g} large"
-    )
+    # Not `any(apart > ...)`, which is false for nan
+    if not (apart <= rtol * size + floor).all():
+        raise AssertionError(f"{what} is off by {apart.max().item():.3g} where the reference is {size:.3g} large")

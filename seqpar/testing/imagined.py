@@ -8,38 +8,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.rows.conventions import CONVENTIONS
-from seqpar.rows.criteria import LabelSmoothing, ignored_target
 from seqpar.testing.gradients import plain_loss
 
 Mistake = Callable[..., Tensor]
 """`mistake(generator, criterion, hidden, target, **per_token)` returns a summed loss."""
 
 
-def mistakes(criterion: nn.Module) -> Iterator[tuple[str, Mistake]]:
-    """Yield the mistakes that can be made with a criterion, as a sentence and the plain loss with the mistake."""
+def shifts() -> Iterator[tuple[str, Mistake]]:
+    """Yield the ways to shift the targets, as a sentence and the plain loss with the mistake."""
     yield "targets shifted by one: each token is held against the next one's target", partial(_shifted, first=1)
     yield "targets shifted by one: each token is held against the target before it", partial(_shifted, first=-1)
     rolled = "targets shifted by one, and those of the end are at the beginning"
     yield rolled, partial(_rolled, by=-1)
     yield "targets shifted by one, and those of the beginning are at the end", partial(_rolled, by=1)
-    eps = getattr(criterion, "label_smoothing", 0)
-    if not eps or getattr(criterion, "weight", None) is not None:
-        return
-    own = getattr(criterion, "smoothing_convention", "torch")
-    ignored = ignored_target(criterion)
-    if ignored is None:
-        ignored = -100
-    plainly = nn.CrossEntropyLoss(ignore_index=ignored, reduction="sum")
-    yield f"no label smoothing, where the criterion has {eps:g}", partial(_with_criterion, other=plainly)
-    for convention, shares in CONVENTIONS.items():
-        if convention != own and (shares.padding or ignored >= 0):
-            other = LabelSmoothing(eps, convention, ignore_index=ignored)
-            sentence = f"the smoothing convention {convention!r}, where the criterion has {own!r}"
-            yield sentence, partial(_with_criterion, other=other)
 
 
-def _with_criterion(
+def with_criterion(
     generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, other: nn.Module, **per_token: Any
 ) -> Tensor:
     """Return the plain loss by another criterion."""

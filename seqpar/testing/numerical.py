@@ -12,6 +12,8 @@ from torch.autograd.gradcheck import GradcheckError
 from seqpar.testing.evidence import Result, repeated
 from seqpar.testing.gradients import check_leaves, value_and_gradients
 
+__tracebackhide__ = True  # pytest shows the call that failed, and the sentence
+
 
 def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Assert that a loss's gradients are the derivatives of its values, by `torch.autograd.gradcheck` in its fast mode.
@@ -51,7 +53,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
             raise ValueError(
                 f"{name} is {tensor.dtype}; differences of values need float64, from the inputs to the loss"
             )
-    other = next((again for again in repeated(loss) if again != float(value)), None)
+    other = next((again for again in repeated(loss).values if again != float(value)), None)
     if other is not None:
         raise ValueError(
             f"the loss is {float(value):.6g} in one call and {other:.6g} in another, so differences of it say "
@@ -66,7 +68,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
         try:
             torch.autograd.gradcheck(of_one, (tensor,), fast_mode=True)
         except GradcheckError as error:
-            raise AssertionError(f"the gradient of {name} is not the derivative of the loss: {_said(error)}") from error
+            raise AssertionError(f"the gradient of {name} is not the derivative of the loss: {_said(error)}") from None
 
 
 class _Once(torch.autograd.Function):

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from seqpar.testing.evidence import SAME, Evidence, ratio, same, spelt
+from seqpar.testing.evidence import SAME, Evidence, besides, close, ratio, shares_of, spelt
+
+KINDS = (
+    ("token count, without an all-reduce of it", "tokens"),
+    ("number of targets, ignored ones counted", "targets"),
+)
+"""What the entries of `Evidence.counts` are, in two sentences."""
+
+
+def shares_of_ranks(e: Evidence) -> tuple[str, list[float]]:
+    """Return a gradient's name, and how often it has each rank's tokens; nan where that cannot be seen."""
+    for name, got, _ in e.pairs():
+        uses = [gradient for _, gradient in e.uses.get(name, ())]
+        each = len(uses) // e.world
+        if name in e.per_token or not each or len(uses) != each * e.world:
+            continue
+        own = [torch.stack(uses[rank * each : (rank + 1) * each]).sum(0) for rank in range(e.world)]
+        shares = shares_of(got, own)
+        if shares is not None:
+            return name, shares
+    # A per-token gradient shows that of this rank alone
+    for name, times in e.ratios().items():
+        if name in e.per_token and times:
+            return name, [times if rank == e.rank else math.nan for rank in range(e.world)]
+    return "", []
 
 
 def local_count(e: Evidence) -> str | None:
-    """Recognise a division by this rank's tokens instead of the step's."""
-    if not e.tokens or e.world == 1:
+    """Recognise a division by each rank's own tokens, or by all its rows, instead of the step's tokens."""
+    if e.world == 1:
         return None
+    name, shares = shares_of_ranks(e)
+    seen = {rank: times for rank, times in enumerate(shares) if not math.isnan(times)}
     # (sum / tokens here, averaged over the ranks) / (sum / divisor), and the same times the ranks
-    own_mean = e.divisor / (e.tokens * e.world)
-    own_count = e.divisor / e.tokens
-    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
-    for name, got, plain in e.pairs():
-        times = ratio(got, plain)
-        if name not in e.per_token or not times or math.isclose(times, 1, rel_tol=SAME):
-            continue
-        for expected_ratio, how in ((own_mean, f" / ({e.tokens} x {e.world} ranks)"), (own_count, f" / {e.tokens}")):
-            if math.isclose(times, expected_ratio, rel_tol=SAME):
-                return (
-                    f"the local token count, without an all-reduce of it: here {e.tokens} of the step's "
-                    f"{e.divisor:g} tokens, and {name}'s gradient is {spelt(times)} times the plain one, "
-                    f"{e.divisor:g}{how}"
-                )
+    for kind, (what, noun) in enumerate(KINDS):
+        for world, factor in ((e.world, f" x {e.world} ranks"), (1, "")):
+            own = {rank: e.counts[rank][kind] * world for rank in seen}
+            if not all(n and close(r, e.divisor / n) for r, n in ((seen[k], own[k]) for k in seen)) or not seen:
+                continue
+            if all(close(r, 1) for r in seen.values()):
+                continue
+            rank = e.rank if e.rank in seen else min(seen)
+            n, times = e.counts[rank][kind], spelt(seen[rank])
+            of = sum(counts[kind] for counts in e.counts)
+            whose = f"{name}'s gradient"
+            if name not in e.per_token:
+                whose = f"this rank's part of {whose}"
+            bottom = f"({n}{factor})" if factor else f"{n}"
+            return (
+                f"the local {what}: here {n} of the step's {of} {noun}, and {whose} is {times} times the "
+                f"plain one, {e.divisor:g} / {bottom}"
+            )
     return None
 
 
@@ -46,19 +77,23 @@ def reduced_twice(e: Evidence) -> str | None:
     )
 
 
-def silent_rank(e: Evidence) -> str | None:
-    """Recognise a rank whose loss does not reach the parameters: their gradients are those of the other ranks."""
-    for name, got, plain in e.pairs():
-        uses = [gradient for _, gradient in e.uses.get(name, ())]
-        each = len(uses) // e.world
-        if e.world == 1 or name in e.per_token or not each or len(uses) != each * e.world:
-            continue
-        for rank in range(e.world):
-            # The plain loss computes one rank's tokens after the other's
-            own = torch.stack(uses[rank * each : (rank + 1) * each]).sum(0)
-            if own.any() and same(got, plain - own):
-                return f"rank {rank} contributes nothing: the gradient of {name} is that of the other ranks alone"
-    return None
+def contributes_nothing(silent: Sequence[int]) -> str:
+    """Return in words that ranks have no part in a gradient."""
+    if len(silent) == 1:
+        return f"rank {silent[0]} contributes nothing"
+    return f"ranks {' and '.join(map(str, silent))} contribute nothing"
+
+
+def silent_ranks(e: Evidence) -> str | None:
+    """Recognise ranks whose loss does not reach the parameters: their gradients are those of the other ranks."""
+    if e.world == 1:
+        return None
+    name, shares = shares_of_ranks(e)
+    silent = [rank for rank, times in enumerate(shares) if times == 0]
+    heard = [times for times in shares if times and not math.isnan(times)]
+    if not silent or not heard or not all(close(times, heard[0]) for times in heard):
+        return None
+    return f"{contributes_nothing(silent)}: the gradient of {name} is that of the other ranks alone{besides(heard[0])}"
 
 
 def world_size(e: Evidence) -> str | None:

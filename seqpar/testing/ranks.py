@@ -42,6 +42,18 @@ class RankError(AssertionError):
     """A rank raised an error; the message has every failed rank's traceback."""
 
 
+def unequal_cuts(length: int, world: int) -> list[int]:
+    """Return where a length is cut into a part for each rank: all have one, and of the others rank r a share of r.
+
+    Example:
+        >>> from seqpar.testing.ranks import unequal_cuts
+        >>> unequal_cuts(5, world=2)  # rank 0 has the first, rank 1 the other four
+        [0, 1, 5]
+    """
+    rest = length - world
+    return [rank + rest * rank * (rank - 1) // (world * (world - 1)) for rank in range(world + 1)]
+
+
 class Pool:
     """A pool of `world` forked processes in one gloo group.
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from seqpar.testing.evidence import SAME, Evidence, ratio, spelt
+from torch import Tensor
+
+from seqpar.testing.evidence import SAME, Evidence, close, ratio, spelt
 
 MOST_ALIKE = 16
 """How many parts of equally many tokens, of the rarest size, are recognised."""
+
+MOST_KINDS = 3
+"""How many kinds of rows, such as the right ones, are described."""
+MOST_RUNS = 4
+"""How many runs of rows are written out."""
 
 
 class Rows(NamedTuple):
@@ -45,28 +52,102 @@ def rows_of(e: Evidence) -> list[Rows]:
 def dropped_rows(e: Evidence) -> str | None:
     """Recognise a chunk that is never computed, by its zeros."""
     for rows in rows_of(e):
-        lost = [i for i, r in zip(rows.at, rows.ratios, strict=True) if r == 0]
-        kept = [r for r in rows.ratios if r]
-        # The engine cuts rows or time steps, so a chunk is a run of one of these
-        if not lost or not kept or any(lost[0] < i < lost[-1] for i in set(rows.at) - set(lost)):
-            continue
-        one = all(math.isclose(r, kept[0], rel_tol=SAME) for r in kept)
-        elsewhere = "the right one"
-        if not one:
-            elsewhere = "different multiples of the plain one"
-        elif not math.isclose(kept[0], 1, rel_tol=SAME):
-            elsewhere = f"{spelt(kept[0])} times the plain one"
-        if one and rows.at[-1] == lost[-1]:
-            return (
-                f"the last chunk is dropped: {rows.name} has no gradient in its last {rows.of - lost[0]} {rows.what}, "
-                f"of {rows.of}, and {elsewhere} before them"
-            )
-        if one and lost[0] > rows.at[0]:
-            return (
-                f"a chunk in the middle is skipped: {rows.name} has no gradient in its {rows.what} {lost[0]} to "
-                f"{lost[-1]}, of {rows.of}, and {elsewhere} before and after them"
-            )
+        for odd, others in _pairs_of_ratios(rows):
+            if odd == 0 and (where := _one_run(rows, odd)):
+                place, at = where
+                said = {"last": "the last chunk is dropped", "first": "the first chunk is dropped"}
+                return (
+                    f"{said.get(place, 'a chunk in the middle is skipped')}: {rows.name} has no gradient in its {at}, "
+                    f"of {rows.of}, and {_multiple(others)} elsewhere"
+                )
     return None
+
+
+def repeated_rows(e: Evidence) -> str | None:
+    """Recognise a chunk that is computed more than once where the others are right."""
+    for rows in rows_of(e):
+        for odd, others in _pairs_of_ratios(rows):
+            whole = odd > 1.5 and math.isclose(odd, round(odd), rel_tol=SAME)
+            if whole and math.isclose(others, 1, rel_tol=SAME) and (where := _one_run(rows, odd)):
+                return (
+                    f"a chunk is counted {round(odd)} times: the gradient of {rows.name} is {round(odd)} times the "
+                    f"plain one in its {where[1]}, of {rows.of}, and right elsewhere"
+                )
+    return None
+
+
+def where_off(e: Evidence, name: str) -> str:
+    """Return in which rows a tensor's gradient is off, and by how much; empty if its rows are all alike."""
+    got, plain = (of[1][name] for of in (e.got, e.expected))
+    if name not in e.per_token or got is None or plain is None:
+        return ""
+    found: dict[str, list[int]] = {}
+    for number, (row, right) in enumerate(zip(got.flatten(0, -2), plain.flatten(0, -2), strict=True)):
+        if row.any() or right.any():
+            found.setdefault(described(row, right), []).append(number)
+    if "right" not in found or not 2 <= len(found) <= MOST_KINDS:
+        return ""
+    of = len(got.flatten(0, -2))
+    off = [f"{said} in its {_spans(rows)}" for said, rows in found.items() if said != "right"]
+    return f"{', '.join(off)}, of {of}, and right elsewhere"
+
+
+def described(got: Tensor, plain: Tensor) -> str:
+    """Return in words how a gradient differs from the plain one."""
+    if not plain.any():
+        return "not 0, as the plain one is,"
+    times = ratio(got, plain)
+    if times is None:
+        return "no multiple of the plain one"
+    if close(times, 1):
+        return "right"
+    return f"{spelt(times)} times the plain one"
+
+
+def _spans(rows: Sequence[int]) -> str:
+    """Return the positions of rows in words, runs of them by their ends."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and row == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], row]
+        else:
+            runs.append([row])
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    if len(runs) > MOST_RUNS:
+        return f"{len(rows)} rows"
+    return f"rows {', '.join(' to '.join(map(str, run)) for run in runs)}"
+
+
+def _multiple(r: float) -> str:
+    """Return in words how a gradient that is r times the plain one is."""
+    if close(r, 1):
+        return "the right one"
+    return f"{spelt(r)} times the plain one"
+
+
+def _pairs_of_ratios(rows: Rows) -> list[tuple[float, float]]:
+    """Return the two ratios that the rows have, in both orders, if they have two."""
+    kinds: list[float] = []
+    for r in rows.ratios:
+        if not any(r == known or close(r, known) for known in kinds):
+            kinds.append(r)
+    if len(kinds) != 2:
+        return []
+    return [(kinds[0], kinds[1]), (kinds[1], kinds[0])]
+
+
+def _one_run(rows: Rows, odd: float) -> tuple[str, str] | None:
+    """Return where the rows with that ratio are, if they are a run as a chunk is: first, last or between, and which."""
+    found = [i for i, r in zip(rows.at, rows.ratios, strict=True) if r == odd or close(r, odd)]
+    # The engine cuts rows or time steps, so a chunk is a run of one of these
+    if any(found[0] < i < found[-1] for i in set(rows.at) - set(found)):
+        return None
+    if rows.at[-1] == found[-1]:
+        return "last", f"last {rows.of - found[0]} {rows.what}"
+    if rows.at[0] == found[0]:
+        return "first", f"first {found[-1] + 1} {rows.what}"
+    return "between", f"{rows.what} {found[0]} to {found[-1]}"
 
 
 def mean_of_means(e: Evidence) -> str | None:
@@ -105,9 +186,17 @@ def _are_parts(counts: Mapping[float, int], fewest: int) -> bool:
 def counted_padding(e: Evidence) -> str | None:
     """Recognise ignored rows that have a gradient."""
     for name, got, plain in e.pairs():
-        if name in e.per_token:
-            # The plain gradient of a row that is ignored is exactly 0, and of any other practically never
-            extra = int((got.flatten(0, -2).any(1) & ~plain.flatten(0, -2).any(1)).sum())
-            if extra:
-                return f"ignored padding is counted: {name} has a gradient in {extra} rows whose target is ignored"
+        if name not in e.per_token:
+            continue
+        extra = got.flatten(0, -2).any(1) & ~plain.flatten(0, -2).any(1)
+        if not extra.any():
+            continue
+        count = int(extra.sum())
+        if e.ignored is None:
+            return (
+                f"ignored padding is counted, it seems: {name} has a gradient in {count} rows where the plain one is 0"
+            )
+        # The plain gradient of a row may be 0 for another reason, such as its class's weight
+        if not (extra.cpu() & ~e.ignored.cpu()).any():
+            return f"ignored padding is counted: {name} has a gradient in {count} rows whose target is ignored"
     return None

@@ -17,6 +17,8 @@ from seqpar.testing.comparison import Comparison, Loss, in_dtype
 from seqpar.testing.gradients import check_tolerance
 from seqpar.testing.precision import has_float64
 
+__tracebackhide__ = True  # pytest shows the call that failed, and the sentence
+
 
 def assert_same_loss(
     generator: nn.Module,
@@ -37,7 +39,7 @@ def assert_same_loss(
     """Assert that a loss and its gradients equal those of the plain single-device computation, in float64.
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten()) / tokens` on the tokens of all
-    ranks at once, and its gradients by autograd. The loss is compared as it is and times 1/8, because a factor on the
+    ranks at once, and its gradients by autograd. They are compared as they are and times 1/8, because a factor on the
     loss must reach every gradient. Both losses use the generator's and the criterion's own backward:
     `assert_numerical_gradients` checks whether a custom one is right. Over two ranks:
 
@@ -67,7 +69,7 @@ def assert_same_loss(
 
     Raises:
         AssertionError: on every rank; the message says what differs and by how much, the likely cause, and the smallest
-            subset of these inputs that also fails.
+            subset of these inputs that also fails (inside a hypothesis test it is hypothesis that looks for it).
         ValueError: `loss` together with arguments of seqpar's engine, `ranks` together with `group`, a number out of
             its range, no gradient on either side (`torch.no_grad`), or ranks that all have the same number of tokens.
         TypeError: an argument of a wrong type, or one that cannot be sent to the ranks.

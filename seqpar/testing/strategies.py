@@ -11,10 +11,14 @@ A test takes whole cases, or pieces of them for a model of its own:
         target = data.draw(targets(shape, vocab_size=11, padding=0))
         assert_same_loss(generator, data.draw(criteria(11, padding=0)), hidden, target,
                          devices=data.draw(device_lists()), **data.draw(chunkings(*shape)))
+
+With `ranks=2`, `shapes`, `targets` and `cases` draw what `assert_same_loss(..., ranks=2)` can divide: as many sentences
+as ranks, which do not all get equally many tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.rows.conventions import CONVENTIONS
+from seqpar.testing.ranks import unequal_cuts
 
 MOST_BATCH = 7
 MOST_TIME = 9
@@ -40,8 +45,10 @@ class Chunking(TypedDict):
     chunk_size: int | None
 
 
-def shapes(most_batch: int = MOST_BATCH, most_time: int = MOST_TIME) -> st.SearchStrategy[tuple[int, int]]:
-    """Draw the shape (batch, time) of the tokens, from (1, 1) on.
+def shapes(
+    most_batch: int = MOST_BATCH, most_time: int = MOST_TIME, ranks: int = 1
+) -> st.SearchStrategy[tuple[int, int]]:
+    """Draw the shape (batch, time) of the tokens, from (1, 1) on, or with a sentence for each rank.
 
     Example:
         >>> from hypothesis import find
@@ -49,7 +56,7 @@ def shapes(most_batch: int = MOST_BATCH, most_time: int = MOST_TIME) -> st.Searc
         >>> find(shapes(), lambda shape: shape[1] > 3)
         (1, 4)
     """
-    return st.tuples(st.integers(1, most_batch), st.integers(1, most_time))
+    return st.tuples(st.integers(ranks, max(ranks, most_batch)), st.integers(1, most_time))
 
 
 def lengths(batch: int, time: int) -> st.SearchStrategy[list[int]]:
@@ -82,8 +89,10 @@ def masks(draw: st.DrawFn, shape: tuple[int, int]) -> Tensor:
 
 
 @st.composite
-def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: int = -100) -> Tensor:
+def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: int = -100, ranks: int = 1) -> Tensor:
     """Draw int64 targets (batch, time) in [0, vocab_size), equal to `padding` exactly where a drawn mask is False.
+
+    With several ranks one more target may be padding, or none, so that not all ranks have equally many tokens.
 
     Example:
         >>> from hypothesis import find
@@ -91,7 +100,7 @@ def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: i
         >>> find(targets((1, 3), vocab_size=11, padding=0), lambda target: not target.any())
         tensor([[0, 0, 0]])
     """
-    return _padded(shape, vocab_size, padding, draw(SEEDS)).where(draw(masks(shape)), padding)
+    return _unequal(_padded(shape, vocab_size, padding, draw(SEEDS)), draw(masks(shape)), padding, ranks)
 
 
 def device_lists(device: str = "cpu", most: int = MOST_DEVICES) -> st.SearchStrategy[list[str] | None]:
@@ -193,12 +202,15 @@ class Case:
     upstream: float
     """The factor of the summed loss before backward."""
     seed: int
+    ranks: int = 1
+    """How many ranks the targets can be divided among."""
 
     def targets(self) -> Tensor:
         """Return targets (batch, time) in [0, vocab_size), of which a fraction of `padding_share` is ignored."""
         shape = (self.batch, self.time)
         drawn = _padded(shape, self.vocab_size, self.padding, self.seed)
-        return drawn.where(torch.rand(shape, generator=_random(self.seed + 2)) >= self.padding_share, self.padding)
+        mask = torch.rand(shape, generator=_random(self.seed + 2)) >= self.padding_share
+        return _unequal(drawn, mask, self.padding, self.ranks)
 
     def hidden(self) -> Tensor:
         """Return float64 hidden states (batch, time, width), a leaf."""
@@ -211,7 +223,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: bool = False) -> Case:
+def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: bool = False, ranks: int = 1) -> Case:
     """Draw a case of at most 7 x 9 tokens, 2 to 13 classes (at least 3 if padding is one) and `max_devices`.
 
     Example:
@@ -220,7 +232,7 @@ def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: 
         >>> find(cases(), lambda case: case.devices == 2).device_list()
         ['cpu', 'cpu']
     """
-    batch, time = draw(shapes())
+    batch, time = draw(shapes(ranks=ranks))
     # Two classes besides the padding, so that a target has an alternative
     fewest = 2
     if padding_is_a_class:
@@ -240,6 +252,7 @@ def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: 
         devices=len(draw(device_lists(most=max_devices)) or []),
         upstream=draw(st.sampled_from([1.0, 1 / 7, -3.0, 0.0, 1e4])),
         seed=draw(SEEDS),
+        ranks=ranks,
         **draw(chunkings(batch, time)),
     )
 
@@ -247,6 +260,15 @@ def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: 
 def _random(seed: int) -> torch.Generator:
     """Return a generator of its own, which leaves torch's global random state alone."""
     return torch.Generator().manual_seed(seed)
+
+
+def _unequal(drawn: Tensor, mask: Tensor, padding: int, ranks: int) -> Tensor:
+    """Return the targets with padding where the mask is False; one is changed if all ranks had equally many others."""
+    if ranks > 1:
+        counts = {int(mask[first:end].sum()) for first, end in itertools.pairwise(unequal_cuts(len(mask), ranks))}
+        mask = mask.clone()
+        mask[-1, -1] ^= len(counts) == 1
+    return drawn.where(mask, padding)
 
 
 def _padded(shape: tuple[int, int], vocab_size: int, padding: int, seed: int) -> Tensor:

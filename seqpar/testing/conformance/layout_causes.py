@@ -6,6 +6,7 @@ Shape suffixes: N tokens of all ranks that count, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from seqpar.testing.conformance.layout_cases import IGNORED, SHAPE, SPLIT, Answer, Case, Model, gradients
 from seqpar.testing.evidence import ratio, spelt
 from seqpar.testing.precision import error
+from seqpar.testing.rank_causes import contributes_nothing
 
 SAME = 1e-5
 """The relative difference up to which numbers count as equal: mistakes are recognised in float32, too."""
@@ -261,7 +263,7 @@ def _of_the_gradient(e: Evidence) -> Iterator[str]:
         (of_batches, lambda p, m, k: 1 / each[p][m]),
         ("only the gradient of the last micro-batch is kept", lambda p, m, k: m == len(each[p]) - 1),
         ("only the gradient of the first micro-batch is kept", lambda p, m, k: m == 0),
-        *((f"rank {r} contributes nothing", functools.partial(_without, r)) for r in range(len(own))),
+        *((contributes_nothing(lost), functools.partial(_without, lost)) for lost in _some_of(len(own))),
     ]
     yield from (name for name, weight in weights if e.is_multiple(e.weighted(weight)))
     yield from _elsewhere(e)
@@ -276,9 +278,15 @@ def _of_the_gradient(e: Evidence) -> Iterator[str]:
         yield f"the ranks have different gradients of {', '.join(apart)}"
 
 
-def _without(lost: int, place: int, index: int, own: int) -> float:
-    """Return the weight of a micro-batch where one rank contributes nothing."""
-    return place != lost
+def _some_of(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield every choice of ranks that leaves one, few ranks first."""
+    for count in range(1, ranks):
+        yield from itertools.combinations(range(ranks), count)
+
+
+def _without(lost: Sequence[int], place: int, index: int, own: int) -> float:
+    """Return the weight of a micro-batch where some ranks contribute nothing."""
+    return place not in lost
 
 
 def _scale(case: Case, times: float) -> str:
@@ -291,6 +299,7 @@ def _scale(case: Case, times: float) -> str:
         "divided by the number of micro-batches as well as by the tokens": [1 / batches, 1 / (batches * ranks)],
         "not divided by the tokens": [n, n / ranks, n / batches, n / (ranks * batches)],
         "divided by all rows, including padding": [n / (rows * ranks), n / rows],
+        "the wrong sign": [-1],
         "the loss scale is missing": [1 / case.loss_scale],
         "the loss scale is applied twice": [case.loss_scale],
     }

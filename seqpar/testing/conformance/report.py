@@ -91,7 +91,8 @@ def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
     """Return the command, the date and the versions."""
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]
-    names = " ".join(adapter.name for adapter in adapters)
+    # One's own is found by module:object, whatever its column is called
+    names = " ".join(adapter.spec for adapter in adapters)
     what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
     option = ""
     if part != "losses":

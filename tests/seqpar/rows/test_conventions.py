@@ -14,8 +14,7 @@ from torch import nn
 
 import seqpar
 from seqpar.rows.conventions import CONVENTIONS, Convention, Shares, shares_of
-from seqpar.testing import assert_same_gradients, plain_linear_cross_entropy
-from seqpar.testing.imagined import mistakes
+from seqpar.testing import assert_same_gradients, assert_same_loss, plain_linear_cross_entropy, plain_loss
 from seqpar.testing.plain_reference import plain_smoothed_target
 from seqpar.testing.strategies import criteria
 
@@ -75,9 +74,18 @@ def test_an_entry_is_enough_for_losses_and_reference(new):
 def test_an_entry_is_enough_for_strategies_and_mistakes(new):
     once = settings(max_examples=2000, database=None)
     drawn = find(criteria(4, 0), lambda made: getattr(made, "smoothing_convention", "") == NEW, settings=once)
-    sentences = [sentence for sentence, _ in mistakes(seqpar.LabelSmoothing(0.1, "fairseq", ignore_index=0))]
     assert drawn.smoothing_convention == NEW
-    assert f"the smoothing convention {NEW!r}, where the criterion has 'fairseq'" in sentences
+
+    def otherwise_smoothed(generator, criterion, hidden, target):
+        return plain_loss(generator, seqpar.LabelSmoothing(0.1, NEW, ignore_index=0), hidden, target)
+
+    own = "fairseq" if new.target else "torch"
+    # Those that have the same gradient, because they differ in a constant
+    alike = [name for name, other in CONVENTIONS.items() if other[1:3] == new[1:3]]
+    criterion, target = seqpar.LabelSmoothing(0.1, own, ignore_index=0), torch.arange(5)
+    said = f"the smoothing convention '({'|'.join(alike)})', where the criterion has '{own}'"
+    with pytest.raises(AssertionError, match=said):
+        assert_same_loss(nn.Linear(3, 5), criterion, torch.randn(5, 3), target, loss=otherwise_smoothed)
 
 
 def test_a_target_distribution_is_one_wherever_it_is_defined(new):

@@ -231,7 +231,7 @@ def factor_of(wrong):
 
     def step(work):
         count = group_sum(sum(counted(work)), work.token_group)
-        right = world_size(work.token_group) / count
+        right = world_size(work.token_group) / float(count)
         return stepped(work, wrapped(both_of(work), work), lambda number: right * wrong(work, count))
 
     return step
@@ -387,6 +387,12 @@ OTHER_MISTAKES = {
         "data parallel: tied weights",
         "rank 1 contributes",
     ),
+    "two_silent": (
+        factor_of(lambda w, n: rank_in(w.token_group) < 2),
+        "data parallel: unequal tokens",
+        "4 ranks: ranks 2 and 3 contribute nothing",
+    ),
+    "uphill": (factor_of(lambda w, n: -1), "FSDP2: unequal tokens", "the wrong sign: all gradients are -1 times"),
     "head_twice": (
         head_reduced_twice,
         "data parallel: unequal tokens",

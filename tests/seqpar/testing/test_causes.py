@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from seqpar.testing.causes import likely_cause
-from seqpar.testing.evidence import Evidence
+from seqpar.testing.evidence import Evidence, Repeated
 from tests.seqpar.testing.test_edges_of_verdicts import wide
 
 pytestmark = pytest.mark.unswitched
@@ -25,7 +25,8 @@ def cause_of(found):
 
 
 HALVES = {"hidden": wide(1.0, 2.0, 3.0, 5.0, 0.0, 0.0).view(3, 2)}
-NONE = "none of the usual ones; the gradients are not a simple multiple or fraction of the plain ones"
+NONE = "none of the usual ones; "
+TWO_RANKS = {"counts": [(3, 6), (3, 6)]}
 
 
 @pytest.mark.parametrize(
@@ -33,21 +34,30 @@ NONE = "none of the usual ones; the gradients are not a simple multiple or fract
     [
         (evidence(1 / 3, tokens=3, rows=6), "a mean instead of a sum: all gradients are 1/3 times the plain ones"),
         (evidence(1 / 6, tokens=3, rows=6), "a mean over all 6 targets, ignored padding counted"),
-        (evidence(5 / 12, tokens=3, rows=6, divisor=5, world=2), "a mean over all 6 targets, ignored padding counted"),
+        (
+            evidence(6 / 11, divisor=6, counts=[(3, 6), (2, 4), (1, 1)]),
+            "a mean over all 11 targets, ignored padding counted",
+        ),
         (evidence(1 / 6, tokens=6, rows=6), "a mean instead of a sum: all gradients are 1/6 times the plain ones"),
         (
             evidence(7, divisor=7),
             "a sum instead of a mean: all gradients are 7 times the plain ones, and the step has",
         ),
-        (evidence(7 / 2, divisor=7, world=2), "a sum instead of a mean: all gradients are 7/2 times the plain ones"),
+        (
+            evidence(7 / 2, divisor=7, **TWO_RANKS),
+            "a sum instead of a mean: all gradients are 7/2 times the plain ones",
+        ),
         (evidence(2), "accumulation: all gradients are 2 times the plain ones, as if never set to zero"),
         (evidence(1 / 2), "accumulation: all gradients are 1/2 of the plain ones"),
-        (evidence(3 / 2), NONE),
+        (evidence(3 / 2), f"{NONE}all gradients are 3/2 times the plain ones"),
         (evidence(3, off=1.2e-6), NONE),
         (evidence(3, off=0.8e-6), "accumulation: all gradients are 3 times the plain ones"),
-        (evidence(2, world=2), "the world size: all gradients are 2 times the plain ones, multiplied by the number of"),
         (
-            evidence(1 / 2, world=2),
+            evidence(2, **TWO_RANKS),
+            "the world size: all gradients are 2 times the plain ones, multiplied by the number of",
+        ),
+        (
+            evidence(1 / 2, **TWO_RANKS),
             "the world size: all gradients are 1/2 times the plain ones, averaged over the rank",
         ),
         (evidence(1, off=0.9e-5), "float32 on the way: nothing is off by more than 9e-06 of its size"),
@@ -56,28 +66,36 @@ NONE = "none of the usual ones; the gradients are not a simple multiple or fract
         (evidence(math.nan, tokens=0), "a division by 0 tokens: every target is ignored"),
         (evidence(math.nan, tokens=1), NONE),
         (
-            evidence(1.7, again=[math.pi, 3.0]),
+            evidence(1.7, again=Repeated([math.pi, 3.0], [2.0, 2.0])),
             "random numbers, such as those of dropout in training mode: the plain lo",
         ),
-        (evidence(1.7, again=[math.pi, math.pi * (1 + 0.9e-6)]), NONE),
+        (evidence(1.7, again=Repeated([math.pi, math.pi * (1 + 0.9e-6)], [2.0, 2.0])), NONE),
         (evidence(1, more={"w": wide(0.0, 0.0, 0.0)}), "w: no gradient at all, so the loss is detached from it"),
         (
             evidence(1, more=HALVES),
             "the last chunk is dropped: hidden has no gradient in its last 1 rows, of 3, and the",
         ),
+        (
+            evidence(1.7, again=Repeated([math.pi, 3.0], [2.0, 2.1], ["n went from 1 to 2"])),
+            "the generator or the criterion changes from call to call: n went from 1 to 2; the plain loss itself is",
+        ),
+        (
+            evidence(1.7, again=Repeated([math.pi, 3.0], [2.0, 2.1])),
+            "the generator or the criterion changes from call to call; the plain loss itself is 3.14159 in one call an",
+        ),
         (evidence(1, more={"hidden": HALVES["hidden"].roll(-1, 0)}), NONE),
         (
-            evidence(1, world=2, more={"w": wide(2.0, 6.0, 4.0)}),
+            evidence(1, **TWO_RANKS, more={"w": wide(2.0, 6.0, 4.0)}),
             "a gradient is reduced twice: that of w is 2 times the plain one, the number of ranks",
         ),
         (
-            evidence(1.7, tokens=3, divisor=8, world=2, more={"hidden": evidence(8 / 3).got[1]["hidden"]}),
-            "the local token count, without an all-reduce of it: here 3 of the step's 8 tokens, and hidden's gradient "
+            evidence(1.7, divisor=8, **TWO_RANKS, more={"hidden": evidence(8 / 3).got[1]["hidden"]}),
+            "the local token count, without an all-reduce of it: here 3 of the step's 6 tokens, and hidden's gradient "
             "is 8/3 times the plain one, 8 / 3",
         ),
         (
-            evidence(1.7, tokens=3, divisor=8, world=2, more={"hidden": evidence(4 / 3).got[1]["hidden"]}),
-            "the local token count, without an all-reduce of it: here 3 of the step's 8 tokens, and hidden's gradient "
+            evidence(1.7, divisor=8, **TWO_RANKS, more={"hidden": evidence(4 / 3).got[1]["hidden"]}),
+            "the local token count, without an all-reduce of it: here 3 of the step's 6 tokens, and hidden's gradient "
             "is 4/3 times the plain one, 8 / (3 x 2 ranks)",
         ),
     ],

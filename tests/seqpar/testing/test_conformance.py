@@ -13,10 +13,11 @@ import torch
 from seqpar.testing.conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, report, run
 from seqpar.testing.conformance import adapter as adapter_module
 from seqpar.testing.conformance import checks as checks_module
-from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.__main__ import _parsed, main
 from seqpar.testing.conformance.finding import Finding
 from seqpar.testing.conformance.inputs import Inputs, plain_loss
 from seqpar.testing.conformance.memory import Growth, growth
+from seqpar.testing.conformance.parts import PARTS
 from tests.seqpar.testing.planted import MISTAKES
 from tests.seqpar.testing.reproduced import run as run_reproduction
 
@@ -141,6 +142,22 @@ def test_the_memory_of_all_logits_is_a_failure_and_of_a_chunk_is_not():
     assert isinstance(right, Growth)
     assert isinstance(wrong, Growth)
     assert right.of_logits <= Growth.ALLOWED < 1 <= wrong.of_logits
+
+
+@pytest.mark.parametrize(
+    ("part", "own"),
+    [
+        ("losses", "tests.seqpar.testing.planted:deaf"),
+        ("scores", "tests.seqpar.testing.planted_scores:doubling"),
+        ("layouts", "tests.seqpar.testing.planted_layouts:silent"),
+    ],
+)
+def test_the_command_in_the_heading_finds_an_adapter_of_ones_own(part, own):
+    adapters = [PARTS[part].adapter_of(name) for name in ("torch", own)]
+    command = report.heading(adapters, part).splitlines()[1].split()
+    assert command[-2:] == ["torch", own]
+    given = _parsed(command[3:])
+    assert [PARTS[given.part].adapter_of(name) for name in given.names] == adapters
 
 
 def test_the_command_says_what_exists_and_what_is_not_installed(capsys, monkeypatch):

@@ -17,7 +17,7 @@ from seqpar.testing.conformance.memory import Growth
 from seqpar.testing.conformance.problem import Deviation, deviations
 from seqpar.testing.conformance.score_inputs import ScoreInputs
 from seqpar.testing.conformance.verdicts import error_finding
-from seqpar.testing.evidence import ratio, same, spelt
+from seqpar.testing.evidence import ratio, same, shares_of, spelt
 
 pytestmark = pytest.mark.unswitched
 
@@ -110,6 +110,16 @@ def test_numbers_are_multiples_up_to_a_millionth(times, right):
     assert found == (pytest.approx(3) if right else None)
     assert ratio(wide(-3.0, -6.0), wide(1.0, 2.0)) == -3
     assert spelt((1 + off) * 2 / 7) == ("2/7" if right else "0.285715")
+
+
+def test_a_sum_is_taken_apart_where_its_parts_can_be_told_apart():
+    a, b, nothing = wide(10.0, 20.0, 0.0), wide(0.0, 1.0, 1.0), wide(0.0, 0.0, 0.0)
+    assert shares_of(a + 2 * b, [a, b]) == pytest.approx([1, 2])
+    assert shares_of(-b / 3, [a, b]) == [0, pytest.approx(-1 / 3)]
+    assert shares_of(a, [nothing, a]) == [pytest.approx(math.nan, nan_ok=True), pytest.approx(1)]
+    assert shares_of(wide(1.0, 1.0, 1.0), [a, b]) is None
+    assert shares_of(a + 2 * b, [a, b, 3 * b]) is None
+    assert shares_of(a, [nothing, nothing]) is None
 
 
 @JUST

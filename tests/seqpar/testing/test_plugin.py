@@ -1,5 +1,6 @@
 """Users' tests get live ranks from a pytest plugin: held by running pytest on a user's file."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -76,19 +77,43 @@ def test_a_users_test_has_ranks_whose_failures_are_shown_and_do_not_outlive_thei
     assert "pickle local object 'cannot_be_sent" in said
 
 
-def test_the_cause_stands_first_in_what_pytest_says(users_pytest):
+def test_pytest_shows_the_users_own_line_and_then_the_cause_and_no_source_of_ours(users_pytest):
     result = users_pytest("""
         import torch
         from torch import nn
-        from seqpar.testing import assert_same_loss, plain_loss
+        from seqpar.testing import assert_numerical_gradients, assert_same_gradients, assert_same_loss
+        from seqpar.testing import assert_same_results, plain_loss
 
-        def test_mine():
-            half = lambda *given: plain_loss(*given) / 2
-            criterion = nn.CrossEntropyLoss(reduction="sum")
-            assert_same_loss(nn.Linear(2, 5), criterion, torch.ones(4, 2), torch.arange(4), loss=half)
+        def halved(*given):
+            return plain_loss(*given) / 2
+
+        criterion, w = nn.CrossEntropyLoss(reduction="sum"), torch.ones(3).double().requires_grad_()
+
+        def test_a_loss():
+            assert_same_loss(nn.Linear(2, 5), criterion, torch.ones(4, 2), torch.arange(4), loss=halved)
+
+        def test_ranks():
+            assert_same_loss(nn.Linear(2, 5), criterion, torch.ones(4, 2), torch.arange(4), loss=halved, ranks=2)
+
+        def test_refused():
+            assert_same_loss(nn.Linear(2, 5), criterion, torch.ones(2, 2), torch.arange(2), ranks=2)
+
+        def test_gradients():
+            assert_same_gradients(lambda: w.sum() / 2, lambda: w.sum(), {"w": w})
+
+        def test_results():
+            assert_same_results((w.sum() / 2, {"w": w}), (w.sum(), {"w": w}))
+
+        def test_numerical():
+            assert_numerical_gradients(lambda: (w * w.detach()).sum(), {"w": w})
     """)
+    result.assert_outcomes(failed=6)
+    said = result.stdout.str()
     result.stdout.fnmatch_lines(["E * AssertionError: Likely cause: accumulation: all gradients are 1/2 of the plain*"])
-    assert "<built-in method" not in result.stdout.str()
+    assert "<built-in method" not in said
+    sources = re.findall(r"^(\S*\.py):\d+: ", said, re.MULTILINE)
+    assert {Path(source).name for source in sources} == {Path(sources[0]).name}
+    assert len(sources) == 6
 
 
 def test_a_fixture_of_the_users_own_goes_before_ours_and_torch_is_not_loaded(users_pytest):

@@ -1,9 +1,16 @@
 """A strategy draws all of the range that it is said to have, and nothing else."""
 
-import pytest
-from hypothesis import Phase, given, settings
+import itertools
+from dataclasses import replace
 
-from seqpar.testing import strategies
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from seqpar.testing import assert_same_loss, comparison, plain_loss, strategies
+from seqpar.testing.ranks import unequal_cuts
 
 pytestmark = pytest.mark.unswitched
 
@@ -62,3 +69,67 @@ def test_cases_have_all_sizes_that_they_are_said_to_have_and_no_others():
         assert case.padding_share or not ignored.any()
         assert case.padding_share < 1 or ignored.all()
         assert case.targets()[~ignored].lt(case.vocab_size).all()
+
+
+@given(st.data(), st.sampled_from([2, 3, 5]), st.booleans())
+def test_with_ranks_the_targets_can_be_divided_among_them(data, ranks, of_a_case):
+    """Every rank has a sentence, not all have equally many tokens, and at most one target is another one for that."""
+    if of_a_case:
+        case = data.draw(strategies.cases(ranks=ranks))
+        target, plain, padding = case.targets(), replace(case, ranks=1).targets(), case.padding
+    else:
+        shape, padding = data.draw(strategies.shapes(ranks=ranks)), 0
+        target = data.draw(strategies.targets(shape, 11, padding=padding, ranks=ranks))
+        plain = target
+    cuts = unequal_cuts(len(target), ranks)
+    counts = [int((target[first:end] != padding).sum()) for first, end in itertools.pairwise(cuts)]
+    assert len(target) >= ranks
+    assert len({*counts}) > 1
+    assert (target != plain).sum() <= 1
+
+
+@pytest.mark.parametrize(("length", "world", "cuts"), [(2, 2, [0, 1, 2]), (5, 2, [0, 1, 5]), (9, 3, [0, 1, 4, 9])])
+def test_a_length_is_cut_unequally_and_every_rank_has_a_part(length, world, cuts):
+    assert unequal_cuts(length, world) == cuts
+
+
+def half(*given):
+    return plain_loss(*given) / 2
+
+
+@settings(max_examples=5, database=None, derandomize=True, deadline=None)
+@given(st.data())
+def test_what_is_drawn_with_ranks_is_proved_over_ranks(data):
+    case = data.draw(strategies.cases(ranks=2, padding_is_a_class=True))
+    criterion = data.draw(strategies.criteria(case.vocab_size, padding=case.padding))
+    head = nn.Linear(case.width, case.vocab_size), criterion
+    assert_same_loss(*head, case.hidden(), case.targets(), ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_hypothesis_looks_for_the_smallest_failure_and_the_cause_is_looked_for_once(ranks, monkeypatch):
+    looked, tried = [], []
+
+    def counted(self, compared, evidence=comparison.Comparison._evidence):
+        looked.append(self)
+        return evidence(self, compared)
+
+    monkeypatch.setattr(comparison.Comparison, "_evidence", counted)
+
+    phases = [Phase.generate, Phase.shrink][: 2 - (ranks is not None)]
+
+    @settings(max_examples=20, database=None, derandomize=True, deadline=None, phases=phases)
+    @given(st.data())
+    def wrong(data):
+        shape = data.draw(strategies.shapes(ranks=ranks or 1))
+        target = data.draw(strategies.targets(shape, 5, ranks=ranks or 1))
+        tried.append(target)
+        criterion = nn.CrossEntropyLoss(reduction="sum")
+        assert_same_loss(nn.Linear(3, 5), criterion, torch.ones(*shape, 3), target, loss=half, ranks=ranks)
+
+    with pytest.raises(AssertionError, match=r"Likely cause: accumulation: all gradients are 1/[24] of") as caught:
+        wrong()
+    assert "Smallest part" not in str(caught.value)
+    assert len(tried) > 1
+    # Ranks, if any, look for it in their own processes
+    assert len(looked) == (ranks is None)

@@ -449,7 +449,7 @@ def test_one_call_proves_a_loss_over_ranks_with_unequal_tokens(world, loss):
     [
         (
             own_mean_in_ranks,
-            r"the local token count, .*: here 3 of the step's 11 tokens, and hidden's gradient is 11/6",
+            r"the local token count, .*: here 3 of the step's 11 tokens, and this rank's part of gen",
         ),
         (without_the_world_size, "the world size: all gradients are 1/2 times the plain ones"),
         (otherwise_smoothed_in_ranks, "the smoothing convention 'torch', where the criterion has 'fairseq'"),
