@@ -33,6 +33,14 @@ LIBRARIES = {
     },
     ("torch", "seqpar/core/graphs.py"): {"_C", "_autograd", "_dynamo", "_top_saved_tensors_default_hooks", "_version"},
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
+    ("torch", "seqpar/multi_device/parallel_apply.py"): {
+        "_C",
+        "_device",
+        "_functorch",
+        "_get_current_dispatch_mode_stack",
+        "_get_current_function_mode_stack",
+        "_python_dispatch",
+    },
     ("torch", "seqpar/multi_device/placement.py"): {"_apply"},
     ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},
     ("torch", "seqpar/distributed/torch_private.py"): {
@@ -50,8 +58,6 @@ LIBRARIES = {
     ("torch", "seqpar/engine/module_calls.py"): {"_cache_enabled"},
     ("torch", "seqpar/engine/probe.py"): {"_BatchNorm"},
     ("torch", "seqpar/multi_device/replicas.py"): {
-        "_C",
-        "_disabled_torch_function_impl",
         "_flat_weight_refs",
         "_flat_weights",
         "_flat_weights_names",

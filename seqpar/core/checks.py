@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from seqpar.core.chunks import Chunk, recording
-from seqpar.core.graphs import leaves_of_graph
+from seqpar.core.graphs import leaves_of_graph, nodes_of_graph
 from seqpar.core.token_loss import wide
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -177,6 +178,31 @@ def _why_not_dense(tensor: Tensor, name: str) -> str:
     if tensor.is_meta:
         return "on the meta device and has no data; create it on the device that computes"
     return ""
+
+
+def has_own_functions(tensor: object) -> bool:
+    """Return whether a tensor's class replaces torch's functions, so that `F.linear` may be more than a product."""
+    kind: Any = type(tensor)
+    # A DTensor computes what a plain tensor does; `_why_not_dense` is about where its numbers are
+    if kind in (Tensor, nn.Parameter) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
+        return False
+    # A method of the class, unless the class has none
+    functions = getattr(kind.__torch_function__, "__func__", None)
+    inherited = getattr(Tensor.__torch_function__, "__func__", None)
+    is_plain = functions is inherited or kind.__torch_function__ is nn.Parameter.__torch_function__
+    if is_plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    # These stand for plain tensors while torch.export traces
+    return not kind.__module__.startswith("torch._subclasses")
+
+
+def check_plain_products(
+    tensor: object, name: str, way_out: str = "use seqpar.LossCompute, which calls the layer itself"
+) -> None:
+    """Raise TypeError if a weight or bias is of a class that computes in its own way, such as with rounded numbers."""
+    if has_own_functions(tensor):
+        own = "a class with its own __torch_function__ or __torch_dispatch__, which need not multiply plainly"
+        raise TypeError(f"{name} is a {type(tensor).__name__}, {own}; {way_out}")
 
 
 def check_floating(value: object, name: str) -> None:
@@ -449,6 +475,16 @@ def refuse_second_backward(is_second: bool, what: str) -> None:
     if is_second:
         again = f"backward went through {what} a second time"
         raise RuntimeError(f"{again}; call it again, or add the losses up first")
+
+
+def refuse_reentrant(result: Tensor, used: str) -> None:
+    """Raise RuntimeError if the result's graph has a checkpoint that calls backward, and so writes `.grad`, itself."""
+    # torch's, and those of libraries that took it over (Megatron, DeepSpeed, fairscale)
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of_graph(result.grad_fn)):
+        raise RuntimeError(
+            f"{used} a checkpoint with use_reentrant=True, whose backward cannot be one of a chunk: pass "
+            "use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        )
 
 
 def refuse_unknown_leaves(result: Tensor, known: Iterable[Tensor], used: str, instead: str) -> None:

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 REASON = (
     "this loss is computed in chunks, whose number depends on the targets, and stays outside the graph: leave out "
-    "fullgraph=True"
+    "fullgraph=True; torch.export can contain only seqpar.linear_cross_entropy, on one device and without soft targets"
 )
 
 
@@ -35,6 +35,9 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
         nonlocal disabled
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        # What is disabled there would be called all the same, and would come here again
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(REASON)
         if disabled is None:
             # Says why in the error of fullgraph=True; the compiler has been imported, since it traces this
             torch._dynamo.graph_break(msg=REASON)
@@ -51,12 +54,12 @@ def graph_of_its_own() -> contextlib.AbstractContextManager[object]:
     each chunk's backward, and would count the tensors of a check that only the first call makes.
     """
     # Our own are called twice for each saved tensor, which takes a fifth of the time of a small module's layers
-    if not _hooks_around():
+    if not hooks_around():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_with_version, _unless_changed)
 
 
-def _hooks_around() -> bool:
+def hooks_around() -> bool:
     """Return whether autograd would give the tensors that it saves to hooks; True where this torch does not tell."""
     innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     # The argument: also while a graph is traced

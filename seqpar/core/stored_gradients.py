@@ -66,58 +66,55 @@ class SummedGradient:
     def __init__(self, leaf: Tensor, chunks: int) -> None:
         self.dtype = leaf.dtype
         self.chunks = chunks
-        self.total: Tensor | None = None
+        self.parts: list[Tensor] = []
+        """The sum: as a whole, or its upper and lower rows, each half in memory of its own (`narrowed`)."""
         # Autograd may return one tensor as the gradient of two parameters: such a tensor must not change in place
         self.shared = False
 
     def add(self, grad: Tensor) -> None:
         """Add one chunk's gradient."""
-        if self.total is not None:
-            _add_rows(self.total, grad)
-        elif self.chunks == 1:
-            self.total = grad
+        if self.chunks == 1:
+            self.parts = [grad]
             self.shared = True
-        else:
-            self.total = grad.to(_sum_dtype(grad), copy=True)
+            return
+        cut = self._cut(grad, _sum_dtype(grad))
+        if not self.parts:
+            self.parts = [rows.to(_sum_dtype(grad), copy=True) for rows in cut]
+            return
+        for part, rows in zip(self.parts, cut, strict=True):
+            _add_rows(part, rows)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add one chunk's gradient, `a @ b`, in as few passes over the sum as the device allows."""
-        dtype = wide(a.dtype)
-        # addmm adds within the product: no second pass over the sum, and no temporary of its size
-        if self.chunks == 1 or (self.total is None and dtype == a.dtype):
-            self.total = torch.mm(a, b)
-        elif self.total is not None and self.total.dtype == a.dtype:
-            self.total.addmm_(a, b)
-        elif _products_widen(a.device):
-            if self.total is None:
-                self.total = torch.mm(a, b, out_dtype=dtype)
-            else:
-                torch.addmm(self.total, a, b, out_dtype=dtype, out=self.total)
-        elif a.device.type != "cpu":
-            self.add(torch.mm(a, b))
-        else:
-            if self.total is None:
-                self.total = a.new_zeros((a.size(0), b.size(1)), dtype=dtype)
-            for sum_rows, a_rows in zip(self.total.split(PRODUCT_ROWS), a.split(PRODUCT_ROWS), strict=True):
-                sum_rows.add_(torch.mm(a_rows, b).to(dtype))
+        """Add one chunk's gradient, `a @ b`."""
+        if self.chunks == 1:
+            self.parts = [torch.mm(a, b)]
+            return
+        cut = self._cut(a, wide(a.dtype))
+        sums: Sequence[Tensor | None] = self.parts or [None] * len(cut)
+        self.parts = [_plus_product(part, rows, b) for part, rows in zip(sums, cut, strict=True)]
+
+    def _cut(self, rows: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return the rows of the parts of a sum in this dtype: halves if its numbers will become half as long."""
+        halved = rows.dim() > 1 and len(rows) > 1 and dtype.itemsize == 2 * self.dtype.itemsize
+        return rows.chunk(2) if halved else [rows]
 
     def release(self, factor: Tensor | None) -> Tensor | None:
         """Return the sum times `factor` (None is 1), in the parameter's dtype, and drop the reference to it.
 
         None if no chunk added a gradient.
         """
-        total = self.total
-        self.total = None
-        if total is None:
+        parts = self.parts
+        self.parts = []
+        if not parts:
             return None
         if factor is None:
-            return narrowed(total, self.dtype)
-        factor = in_own_precision(factor, total)
+            return narrowed(parts, self.dtype)
+        factor = in_own_precision(factor, parts[0])
         if self.shared:
-            return narrowed((total * factor).to(total.dtype), self.dtype)
-        if total.device.type == "cpu":
-            return narrowed(total.mul_(factor), self.dtype)
-        return narrowed(total, self.dtype, factor)
+            return (parts[0] * factor).to(parts[0].dtype).to(self.dtype)
+        if factor.device.type == "cpu":
+            return narrowed([part.mul_(factor) for part in parts], self.dtype)
+        return narrowed(parts, self.dtype, factor)
 
 
 class Gradients:
@@ -160,25 +157,28 @@ def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
     return factor.reshape((1,) * grad.dim())
 
 
-def narrowed(grad: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """Return `(grad * factor).to(dtype)`; a matrix whose numbers become half as long is overwritten with the result.
+def narrowed(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """Return `(torch.cat(parts) * factor).to(dtype)`; two halves become half as long in the memory of the first.
 
-    It is converted from front to back, so that a float32 sum and its bfloat16 gradient never exist at the same time.
-    A factor (None is 1) is multiplied in the same pass, which a CPU would make in a temporary.
+    That is converted from front to back, and has room for the second, whose memory is free afterwards: so a float32 sum
+    and its bfloat16 gradient never exist at the same time, and the gradient holds no more memory than its numbers. A
+    factor (None is 1) is multiplied in the same pass, which a CPU would make in a temporary.
     """
-    if grad.dtype == dtype or grad.dim() < 2 or not grad.is_contiguous() or grad.dtype.itemsize != 2 * dtype.itemsize:
-        return (grad if factor is None else grad.mul_(factor)).to(dtype)
-    wide_N = grad.flatten()
-    narrow_N = grad.view(dtype).flatten()[: grad.numel()]
-    done = min(max(grad.size(-1), FIRST_NUMBERS), grad.numel())
-    _narrow(wide_N[:done].clone(), factor, narrow_N[:done])
+    if len(parts) == 1:
+        (whole,) = parts
+        return (whole if factor is None else whole.mul_(factor)).to(dtype)
+    first_N, second_N = (part.flatten() for part in parts)
+    narrow_N = first_N.view(dtype)[: len(first_N) + len(second_N)]
+    done = min(max(parts[0].size(-1), FIRST_NUMBERS), len(first_N))
+    _narrow(first_N[:done].clone(), factor, narrow_N[:done])
     # Number i of four bytes moves from byte 4i to byte 2i. Numbers [done, 2 done) are read at bytes 4 done and above
     # and written below, over numbers that have been converted already. So each pass can convert twice as many
-    while done < len(wide_N):
-        following = slice(done, 2 * done)
-        _narrow(wide_N[following], factor, narrow_N[following])
+    while done < len(first_N):
+        following = slice(done, min(2 * done, len(first_N)))
+        _narrow(first_N[following], factor, narrow_N[following])
         done *= 2
-    return narrow_N.view(grad.shape)
+    _narrow(second_N, factor, narrow_N[len(first_N) :])
+    return narrow_N.view(sum(map(len, parts)), *parts[0].shape[1:])
 
 
 def _narrow(wide_N: Tensor, factor: Tensor | None, out_N: Tensor) -> None:
@@ -208,6 +208,25 @@ def _add_rows(total: Tensor, grad: Tensor) -> None:
         return
     for sum_rows, grad_rows in zip(total.split(PRODUCT_ROWS), grad.split(PRODUCT_ROWS), strict=True):
         sum_rows.add_(grad_rows.to(sum_rows.dtype))
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return `total + a @ b` in float32 or wider, in as few passes over the sum as the device allows; None is 0."""
+    dtype = wide(a.dtype)
+    # addmm adds within the product: no second pass over the sum, and no temporary of its size
+    if dtype == a.dtype:
+        return torch.mm(a, b) if total is None else torch.addmm(total, a, b, out=total)
+    if _products_widen(a.device):
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    if total is None:
+        total = a.new_zeros((a.size(0), b.size(1)), dtype=dtype)
+    if a.device.type != "cpu":
+        return total.add_(torch.mm(a, b))
+    for sum_rows, a_rows in zip(total.split(PRODUCT_ROWS), a.split(PRODUCT_ROWS), strict=True):
+        sum_rows.add_(torch.mm(a_rows, b).to(dtype))
+    return total
 
 
 def _products_widen(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.checks import check_shapes
+from seqpar.core.checks import check_shapes, has_own_functions, is_dtensor
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
 from seqpar.rows.conventions import Convention
@@ -60,8 +60,9 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     # A parametrised weight is not an entry of _parameters; its gradient needs autograd
     if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
         return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
-    if type(projection.weight) not in (Tensor, nn.Parameter):
-        return NoFormula(f"the generator's weight is a {type(projection.weight).__name__}, not a plain tensor")
+    for name, tensor in projection._parameters.items():
+        if is_dtensor(tensor) or has_own_functions(tensor):
+            return NoFormula(f"the generator's {name} is a {type(tensor).__name__}, not a plain tensor")
     # Subclasses may compute anything, so the type must be one of these itself
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
         return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")

@@ -126,7 +126,7 @@ class LossCompute(nn.Module):
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
                 criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
-        refuse_transforms()
+        refuse_transforms((hidden,) if isinstance(hidden, Tensor) else hidden)
         check_loss_scale(loss_scale)
         _check_reduction(self.head["criterion"])
         if self.vocab is not None:
@@ -135,7 +135,9 @@ class LossCompute(nn.Module):
             return self._noted(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
         # A graph of torch.compile cannot contain chunks, but linear_cross_entropy, which is a single operator there
         if torch.compiler.is_compiling() and self._on_one_device(hidden) and not per_token:
-            compiled_match = match_formula(self.head["generator"], self.head["criterion"])
+            # Not by attribute, where torch.export puts proxies of other classes around modules that occur twice
+            modules = vars(vars(self)["_modules"]["head"])["_modules"]
+            compiled_match = match_formula(modules["generator"], modules["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
         if torch.compiler.is_compiling():
@@ -233,6 +235,7 @@ class LossCompute(nn.Module):
         options: dict[str, Any],
     ) -> Any:
         """Return `over_devices`, inside the generator's unit if FSDP2 has one."""
+        refuse_transforms((hidden,) if isinstance(hidden, Tensor) else hidden)
         given = {name: value for name, value in per_token.items() if value is not None}
         options = {"chunk_tokens": self.chunk_tokens, **options}
         if isinstance(temperature, Tensor):

@@ -18,6 +18,10 @@ GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in HOOKS)
 SWITCHES = (bool, str, FunctionType, BuiltinFunctionType, MethodType)
 
 
+TRACKERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
+"""Where the classes are whose hooks only note which module runs, for `FlopCounterMode` and the like."""
+
+
 class Parts(NamedTuple):
     """A module with all that it contains, each once."""
 
@@ -51,7 +55,7 @@ def parts_of(module: nn.Module) -> Parts:
 
 def extra_in_call(module: nn.Module) -> str:
     """Return what a call of the module, or of a submodule, runs besides the forward of its class, or "" for nothing."""
-    if any(getattr(torch_modules, hooks) for hooks in GLOBAL_HOOKS):
+    if hooks_of_all():
         return "hooks are registered for all modules"
     for submodule in module.modules():
         kind = type(submodule).__name__
@@ -61,6 +65,16 @@ def extra_in_call(module: nn.Module) -> str:
         if _has_own_forward(submodule) and not is_fsdp_unit(submodule):
             return f"{kind} has a forward of its own, set on the instance"
     return ""
+
+
+def hooks_of_all() -> tuple[tuple[str, int], ...]:
+    """Return the hooks of all modules by their numbers, which torch uses once, but those that only note what runs."""
+    found = []
+    for hooks in GLOBAL_HOOKS:
+        for number, hook in getattr(torch_modules, hooks).items():
+            if type(getattr(hook, "__self__", None)).__module__ not in TRACKERS:
+                found.append((hooks, number))
+    return tuple(found)
 
 
 def _has_own_forward(module: nn.Module) -> bool:
@@ -98,8 +112,7 @@ def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
     For each of them: the class, the names of its submodules, the hooks, and the attributes that are flags (the mode is
     one), text or functions. Numbers are left out, because many change in every step, such as one that counts them.
     """
-    # Hooks by their numbers, which torch uses once
-    found: list[object] = [tuple(getattr(torch_modules, hooks)) for hooks in GLOBAL_HOOKS]
+    found: list[object] = [hooks_of_all()]
     is_switch = _IS_SWITCH
     for module in modules:
         own = vars(module)

@@ -73,17 +73,28 @@ class MultiGPULossCompute:
 
         Raises:
             TypeError: with `opt`, `normalize` is not a number. ValueError: it is not finite, or not above 0 although
-                there are tokens. Everything `LossCompute` raises.
+                there are tokens. RuntimeError: with `opt`, nothing requires a gradient. Everything `LossCompute`
+                raises.
         """
         with torch.set_grad_enabled(self.opt is not None):
             loss = self.engine(out, targets, **per_token)
         if self.opt is not None:
+            _check_trained(loss)
             _check_normalize(normalize, loss)
             (loss.total / normalize).backward()
             self.opt.step()
             optimizer: Any = getattr(self.opt, "optimizer", self.opt)
             optimizer.zero_grad()
         return float(loss.total.detach())
+
+
+def _check_trained(loss: TokenLoss) -> None:
+    """Raise RuntimeError if there is no gradient to take a step on."""
+    if not loss.total.requires_grad:
+        raise RuntimeError(
+            "an opt is given, but neither out nor a parameter of the generator or the criterion requires a gradient: "
+            "pass opt=None to evaluate, or out without detach()"
+        )
 
 
 def _check_normalize(normalize: object, loss: TokenLoss) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from seqpar.core.checks import refuse_reentrant
 from seqpar.core.chunks import CPU_BUDGET, recording
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
@@ -399,6 +400,7 @@ class _Probe:
                 logits_KV = scores(shape, (hidden.clone(), *self.rows[1:]))
                 if not logits_KV.requires_grad:
                     return ""
+                refuse_reentrant(logits_KV, "the generator used")
                 # A random weighting of the row's scores: with equal weights a softmax would have the gradient 0
                 upstream = torch.zeros_like(logits_KV)
                 upstream[own] = torch.rand_like(logits_KV[own]) + 1

@@ -53,7 +53,7 @@ def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
     """Return random logits (1, W, V) in float32 or wider."""
     # On the CPU, so that every device gets the same numbers
     generator = torch.Generator().manual_seed(1)
-    logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype))
+    logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype), device="cpu")
     return logits_1WV.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
 
 

@@ -205,9 +205,10 @@ class AppliedLoss:
         head = model.get_output_embeddings()
         self.vocab_size = number_of_classes(head)
         self.window_1W = made_up_labels(special_labels(model, self.vocab_size), self.vocab_size)
+        self.at_head = head.register_forward_pre_hook(self._at_head)
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            head.register_forward_pre_hook(self._at_head),
+            self.at_head,
             head.register_forward_hook(self._from_head, prepend=True),
             # First, so that hooks of fully_shard see our loss and not the one it replaces
             model.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
@@ -292,6 +293,10 @@ class AppliedLoss:
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
+        # Last, after hooks that were registered since: the loss is that of what they make of the hidden states
+        hooks: Any = head._forward_pre_hooks
+        if next(reversed(hooks)) != self.at_head.id:
+            hooks.move_to_end(self.at_head.id)
         gather_in_model(self.model, head)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
@@ -382,7 +387,6 @@ class AppliedLoss:
             shape = f"{tuple(hidden_BTD.shape)}, not (batch, time, hidden)"
             raise RefusedModelError(f"{name}'s output embeddings get hidden states of shape {shape}; {WITHOUT}")
         call.hidden_BTD = hidden_BTD
-        call.computed_weight = vars(head).get("weight")
         if call.target_BT is not None:
             call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
         # Any rows serve as the window: its logits are replaced by random ones, or thrown away with their loss

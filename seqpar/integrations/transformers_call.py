@@ -41,8 +41,6 @@ class Call:
     hidden_BTD: Tensor | None = None
     loss: TokenLoss | None = None
     window_1WD: Tensor | None = None
-    computed_weight: Tensor | None = None
-    """The weight that a hook of the output embeddings, such as that of pruning, had computed before the loss was."""
     made_up: Tensor | None = None
     """The logits of the check, once the output embeddings have returned them."""
 

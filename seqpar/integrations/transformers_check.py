@@ -33,13 +33,13 @@ WITHOUT = "use the model without apply_seqpar_loss"
 
 def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
     """Return labels (1, W): different ones spread over the vocabulary, the special ones, and one that is ignored."""
-    spread = torch.linspace(0, vocab_size - 1, WINDOW).long().tolist()
-    labels = torch.tensor(sorted({*special, *spread}))
+    spread = torch.linspace(0, vocab_size - 1, WINDOW, device="cpu").long().tolist()
+    labels = torch.tensor(sorted({*special, *spread}), device="cpu")
     # In random order, so that neighbours differ in no regular way and a shift by any number of positions shows
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0), device="cpu")
     # Not at either end, so that a window of the first or last two has one that is predicted
     first, last = labels[order].tensor_split(2)
-    return torch.cat([first, torch.tensor([IGNORED]), last]).unsqueeze(0)
+    return torch.cat([first, first.new_tensor([IGNORED]), last]).unsqueeze(0)
 
 
 def certain_logits(target_1W: Tensor, like_V: Tensor) -> Tensor:

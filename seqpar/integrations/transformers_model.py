@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_modules
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from seqpar.core.checks import check_plain_products
 from seqpar.integrations.made_up import full_name, is_plain_linear
 
 IGNORED = -100
@@ -26,6 +27,9 @@ IGNORED = -100
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """The names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
+
+OWN_PRODUCTS = "leave the output embeddings out of what quantises the model, or use it without the chunked loss"
+"""The way out for output embeddings whose weight has a class of its own, as torchao gives it to every `nn.Linear`."""
 
 Settings = tuple[object, ...]
 
@@ -207,5 +211,7 @@ def plain_head(model: PreTrainedModel) -> nn.Linear:
 def plain_linear(head: object, name: str, needed: str) -> nn.Linear:
     """Return the output embeddings of a model of that name; raise TypeError unless they are a plain `nn.Linear`."""
     if is_plain_linear(head):
+        for own, parameter in head._parameters.items():
+            check_plain_products(parameter, f"the {own} of {name}'s output embeddings", OWN_PRODUCTS)
         return head
     raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {needed}")

@@ -183,7 +183,7 @@ def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
     size = min(head.weight.size(0), embeddings.weight.size(0))
     special = special_labels(model, size)
     ordinary = [i for i in range(size) if i not in special] or list(range(size))
-    steps = torch.linspace(0, len(ordinary) - 1, WINDOW).long().tolist()
+    steps = torch.linspace(0, len(ordinary) - 1, WINDOW, device="cpu").long().tolist()
     return torch.tensor([[ordinary[step] for step in steps]], device=embeddings.weight.device)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import refuse_second_derivative
+from seqpar.core.checks import check_plain_products, refuse_second_derivative
 from seqpar.core.chunked_gradient import INSTEAD, THIS
 from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import TokenLoss, wide
@@ -65,6 +65,9 @@ class _Results(NamedTuple):
 def compiled_cross_entropy(inputs: Inputs, settings: Settings, loss_scale: float | Tensor) -> TokenLoss:
     """Return the loss of `linear_cross_entropy` by a call of the operator, while `torch.compile` traces."""
     hidden = inputs.hidden
+    # Here, because the operator gets tensors of torch's own classes
+    check_plain_products(inputs.weight, "weight")
+    check_plain_products(inputs.bias, "bias")
     scale = loss_scale
     if not isinstance(scale, Tensor):
         scale = hidden.new_full((), scale, dtype=wide(hidden.dtype))
@@ -121,7 +124,7 @@ def _operator(
 def _reshaped(grad: Tensor | None, leaf: Tensor | None) -> Tensor:
     """Return the gradient in the shape of its tensor; an empty tensor if there is none."""
     if grad is None or leaf is None:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     return grad.reshape(leaf.shape)
 
 
@@ -147,7 +150,7 @@ def _shapes(*arguments: Any) -> tuple[Tensor, ...]:
 def _like(leaf: Tensor | None, wanted: bool) -> Tensor:
     """Return an uninitialised gradient of the tensor; an empty tensor if none is wanted."""
     if leaf is None or not wanted:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     return torch.empty_like(leaf)
 
 

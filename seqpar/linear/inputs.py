@@ -19,6 +19,7 @@ from seqpar.core.checks import (
     check_loss_scale,
     check_number,
     check_one_device,
+    check_plain_products,
     check_range,
     check_shapes,
     check_size,
@@ -279,6 +280,8 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
     if token_weight is not None:
         check_shapes(token_weight.shape == target.shape, "the same", token_weight=token_weight, target=target)
     check_one_device(**{f"{prefix}hidden": hidden}, target=target, **projection, **weights)
+    for name, tensor in projection.items():
+        check_plain_products(tensor, name)
     is_cast = any_dtype or torch.is_autocast_enabled(hidden.device.type)
     for name, tensor in projection.items():
         if tensor is not None and tensor.dtype != hidden.dtype and not is_cast:

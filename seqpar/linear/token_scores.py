@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import refuse_second_derivative
+from seqpar.core.checks import refuse_second_derivative, refuse_transforms
 from seqpar.core.chunked_gradient import Rows
 from seqpar.core.chunks import Chunk, cut_rows
 from seqpar.core.graphs import outside_graphs
@@ -295,6 +295,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_transforms(upstream)
         refuse_second_derivative("token_scores", "log_softmax on the plain logits")
         tokens: _ScoredTokens = ctx.tokens
         arriving = TokenScores(*upstream)  # type: ignore[arg-type]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from seqpar.core.checks import check_function, check_type
+from seqpar.core.graphs import hooks_around
 from seqpar.core.structures import leaves
 from seqpar.multi_device.devices import Device, accelerator, check_devices
 
@@ -27,7 +32,9 @@ def parallel_apply(
 
     Like `torch.nn.parallel.parallel_apply`. A list or tuple among the inputs is one module's positional arguments.
     Modules on the same device run one after another, in order: threads gain nothing there and make dropout
-    irreproducible. The threads have the caller's grad mode, inference mode and autocast (with its dtype).
+    irreproducible. The threads have the caller's context variables, default device, grad mode, inference mode and
+    autocast (with its dtype). Around saved-tensor hooks (a checkpoint), modes of torch (`FlopCounterMode`) and
+    transforms of `torch.func`, which a thread cannot share, the modules run one after another in the caller's.
 
     Raises:
         TypeError: modules, inputs or keyword arguments that are not lists of such.
@@ -75,27 +82,43 @@ def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[
     jobs_of: dict[object, list[int]] = {}
     for i, device in enumerate(where):
         jobs_of.setdefault(device, []).append(i)
-    if len(jobs_of) < 2:
+    if len(jobs_of) < 2 or _belong_to_this_thread():
         return [job(i) for i in range(len(where))]
     # Grad mode, autocast, current device and streams belong to a thread, so the new ones must be given the caller's
     modes = _modes()
 
-    def worker(indices: list[int]) -> list[Result]:
+    def worker(context: contextvars.Context, indices: list[int]) -> list[Result]:
+        return context.run(in_modes, indices)
+
+    def in_modes(indices: list[int]) -> list[Result]:
         with modes():
             return [job(i) for i in indices]
 
     # Leaving the block waits for all threads: an error of one is raised only when no other still computes. `map` keeps
     # no future, which would hold an error whose traceback holds this frame: a cycle that keeps all tensors in memory
     with ThreadPoolExecutor(len(jobs_of)) as pool:
-        found = list(pool.map(worker, jobs_of.values()))
+        # A context can be entered once at a time
+        contexts = [contextvars.copy_context() for _ in jobs_of]
+        found = list(pool.map(worker, contexts, jobs_of.values()))
     results: dict[int, Result] = {}
     for indices, own in zip(jobs_of.values(), found, strict=True):
         results.update(zip(indices, own, strict=True))
     return [results[i] for i in range(len(where))]
 
 
+def _belong_to_this_thread() -> bool:
+    """Return whether jobs must run in this thread, because of hooks of saved tensors, modes or transforms around them.
+
+    These note what happens in the order in which it happens. From threads that order would differ each time, and a
+    checkpoint would take one replica's tensors for those of another.
+    """
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    modes += _get_current_dispatch_mode_stack()
+    return bool(modes) or hooks_around() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that sets this thread's grad mode, autocast, device and streams in another."""
+    """Return a context manager that sets this thread's modes, default and current device and streams in another."""
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = accelerator()
@@ -103,6 +126,7 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
     cache = torch.is_autocast_cache_enabled()
     select_device_and_streams = _selection(kind)
+    default = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
@@ -112,6 +136,8 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
             for kind, enabled, dtype in autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             select_device_and_streams()
+            for device in default:
+                stack.enter_context(device)
             yield
 
     return enter

@@ -6,6 +6,7 @@ accelerator. Several distinct CUDA devices use torch's own NCCL-backed broadcast
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -22,6 +23,7 @@ from seqpar.core.checks import (
     check_joinable,
     check_module,
     check_type,
+    has_own_functions,
     is_dtensor,
 )
 from seqpar.core.chunks import even_sizes
@@ -82,21 +84,12 @@ def _bound(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor]) -> d
     found: dict[str, Tensor | None] = {}
     for name, tensor in own.items():
         replacement = tensors.get(id(tensor), tensor)
-        if type(tensor) is not nn.Parameter and type(replacement) is not type(tensor):
-            _refuse_lost_class(tensor, replacement)
+        if type(tensor) is not nn.Parameter and type(replacement) is not type(tensor) and has_own_functions(tensor):
+            kinds = f"a {type(tensor).__name__}, whose class changes how it computes; detached, it is a"
+            instead = "which does not; derive the class from torch.Tensor, not from nn.Parameter"
+            raise TypeError(f"a parameter is {kinds} {type(replacement).__name__}, {instead}")
         found[name] = replacement
     return found
-
-
-def _refuse_lost_class(tensor: Tensor | None, replacement: Tensor | None) -> None:
-    """Raise TypeError if the tensor's class computes in its own way, and the replacement is of another class."""
-    functions = getattr(type(tensor), "__torch_function__", Tensor.__torch_function__)
-    if functions in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
-        return
-    raise TypeError(
-        f"a parameter is a {type(tensor).__name__}, whose class changes how it computes; detached, it is a "
-        f"{type(replacement).__name__}, which does not; derive the class from torch.Tensor, not from nn.Parameter"
-    )
 
 
 def _rebuild_flat_weights(replica: Any) -> None:
@@ -253,7 +246,8 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     are used. `sizes` overrides the even split.
 
     Raises:
-        TypeError: a tensor that is not dense (sparse, nested, meta, ...), or a `dim` or sizes that are not ints.
+        TypeError: a tensor that is not dense (sparse, nested, meta, ...), a cache of Hugging Face transformers for
+            several replicas, or a `dim` or sizes that are not ints.
         ValueError: tensors of different sizes along `dim`, or `sizes` that do not add up to the rows.
 
     Example:
@@ -277,6 +271,13 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     if not fits:
         raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
     used = devices[: len(shard_rows)]
+    for leaf in leaves(inputs):
+        if len(used) > 1 and is_cache(leaf):
+            kind = type(leaf).__name__
+            raise TypeError(
+                f"the inputs hold a {kind}, which all replicas would fill together: leave past_key_values out, or pass "
+                "keys and values as tuples of tensors"
+            )
     # From one list per leaf to one structure per device; inputs without any leaf, such as (), are their own shards
     scattered = [_scatter_leaf(leaf, used, dim, shard_rows) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
@@ -328,6 +329,8 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
 
 def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> object:
     """Return the replicas' tensors as one; of other values the first, if all are equal."""
+    if is_cache(column[0]):
+        return _gather_cache(column, device, dim)
     if not isinstance(column[0], Tensor):
         # Identity first: equality of an array is not a bool
         for i, other in enumerate(column):
@@ -345,3 +348,23 @@ def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> ob
     if device.type == "cuda" and _distinct_cuda([t.device for t in outputs]):
         return Gather.apply(device.index, dim, *outputs)
     return torch.cat([t.to(device) for t in outputs], dim)
+
+
+def is_cache(value: object) -> bool:
+    """Return whether it is a cache of Hugging Face transformers, or a layer of one."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
+
+
+def _gather_cache(column: Sequence[Any], device: torch.device, dim: int) -> object:
+    """Return the replicas' caches, of one model and one length, as one with the tokens of all their sequences."""
+    made = copy.copy(column[0])
+    for name, value in vars(made).items():
+        values = [vars(cache).get(name) for cache in column]
+        if isinstance(value, torch.device):
+            vars(made)[name] = device
+        elif isinstance(value, Tensor) and not value.dim():
+            # How many tokens there are; `gather` would make it a vector
+            vars(made)[name] = torch.tensor(gather([t.item() for t in values], device), device=device)
+        else:
+            vars(made)[name] = gather(values, device, dim)
+    return made

@@ -31,6 +31,7 @@ from seqpar.core.checks import (
     check_shapes,
     refuse_second_backward,
     refuse_second_derivative,
+    refuse_transforms,
 )
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.rows.conventions import Convention
@@ -95,6 +96,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         """Return upstream x the gradient, and 0 in the ignored rows."""
         refuse_second_backward(ctx.stored is None, "the criterion")
+        refuse_transforms((upstream,))
         refuse_second_derivative("the criterion", "torch.nn.functional.cross_entropy")
         made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None

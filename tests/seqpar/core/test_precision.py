@@ -109,5 +109,27 @@ def test_products_that_widen_themselves_are_added_up_without_a_rounding_between(
         patched.setattr(torch, "addmm", widening_addmm)
         loss = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens)
     ours = torch.autograd.grad(loss.mean, weight)[0]
-    assert asked.count(torch.float32) == (-(-256 // chunk_tokens) if chunk_tokens < 256 else 0)
+    # For each half of the sum
+    assert asked.count(torch.float32) == (2 * -(-256 // chunk_tokens) if chunk_tokens < 256 else 0)
     assert (ours.double() - truth).norm() <= 2 * (plain.double() - truth).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [2, 7, 64])
+@pytest.mark.parametrize("way", ["closed form", "autograd", "scores"])
+def test_a_low_precision_gradient_holds_no_more_memory_than_its_numbers(way, classes, dtype):
+    """The sum over chunks, in float32, was twice as long."""
+    torch.manual_seed(0)
+    generator = nn.Linear(16, classes, dtype=dtype)
+    hidden, target = torch.randn(30, 16, dtype=dtype, requires_grad=True), torch.randint(classes, (30,))
+    if way == "scores":
+        total = -seqpar.token_scores(
+            hidden, generator.weight, target, bias=generator.bias, chunk_tokens=7
+        ).log_prob.sum()
+    else:
+        called = nn.Sequential(generator, nn.Identity()) if way == "autograd" else generator
+        total = seqpar.LossCompute(called, seqpar.CrossEntropy(), chunk_tokens=7)(hidden, target).total
+    total.backward()
+    for tensor in (hidden, *generator.parameters()):
+        # One row more where their number is odd
+        assert tensor.grad.untyped_storage().nbytes() <= tensor.grad.nbytes + tensor.grad[:1].nbytes

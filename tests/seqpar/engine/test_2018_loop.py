@@ -129,3 +129,18 @@ def test_without_a_chunk_size_five_time_steps_have_logits_at_once_as_in_2018():
         WATCH.rows = 0
         compute(out, targets, 24)
     assert WATCH.rows == 2 * 5
+
+
+def test_a_step_on_no_gradient_is_refused_by_name():
+    generator = nn.Linear(D, 30).requires_grad_(False)
+    out, targets = torch.randn(2, 6, D), torch.randint(30, (2, 6))
+    other = nn.Linear(2, 2)
+    compute = seqpar.MultiGPULossCompute(
+        generator, seqpar.CrossEntropy(), ["cpu", "cpu"], torch.optim.SGD(other.parameters(), 0.1)
+    )
+    with pytest.raises(RuntimeError, match=r"neither out nor a parameter .* requires a gradient: pass opt=None"):
+        compute(out, targets, 12)
+    before = other.weight.clone()
+    assert compute(out.requires_grad_(), targets, 12) > 0
+    assert out.grad.norm() > 0
+    assert torch.equal(other.weight, before)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -485,3 +486,72 @@ def test_threads_that_share_a_model_have_their_own_losses(name):
     finally:
         hook.remove()
     torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)
+
+
+def widened(model):
+    model.lm_head.float()
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+
+
+CHANGED_INPUTS = {
+    "float32 output embeddings": widened,
+    "a factor of the hidden states": lambda model: model.lm_head.register_forward_pre_hook(
+        lambda module, args: (1.5 * args[0],)
+    ),
+    "pruning": lambda model: prune.l1_unstructured(model.lm_head, "weight", amount=0.5),
+    "spectral_norm": lambda model: torch.nn.utils.spectral_norm(model.lm_head),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a step"])
+@pytest.mark.parametrize("change", CHANGED_INPUTS.values(), ids=CHANGED_INPUTS)
+def test_a_hook_before_the_output_embeddings_counts_whenever_it_was_registered(change, when):
+    model, plain = (copy.deepcopy(model_of("llama")) for _ in range(2))
+    batch = batch_of(model, [6, 4])
+    for changed in (model, plain):
+        if changed is model and when != "before":
+            apply_seqpar_loss(model)
+        if changed is model and when == "after a step":
+            model(**batch)
+        torch.manual_seed(0)
+        change(changed)
+    if when == "before":
+        apply_seqpar_loss(model)
+    loss, stock = model(**batch).loss, plain(**batch).loss
+    loss.backward()
+    stock.backward()
+    # The stock loss is in float32
+    assert abs(loss - stock) <= 1e-6 * stock
+    assert relative_error(gradients(model), gradients(plain)) <= 1e-6
+
+
+def test_under_another_default_device_the_model_is_checked_where_it_is():
+    """As with torch.set_default_device("cuda"): what is made up is made on the CPU, and moved."""
+    model = copy.deepcopy(model_of("llama"))
+    batch = batch_of(model, [6, 4])
+    stock = model(**batch).loss
+    with torch.device("meta"), apply_seqpar_loss(model):
+        assert abs(model(**batch).loss - stock) <= 1e-6 * stock
+
+
+class Rounded(torch.Tensor):
+    """A weight that torch.nn.functional.linear is given in whole numbers, as torchao's classes for training."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            args = (args[0], args[1].as_subclass(torch.Tensor).round(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_output_embeddings_whose_weight_computes_in_its_own_way_are_refused():
+    model = copy.deepcopy(model_of("llama"))
+    batch = batch_of(model, [6])
+    weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Rounded))
+    applied = apply_seqpar_loss(model)
+    model.lm_head.weight = weight
+    with pytest.raises(TypeError, match=r"weight is a Rounded, a class with its own"):
+        model(**batch)
+    applied.remove()
+    with pytest.raises(TypeError, match=r"the weight of LlamaForCausalLM's output embeddings is a Rounded"):
+        apply_seqpar_loss(model)

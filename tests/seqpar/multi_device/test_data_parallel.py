@@ -135,3 +135,61 @@ def test_hugging_face_style_outputs_pass_through():
     out = seqpar.data_parallel(Makes(), torch.ones(3, 1), ["cpu"] * 2)
     assert type(out) is Output
     assert out["logits"].tolist() == [[2], [2], [2]]
+
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CACHING = {
+    "whole": lambda hf: hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=37, **LLAMA)),
+    "of a window": lambda hf: hf.MistralForCausalLM(
+        hf.MistralConfig(vocab_size=37, num_key_value_heads=2, sliding_window=4, **LLAMA)
+    ),
+}
+
+
+def caching(name):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return CACHING[name](transformers).double().eval()
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_caches_of_the_replicas_are_joined_and_can_be_continued(name):
+    model = caching(name)
+    first, second = torch.randint(37, (5, 9)), torch.randint(37, (5, 2))
+    plain = model(first)
+    out = seqpar.DataParallel(model, ["cpu"] * 3)(first)
+    torch.testing.assert_close(out.logits, plain.logits, rtol=1e-12, atol=1e-14)
+    assert type(out.past_key_values) is type(plain.past_key_values)
+    found, expected = (model(second, past_key_values=o.past_key_values).logits for o in (out, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_cache_that_several_replicas_would_fill_together_is_refused():
+    from transformers import DynamicCache
+
+    model, tokens = caching("whole"), torch.randint(37, (4, 9))
+    with pytest.raises(TypeError, match=r"hold a DynamicCache, which all replicas would fill together: leave past_key"):
+        seqpar.DataParallel(model, ["cpu"] * 2)(tokens, past_key_values=DynamicCache())
+    cache = DynamicCache()
+    out = seqpar.DataParallel(model, ["cpu"])(tokens, past_key_values=cache)
+    torch.testing.assert_close(out.logits, model(tokens).logits)
+    assert cache.get_seq_length() == 9
+
+
+def test_keys_and_values_in_tuples_lists_and_records_are_scattered_and_joined():
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Cache:
+        keys: list[torch.Tensor]
+        values: tuple[torch.Tensor, ...]
+
+    class Appends(nn.Module):
+        def forward(self, x, cache):
+            return Cache([torch.cat([k, x], 1) for k in cache.keys], tuple(v + x for v in cache.values))
+
+    x, cache = torch.randn(5, 2), Cache([torch.randn(5, 3)], (torch.randn(5, 2),))
+    expected = Appends()(x, cache)
+    found = seqpar.data_parallel(Appends(), (x, cache), ["cpu"] * 2)
+    assert torch.equal(found.keys[0], expected.keys[0])
+    assert torch.equal(found.values[0], expected.values[0])
