@@ -196,9 +196,10 @@ def has_own_functions(tensor: object) -> bool:
     return not kind.__module__.startswith("torch._subclasses")
 
 
-def check_plain_products(
-    tensor: object, name: str, way_out: str = "use seqpar.LossCompute, which calls the layer itself"
-) -> None:
+LAYER = "use seqpar.LossCompute, which calls the layer itself"
+
+
+def check_plain_products(tensor: object, name: str, way_out: str = LAYER) -> None:
     """Raise TypeError if a weight or bias is of a class that computes in its own way, such as with rounded numbers."""
     if has_own_functions(tensor):
         own = "a class with its own __torch_function__ or __torch_dispatch__, which need not multiply plainly"
@@ -477,14 +478,17 @@ def refuse_second_backward(is_second: bool, what: str) -> None:
         raise RuntimeError(f"{again}; call it again, or add the losses up first")
 
 
-def refuse_reentrant(result: Tensor, used: str) -> None:
+REENTRANT = (
+    "the generator or the loss has a checkpoint with use_reentrant=True, whose backward cannot be a chunk's: pass "
+    "use_reentrant=False to torch.utils.checkpoint.checkpoint"
+)
+
+
+def refuse_reentrant(result: Tensor) -> None:
     """Raise RuntimeError if the result's graph has a checkpoint that calls backward, and so writes `.grad`, itself."""
     # torch's, and those of libraries that took it over (Megatron, DeepSpeed, fairscale)
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of_graph(result.grad_fn)):
-        raise RuntimeError(
-            f"{used} a checkpoint with use_reentrant=True, whose backward cannot be one of a chunk: pass "
-            "use_reentrant=False to torch.utils.checkpoint.checkpoint"
-        )
+        raise RuntimeError(REENTRANT)
 
 
 def refuse_unknown_leaves(result: Tensor, known: Iterable[Tensor], used: str, instead: str) -> None:

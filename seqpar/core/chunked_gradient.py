@@ -354,7 +354,7 @@ class AutogradChunkLoss:
             loss = _checked(self.function(self.params, own, chunk))
         # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
-            refuse_reentrant(loss.total, "the generator or criterion used")
+            refuse_reentrant(loss.total)
             refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
             self.graph_is_checked = True
         if not loss.total.requires_grad:

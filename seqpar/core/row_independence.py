@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import dtypes_of_graph, graph_of_its_own
 
 ROUNDINGS = 10_000
@@ -69,6 +70,7 @@ def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.flo
         values = function([t.clone() if t.requires_grad else t for t in leaves])
         if not values.requires_grad:
             return Answer(values.detach(), (), rounding_of(values, least))
+        refuse_reentrant(values)
         rounding = rounding_of(values, least)
         wanted = [t for t in leaves if t.requires_grad]
         found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)

@@ -13,6 +13,11 @@ from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.multi_device.devices import Device
 
+UNTRAINED = (
+    "an opt is given, but neither out nor a parameter of the generator or the criterion requires a gradient: pass "
+    "opt=None to evaluate, or out without detach()"
+)
+
 
 class Stepper(Protocol):
     """A torch optimizer, or a wrapper of one (NoamOpt of 2018) that has `.step()` and `.optimizer`."""
@@ -79,22 +84,14 @@ class MultiGPULossCompute:
         with torch.set_grad_enabled(self.opt is not None):
             loss = self.engine(out, targets, **per_token)
         if self.opt is not None:
-            _check_trained(loss)
+            if not loss.total.requires_grad:
+                raise RuntimeError(UNTRAINED)
             _check_normalize(normalize, loss)
             (loss.total / normalize).backward()
             self.opt.step()
             optimizer: Any = getattr(self.opt, "optimizer", self.opt)
             optimizer.zero_grad()
         return float(loss.total.detach())
-
-
-def _check_trained(loss: TokenLoss) -> None:
-    """Raise RuntimeError if there is no gradient to take a step on."""
-    if not loss.total.requires_grad:
-        raise RuntimeError(
-            "an opt is given, but neither out nor a parameter of the generator or the criterion requires a gradient: "
-            "pass opt=None to evaluate, or out without detach()"
-        )
 
 
 def _check_normalize(normalize: object, loss: TokenLoss) -> None:

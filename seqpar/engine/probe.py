@@ -400,7 +400,7 @@ class _Probe:
                 logits_KV = scores(shape, (hidden.clone(), *self.rows[1:]))
                 if not logits_KV.requires_grad:
                     return ""
-                refuse_reentrant(logits_KV, "the generator used")
+                refuse_reentrant(logits_KV)
                 # A random weighting of the row's scores: with equal weights a softmax would have the gradient 0
                 upstream = torch.zeros_like(logits_KV)
                 upstream[own] = torch.rand_like(logits_KV[own]) + 1

@@ -238,6 +238,12 @@ def batch_rows(inputs: Any, dim: int = 0) -> int | None:
     return tensors[0].size(dim)
 
 
+SHARED_CACHE = (
+    "the inputs hold a cache of transformers, which all replicas would fill together: leave past_key_values out, or "
+    "pass keys and values as tuples of tensors"
+)
+
+
 def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
     """Split the inputs along `dim` into even shards, shard i on `device_ids[i]`; differentiable.
 
@@ -271,13 +277,8 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     if not fits:
         raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
     used = devices[: len(shard_rows)]
-    for leaf in leaves(inputs):
-        if len(used) > 1 and is_cache(leaf):
-            kind = type(leaf).__name__
-            raise TypeError(
-                f"the inputs hold a {kind}, which all replicas would fill together: leave past_key_values out, or pass "
-                "keys and values as tuples of tensors"
-            )
+    if len(used) > 1 and any(map(is_cache, leaves(inputs))):
+        raise TypeError(SHARED_CACHE)
     # From one list per leaf to one structure per device; inputs without any leaf, such as (), are their own shards
     scattered = [_scatter_leaf(leaf, used, dim, shard_rows) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
