@@ -212,8 +212,21 @@ def check_floating(value: object, name: str) -> None:
     check_dtype(value, name, FLOATING, "be a floating dtype: float16, bfloat16, float32 or float64")
 
 
-def check_integer_target(value: object, name: str = "target") -> None:
-    """Raise TypeError unless `value` is a dense tensor of class indices; see `CLASS_INDICES`."""
+def check_integer_target(value: object, name: str = "target", *, beside: Tensor | None = None) -> None:
+    """Raise TypeError unless `value` is a dense tensor of class indices; see `CLASS_INDICES`.
+
+    Args:
+        beside: scores or hidden states; a floating target of as many dimensions is probabilities of the classes.
+    """
+    check_dense(value, name)
+    assert isinstance(value, Tensor)
+    if beside is not None and value.is_floating_point() and value.dim() == beside.dim():
+        raise TypeError(
+            f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, as probabilities of classes; it must hold "
+            "class indices: for probabilities use seqpar.linear_distillation with "
+            f"TeacherLogProbs(lambda rows: {name}.flatten(0, -2)[rows].log()), or, of few classes, "
+            "linear_cross_entropy(soft_target=SparseTarget(ids, probs))"
+        )
     check_dtype(value, name, CLASS_INDICES, f"hold class indices, int64: use {name}.long()")
 
 
@@ -305,19 +318,22 @@ def check_target(target: Tensor, **hidden: Tensor) -> None:
     """Raise unless targets are class indices of the leading shape of hidden states, the only keyword."""
     ((name, states),) = hidden.items()
     check_floating(states, name)
-    check_integer_target(target)
+    check_integer_target(target, beside=states)
     fits = states.dim() >= 2 and states.shape[:-1] == target.shape
     wanted = "(N, D) with (N,), or (batch, time, D) with (batch, time): target must have hidden's leading shape"
     check_shapes(fits, wanted, **{name: states}, target=target)
 
 
 def check_per_token(tensors: Mapping[str, object], target: Tensor) -> None:
-    """Raise unless all are dense tensors whose first dimensions are target's shape."""
+    """Raise unless all are dense tensors whose first dimensions are target's shape, or one number for each sentence."""
     for name, tensor in tensors.items():
         check_dense(tensor, name)
         assert isinstance(tensor, Tensor)
-        fits = tensor.shape[: target.dim()] == target.shape
+        # Of a batch (B, T) one number for each of its B sentences
+        fits = tensor.shape[: target.dim()] == target.shape or tensor.shape == target.shape[:1]
         wanted = f"a per-token tensor, whose first dimensions are target's shape {tuple(target.shape)}"
+        if target.dim() > 1:
+            wanted += f", or one number for each sentence, ({len(target)},)"
         check_shapes(fits, wanted, **{name: tensor})
 
 
@@ -329,7 +345,7 @@ def check_entries(
 ) -> None:
     """Raise `error` with the first of the values, and its position, where `good` is not true.
 
-    Nothing is checked while a CUDA graph is recorded, because no number can be read then.
+    Nothing is checked while a CUDA graph is captured, because no number can be read then.
 
     Args:
         what, why: the beginning and the end of the message, "`what` 9 at position (2,)`why`".
@@ -397,7 +413,7 @@ def check_chunks(chunks: object, rows: int, device: torch.device) -> None:
     """Raise ValueError if a row is in two chunks, or twice in one: its gradients would overwrite each other.
 
     On an accelerator a device-side assertion checks this, so that the host does not wait for the device. Nothing is
-    checked while a CUDA graph is recorded.
+    checked while a CUDA graph is captured.
     """
     check_type(chunks, "chunks", (list, tuple), "a list of slices or of index tensors")
     assert isinstance(chunks, (list, tuple))

@@ -30,7 +30,7 @@ from seqpar.core.checks import (
     refuse_transforms,
     refuse_unknown_leaves,
 )
-from seqpar.core.chunks import Chunk, recording
+from seqpar.core.chunks import Chunk, noting_rows, recording
 from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
 from seqpar.core.row_independence import ask, ask_alone, change_in_company
 from seqpar.core.stored_gradients import Gradients
@@ -342,13 +342,14 @@ class AutogradChunkLoss:
         """Return the chunk's summed loss; store its gradient in `gradients` unless that is None."""
         given = tuple(t for t in rows if t is not None)
         if gradients is None:
-            return _checked(self.function(self.params, given, chunk))
+            with noting_rows(chunk):
+                return _checked(self.function(self.params, given, chunk))
         # The rows are detached, so they are leaves of this chunk's graph, and so are the parameters
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)
         leaves = (*given, *self.params)
         # `differentiable_sum` runs under no_grad
-        with torch.enable_grad(), graph_of_its_own():
+        with torch.enable_grad(), graph_of_its_own(), noting_rows(chunk):
             # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
             own = tuple(t.clone() if t.requires_grad else t for t in given)
             loss = _checked(self.function(self.params, own, chunk))
@@ -360,7 +361,8 @@ class AutogradChunkLoss:
         if not loss.total.requires_grad:
             gradients.detached_chunks += 1
             return loss
-        grads = _gradients(loss.total, leaves, gradients.scale)
+        with noting_rows(chunk):
+            grads = _gradients(loss.total, leaves, gradients.scale)
         # `grads` is in the order of `leaves`: first the rows, then the parameters
         for slot, grad in zip(gradients.per_token, grads[: len(given)], strict=True):
             if slot is not None and grad is not None:

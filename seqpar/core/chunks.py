@@ -5,6 +5,8 @@ Shape suffixes: B batch, T time, N = B*T rows, K counted rows (their target is n
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -32,8 +34,29 @@ Chunk = slice | Tensor
 """The rows of a chunk: a slice where they are adjacent (a view, no copy), else their int64 indices."""
 
 
+@contextlib.contextmanager
+def noting_rows(chunk: Chunk) -> Iterator[None]:
+    """Add to an error which rows were being computed."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the chunk of {_described(chunk)}")
+        raise
+
+
+def _described(chunk: Chunk) -> str:
+    """Return which rows a chunk has, for an error message."""
+    if isinstance(chunk, slice):
+        last = "the last" if chunk.stop is None else chunk.stop - 1
+        return f"rows {chunk.start or 0} to {last}"
+    if chunk.is_cpu and len(chunk):
+        return f"{len(chunk)} rows from {int(chunk.min())} to {int(chunk.max())}"
+    # An accelerator may have failed, and is not asked
+    return f"{len(chunk)} rows"
+
+
 def recording(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being recorded on the device.
+    """Return whether a CUDA graph is being captured on the device.
 
     No number can be read then, and the shapes must be the same in every replay, so every row is computed.
     """
@@ -57,7 +80,7 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int
 def cut_rows(counted_N: Tensor, rows: int) -> list[Chunk]:
     """Return the rows where the mask `counted_N` is true, in order, in the fewest even chunks of at most `rows`.
 
-    While a CUDA graph is recorded, all rows are returned: a graph has one number of rows.
+    While a CUDA graph is captured, all rows are returned: a graph has one number of rows.
     """
     if recording(counted_N.device):
         return list(_even_slices(len(counted_N), rows))

@@ -31,13 +31,14 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
 from seqpar.engine.module_calls import parts_of, refuse_cached
-from seqpar.engine.pair import counts_itself, criterion_loss, project
+from seqpar.engine.pair import counts_itself, criterion_loss, project, takers_of
 from seqpar.engine.probe import LogitFacts, Situation, facts_in, logit_facts, situation_of
 from seqpar.engine.shards import (
     OneOrScattered,
     Shard,
     check_targets,
     check_width,
+    criterion_rows_of,
     heads_on,
     one_for_each_device,
     rows_of,
@@ -77,6 +78,8 @@ def loss_over_devices(
     criterion = head["criterion"]
     given = {name: value for name, value in per_token.items() if value is not None}
     shards = scattered(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(criterion))
+    if given:
+        shards = _with_takers(head, shards)
     parts = parts_of(head)
     match = match_inputs(head, shards[0])
     if isinstance(match, FormulaMatch):
@@ -115,6 +118,18 @@ def loss_over_devices(
     devices = [shard.hidden.device for shard in shards]
     losses = parallel_apply([differentiable_sum] * len(shards), jobs, devices=devices)
     return sum_on_first(losses)
+
+
+def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
+    """Return the shards with their per-token tensors divided between generator and criterion."""
+    of_generator, of_criterion = takers_of(head, list(shards[0].per_token))
+    return [
+        shard._replace(
+            per_token={name: shard.per_token[name] for name in of_generator},
+            of_criterion={name: shard.per_token[name] for name in of_criterion},
+        )
+        for shard in shards
+    ]
 
 
 def _chunks(counted: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
@@ -180,6 +195,7 @@ def _autograd_job(
             the layers of a small generator.
     """
     names = tuple(shard.per_token)
+    weights = tuple(shard.of_criterion)
     target_N = shard.target.flatten()
     ends = params if call_itself else leaf_copies(params)
 
@@ -190,11 +206,13 @@ def _autograd_job(
             bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
         # As many dimensions as hidden had: the generator may expect (batch, time, D)
         shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
-        logits_KV = project(bound["generator"], names, shape, rows)
-        return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
+        logits_KV = project(bound["generator"], names, shape, rows[: 1 + len(names)])
+        own = dict(zip(weights, rows[1 + len(names) :], strict=True))
+        return criterion_loss(bound["criterion"], logits_KV, target_N[chunk], own)
 
     empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
-    return AutogradChunkLoss(per_chunk, ends), chunks, PlainLeaves(rows_of(shard), params, empty)
+    rows = (*rows_of(shard), *criterion_rows_of(shard))
+    return AutogradChunkLoss(per_chunk, ends), chunks, PlainLeaves(rows, params, empty)
 
 
 def sum_on_first(losses: Sequence[TokenLoss]) -> TokenLoss:

@@ -81,8 +81,8 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
 
 def match_inputs(head: nn.ModuleDict, shard: Shard) -> FormulaMatch | NoFormula:
     """Return the closed form for these inputs, or the reason why they have none."""
-    if shard.per_token:
-        return NoFormula(f"the generator takes {', '.join(shard.per_token)} for each token")
+    if names := [*shard.per_token, *shard.of_criterion]:
+        return NoFormula(f"the call has {', '.join(names)} for each token")
     match = match_formula(head["generator"], head["criterion"])
     if isinstance(match, NoFormula) or shard.hidden.dtype == match.projection.weight.dtype:
         return match
@@ -102,7 +102,10 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
     if isinstance(match, NoFormula):
         raise TypeError(f"vocab is given, and a vocabulary can be split only by formula: {match.reason}")
     if names := list(per_token):
-        raise TypeError(f"vocab is given, and the generator takes {', '.join(names)} for each token; leave one out")
+        raise TypeError(
+            f"vocab is given, and {', '.join(names)} for each token, which no closed form takes; leave one out, or "
+            "call engine.scored_loss"
+        )
     return match
 
 

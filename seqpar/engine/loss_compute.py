@@ -110,16 +110,18 @@ class LossCompute(nn.Module):
             loss_scale: the factor that `total` will be multiplied by before `backward`, for float16:
                 `scaler.get_scale() / tokens` with a GradScaler. Gradients are stored multiplied by it and divided by it
                 in backward; any factor gives the right gradient, unless it makes them overflow their dtype.
-            per_token: further tensors the generator takes as keywords (copy attention, a teacher's states), whose
-                first dimensions are target's shape. They are scattered and chunked like hidden, and get a gradient if
-                they require one. A None is not passed on.
+            per_token: further tensors that the generator's or the criterion's `forward` takes as keywords (copy
+                attention; weights), whose first dimensions are target's shape, or of a (B, T) batch one number for each
+                sentence, (B,). They are scattered and chunked like hidden, and get a gradient if they require one. A
+                None is not passed on.
 
         Returns:
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: an argument that is not a dense tensor, or has a wrong dtype or shape; class weights
-                for another number of classes; a `loss_scale` of 0, nan or inf.
+            TypeError, ValueError: an argument that is not a dense tensor, or has a wrong dtype or shape; a keyword that
+                neither generator nor criterion takes; class weights for another number of classes; a `loss_scale` of 0,
+                nan or inf.
             ValueError: on the first call, a generator that mixes rows, or a criterion that is not a sum over rows
                 (`seqpar.engine.probe` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
@@ -294,7 +296,13 @@ def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
 
 
 def _check_roles(generator: nn.Module, criterion: nn.Module) -> None:
-    """Raise TypeError if the types show that the two were passed in the wrong order."""
+    """Raise TypeError if the types show that the two were passed in the wrong order, or are both in one."""
+    if isinstance(generator, nn.AdaptiveLogSoftmaxWithLoss) or isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
+        raise TypeError(
+            "AdaptiveLogSoftmaxWithLoss is generator and criterion in one, and returns a mean; pass a module whose "
+            "forward(hidden) returns its log_prob of hidden.flatten(0, -2), unflattened, with "
+            "nn.NLLLoss(reduction='sum')"
+        )
     if isinstance(generator, (LabelSmoothing, _Loss)):
         raise TypeError(f"generator is a {type(generator).__name__}, a criterion; the order is (generator, criterion)")
     if isinstance(criterion, (nn.Linear, nn.Sequential, nn.Embedding)):

@@ -1,11 +1,16 @@
-"""Call the generator and the criterion on some rows, and take what they return.
+"""Call the generator and the criterion on some rows, with the per-token tensors that each names, and take the results.
 
 Shape suffixes: K rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +18,86 @@ from torch import Tensor, nn
 from seqpar.core.checks import check_type
 from seqpar.core.chunks import recording
 from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.rows.criteria import ignored_target
 
 Project = Callable[[tuple[int, ...], Sequence[Tensor]], Tensor]
 """(leading shape, rows of hidden and of each per-token tensor) -> the logits (K, V) of the rows in that shape."""
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def takers_of(head: nn.ModuleDict, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the keywords of a call that the generator gets, and those that the criterion gets.
+
+    Each gets those that its `forward` names (a criterion's `token_loss`, where that is called). What neither names goes
+    to the one that takes any keyword, the generator first.
+
+    Raises:
+        TypeError: neither takes one of them.
+    """
+    if not names:
+        return [], []
+    generator, criterion = head["generator"], head["criterion"]
+    called = criterion.token_loss if counts_itself(criterion) else criterion.forward
+    # Beside hidden, and beside logits and target
+    # `inside_unit` has put another forward on a unit of FSDP2
+    of_class = type(generator).forward.__get__(generator)
+    named, any_in_generator = _keywords(of_class if is_fsdp_unit(generator) else generator.forward, 1)
+    named_by_criterion, any_in_criterion = _keywords(called, 2)
+    of_generator, of_criterion = [], []
+    for name in names:
+        if name in named_by_criterion:
+            of_criterion.append(name)
+        if name in named or (any_in_generator and name not in named_by_criterion):
+            of_generator.append(name)
+        elif name not in named_by_criterion and any_in_criterion:
+            of_criterion.append(name)
+        elif name not in named_by_criterion:
+            raise TypeError(
+                f"neither the generator ({type(generator).__name__}) nor the criterion ({type(criterion).__name__}) "
+                f"takes {name}: name it in the forward that uses it, as forward(self, scores, target, {name}); for a "
+                f"weight also engine.scored_loss(hidden, target, lambda s, {name}: -{name} * s.log_prob, {name}={name})"
+            )
+    return of_generator, of_criterion
+
+
+_known_keywords: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyDictionary()
+
+
+def _keywords(function: Any, after: int) -> tuple[frozenset[str], bool]:
+    """Return the keywords that a method names after so many arguments, and whether it takes any other."""
+    code = getattr(function, "__func__", function)
+    with contextlib.suppress(KeyError, TypeError):
+        return _known_keywords[code]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        # Of compiled code nothing is known
+        return frozenset(), True
+    takes = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    found = (
+        frozenset(p.name for i, p in enumerate(parameters) if p.kind in takes and i >= after),
+        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+    )
+    with contextlib.suppress(TypeError):
+        _known_keywords[code] = found
+    return found
+
+
+@contextlib.contextmanager
+def noting(role: str, module: nn.Module, given: Mapping[str, Tensor]) -> Iterator[None]:
+    """Add to an error of the caller's module what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+        error.add_note(
+            f"raised in the {role} ({type(module).__name__}), called with {shapes}: "
+            "the engine calls it on a chunk of the batch at a time, without padding"
+        )
+        raise
 
 
 def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
@@ -28,13 +108,14 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
     """
     # (K, ...) -> (*shape, ...), and back to (K, V) at the end
     hidden, *extra = (t.reshape(*shape, *t.shape[1:]) for t in rows)
-    logits = generator(hidden, **dict(zip(names, extra, strict=True)))
+    keywords = dict(zip(names, extra, strict=True))
+    with noting("generator", generator, {"hidden": hidden, **keywords}):
+        logits = generator(hidden, **keywords)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
         returned = f"a {type(logits).__name__}"
         if isinstance(logits, Tensor):
             returned = f"shape {tuple(logits.shape)}"
-        named = zip(("hidden", *names), (hidden, *extra), strict=True)
-        given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named)
+        given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {"hidden": hidden, **keywords}.items())
         raise ValueError(f"the generator returned {returned} for {given}; it must return (..., V) scores")
     return logits.flatten(0, -2)
 
@@ -55,17 +136,25 @@ def counts_itself(criterion: nn.Module) -> bool:
     return True  # an attribute of the instance
 
 
-def criterion_loss(criterion: nn.Module, logits: Tensor, target: Tensor) -> TokenLoss:
+def criterion_loss(
+    criterion: nn.Module, logits: Tensor, target: Tensor, per_token: Mapping[str, Tensor] = NOTHING
+) -> TokenLoss:
     """Return the criterion's loss of logits (K, V) and targets (K,), with the counts that it computes.
+
+    Args:
+        per_token: its keywords, with a row for each of the K.
 
     Raises:
         TypeError: it does not return a tensor, or its `token_loss` does not return a `TokenLoss`.
     """
     if counts_itself(criterion):
-        return _checked_token_loss(criterion.token_loss(logits, target))  # type: ignore[operator]
-    total = criterion(logits, target)
+        with noting("criterion", criterion, {"scores": logits, "target": target, **per_token}):
+            loss = criterion.token_loss(logits, target, **per_token)  # type: ignore[operator]
+        return _checked_token_loss(loss)
+    with noting("criterion", criterion, {"scores": logits, "target": target, **per_token}):
+        total = criterion(logits, target, **per_token)
     check_type(total, "the criterion", Tensor, "a tensor, the summed loss", verb="returned")
-    # Chunks contain ignored rows only while a CUDA graph is recorded
+    # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = None
     if recording(target.device):
         ignored = ignored_target(criterion)

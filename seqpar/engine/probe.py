@@ -27,7 +27,7 @@ Shape suffixes: K probed rows, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,11 +39,12 @@ from seqpar.core.checks import refuse_reentrant
 from seqpar.core.chunks import CPU_BUDGET, recording
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
+from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.formula_match import check_class_weight
 from seqpar.engine.module_calls import Parts, calls_of, parts_of
 from seqpar.engine.pair import Project, criterion_loss, project
-from seqpar.engine.shards import Shard, check_targets, rows_of
+from seqpar.engine.shards import Shard, check_targets, criterion_rows_of, rows_of
 from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.replicas import bind
 
@@ -104,7 +105,7 @@ class Situation(NamedTuple):
 def situation_of(parts: Parts, shard: Shard) -> Situation:
     """Return the situation of a call; it is looked up in every one."""
     leading = shard.target.dim()
-    columns = {"hidden": shard.hidden, **shard.per_token}
+    columns = {"hidden": shard.hidden, **shard.per_token, **shard.of_criterion}
     tensors = [*parts.parameters, *parts.buffers]
     leaves = (*columns.values(), *parts.parameters)
     return Situation(
@@ -147,7 +148,7 @@ def logit_facts(
     Raises:
         IndexError: a target outside the vocabulary.
         TypeError, ValueError: a generator or criterion that violates a requirement.
-        RuntimeError: the facts are not known and a CUDA graph is being recorded.
+        RuntimeError: the facts are not known and a CUDA graph is being captured.
     """
     hidden = shards[0].hidden
     if recording(hidden.device):
@@ -170,13 +171,13 @@ def logit_facts(
 
 
 def _facts_while_recording(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
-    """Return the facts found in any mode or dtype: no number can be read while a CUDA graph is recorded."""
+    """Return the facts found in any mode or dtype: no number can be read while a CUDA graph is captured."""
     for earlier, facts in known.items():
         if earlier.shapes == situation.shapes and facts.criterion_is_checked:
             return facts
     raise RuntimeError(
-        "the first call of the engine is being recorded in a CUDA graph, but it has to read some logits; call the "
-        "engine once before recording (torch.cuda.graph needs a warm-up in any case)"
+        "the first call of the engine is being captured in a CUDA graph, but it has to read some logits; call the "
+        "engine once before the capture (torch.cuda.graph needs a warm-up in any case)"
     )
 
 
@@ -204,6 +205,9 @@ class _Probe:
         self.head = head
         self.names = tuple(shard.per_token)
         self.rows = [t.detach()[index_K] for t in rows_of(shard)]
+        self.of_criterion = {
+            name: t.detach()[index_K] for name, t in zip(shard.of_criterion, criterion_rows_of(shard), strict=True)
+        }
         self.target_K = shard.target.flatten()[index_K]
         self.target_shape = shard.target.shape
         # The generator expects as many leading dimensions
@@ -228,7 +232,7 @@ class _Probe:
                 check_classes(logits_KV.size(-1))
                 check_class_weight(self.head["criterion"], logits_KV.size(-1))
                 # Refuses a number that is not a tensor
-                criterion_loss(copy["criterion"], logits_KV, self.target_K)
+                criterion_loss(copy["criterion"], logits_KV, self.target_K, self.of_criterion)
                 with torch.set_grad_enabled(self.wanted), graph_of_its_own():
                     is_checked = self._criterion_adds_up(copy, logits_KV)
                 self._buffers_add_up(before, copy)
@@ -271,13 +275,12 @@ class _Probe:
         That is so if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
         be asked, and passes.
         """
-        criterion, rows = _widened(copy["criterion"], self._criterion_rows(logits_KV))
+        criterion, rows = _widened(copy["criterion"], self._criterion_rows(logits_KV), self.of_criterion)
         rows[0].requires_grad_(self.wanted)
         least = product_dtype(rows[0])
 
         def total(rows: Sequence[Tensor]) -> Tensor:
-            logits_KV, target_K = rows
-            return criterion_loss(criterion, logits_KV, target_K).total.sum()
+            return _loss_of_rows(criterion, rows, self.of_criterion).total.sum()
 
         # Once as it is, and if it is random, for example by dropout, once more without that
         for _ in range(2):
@@ -307,7 +310,8 @@ class _Probe:
         nearer_1 = torch.linspace(0.9, 0.5, PROBE_ROWS - 1, device=logits_KV.device).to(logits_KV).unsqueeze(1)
         between_KV = (logits_KV[1:] + logits_KV[:-1]) / 2 * nearer_1
         targets_K = [self.target_K, self.target_K[:1].expand(len(between_KV))]
-        return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K)]
+        others = [torch.cat([t, t[: len(between_KV)]]) for t in self.of_criterion.values()]
+        return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K), *others]
 
     def _buffers_add_up(self, before: dict[str, Buffer], called: nn.ModuleDict) -> None:
         """Raise ValueError unless all that calls have changed are sums over rows, on which the scores do not depend."""
@@ -356,7 +360,8 @@ class _Probe:
         rows = [t[some] for t in self.rows]
         with self._random_numbers():
             logits_KV = self._scores(copy)(self._shape(len(rows[0])), rows)
-            criterion_loss(copy["criterion"], logits_KV, self.target_K[some])
+            own = {name: t[some] for name, t in self.of_criterion.items()}
+            criterion_loss(copy["criterion"], logits_KV, self.target_K[some], own)
         return logits_KV
 
     def _mixed_by_value(self, generator: nn.Module, scores: Project) -> str:
@@ -451,7 +456,13 @@ def _companies(rows: int, logits_KV: Tensor) -> list[Tensor]:
     return [place_K[:rows], place_K[:many] % rows]
 
 
-def _widened(criterion: nn.Module, rows: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+def _loss_of_rows(criterion: nn.Module, rows: Sequence[Tensor], names: Iterable[str]) -> TokenLoss:
+    """Return the criterion's loss of scores, targets, and its keywords of these names."""
+    logits_KV, target_K, *extra = rows
+    return criterion_loss(criterion, logits_KV, target_K, dict(zip(names, extra, strict=True)))
+
+
+def _widened(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tuple[nn.Module, list[Tensor]]:
     """Return the criterion and its rows in float32 where they are narrower, if it takes that.
 
     There rounding is far below what a criterion may do to rows.
@@ -463,7 +474,7 @@ def _widened(criterion: nn.Module, rows: list[Tensor]) -> tuple[nn.Module, list[
     copy = bind(criterion, {id(t): t.detach().float() for t in tensors if t.is_floating_point()})
     # A tensor that is neither a parameter nor a buffer keeps its dtype
     with contextlib.suppress(Exception):
-        criterion_loss(copy, *wide)
+        _loss_of_rows(copy, wide, names)
         return copy, wide
     return criterion, rows
 

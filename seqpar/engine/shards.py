@@ -6,10 +6,12 @@ Shape suffixes: N rows (batch x time), D hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from seqpar.core.checks import (
     check_dense,
@@ -36,6 +38,9 @@ class Shard(NamedTuple):
     counted: Tensor
     """The mask of the targets that are not ignored, of target's shape."""
     per_token: dict[str, Tensor]
+    """What the generator takes beside hidden."""
+    of_criterion: Mapping[str, Tensor] = MappingProxyType({})
+    """What the criterion takes beside scores and target."""
 
 
 def scattered(
@@ -56,6 +61,7 @@ def scattered(
     Raises:
         TypeError, ValueError: as `LossCompute`.
     """
+    _refuse_of_recurrent(hidden, target, devices)
     if not isinstance(hidden, (list, tuple)):
         _check_batch(hidden, target, per_token, time_steps)
         assert isinstance(hidden, Tensor)
@@ -75,12 +81,32 @@ def scattered(
     return shards
 
 
+def _refuse_of_recurrent(hidden: object, target: object, devices: Sequence[torch.device] | None) -> None:
+    """Raise TypeError for what a recurrent layer takes or returns: a tuple that is not one tensor for each device."""
+    for name, value in (("hidden", hidden), ("target", target)):
+        if isinstance(value, PackedSequence):
+            raise TypeError(
+                f"{name} is a PackedSequence; pass the rows of both, hidden.data and those of the target packed alike: "
+                "pack_padded_sequence(target, lengths, batch_first=True).data"
+            )
+    # `hidden.chunk(2)` is a tuple as well, and then the target is cut alike
+    if isinstance(hidden, tuple) and devices is None and not isinstance(target, (list, tuple)):
+        raise TypeError(
+            f"hidden is a tuple of {len(hidden)} and the engine has no device list; pass the tensor of hidden states "
+            "(of a GRU or LSTM: hidden, _ = gru(inputs)), or a list of one tensor for each device"
+        )
+
+
 def _shard(hidden: Tensor, target: Tensor, per_token: dict[str, Tensor], ignored: int | None) -> Shard:
     """Return the shard of one device, with the mask of the targets that count."""
     # Widened first: in uint8 an ignored -100 would be compared as 156
     target = target.long()
     counted = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
-    return Shard(hidden, target, counted, per_token)
+    # One number for each sentence is one for each of its tokens
+    for_tokens = {
+        name: t.unsqueeze(1).expand(target.shape) if t.dim() < target.dim() else t for name, t in per_token.items()
+    }
+    return Shard(hidden, target, counted, for_tokens)
 
 
 def _check_scattered(hidden: Sequence[object]) -> None:
@@ -147,9 +173,17 @@ def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:
 
 
 def rows_of(shard: Shard) -> tuple[Tensor, ...]:
-    """Return hidden and the per-token tensors with one row per token."""
-    lead = shard.target.dim()
-    return tuple(t.flatten(0, lead - 1) for t in (shard.hidden, *shard.per_token.values()))
+    """Return hidden and the per-token tensors of the generator with one row per token."""
+    return _flattened(shard, shard.hidden, *shard.per_token.values())
+
+
+def criterion_rows_of(shard: Shard) -> tuple[Tensor, ...]:
+    """Return the per-token tensors of the criterion with one row per token."""
+    return _flattened(shard, *shard.of_criterion.values())
+
+
+def _flattened(shard: Shard, *columns: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.flatten(0, shard.target.dim() - 1) for t in columns)
 
 
 def one_for_each_device(shards: list[Shard]) -> list[Shard]:

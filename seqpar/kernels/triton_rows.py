@@ -177,7 +177,7 @@ def _row_sums(
         z, _ = _divided_logits(
             x_ptr, bias_ptr, temperature_ptr, tl.where(inside, index, 0), inside, inside, softcap, temperature, dtype
         )
-        # While a CUDA graph is recorded no class can be checked; nan shows one outside the vocabulary
+        # While a CUDA graph is captured no class can be checked; nan shows one outside the vocabulary
         tl.store(picked_ptr + row * PICKS + j, tl.where(inside, z, float("nan")))
 
 

@@ -122,7 +122,7 @@ def planned(
         # Every rank must cut the same chunks, also where ranks have different numbers of classes
         most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
         chunks = cut_rows(target_N != settings.ignore_index, most)
-    # Chunks contain ignored rows only while a CUDA graph is recorded
+    # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = settings.ignore_index if recording(hidden.device) else None
     # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
     hidden = copy_to_group(hidden, shard.group)
@@ -160,7 +160,7 @@ def _weights_of_classes(
         return class_weights(given.q, None), None
     weight_V = weight_V.detach().to(dtype)
     weights = class_weights(given.q, weight_V)
-    # An ignored target need not be a class; while a CUDA graph is recorded, neither need another
+    # An ignored target need not be a class; while a CUDA graph is captured, neither need another
     index_N, here_N = given.shard.locate(target_N, len(weight_V))
     gold_weight_N = weight_V.new_zeros(len(target_N))
     if len(weight_V):

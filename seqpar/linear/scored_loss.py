@@ -142,7 +142,7 @@ class _LossByAutograd:
         # A graph that begins and ends here is not the caller's
         with torch.set_grad_enabled(wanted), graph_of_its_own():
             loss_K = self._called(scores, rows)
-            # One row cannot be mixed with others; while a CUDA graph is recorded no number can be read
+            # One row cannot be mixed with others; while a CUDA graph is captured no number can be read
             if not self.is_checked and len(loss_K) > 1 and not recording(loss_K.device):
                 self._check(loss_K, scores, rows, leaves)
                 self.is_checked = True

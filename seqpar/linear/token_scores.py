@@ -47,15 +47,15 @@ class TokenScores(NamedTuple):
     log_prob: Tensor
     """(target's shape) log p of the target, at most 0."""
     entropy: Tensor | None = None
-    """(target's shape) -sum_k p_k log p_k, at least 0; None if not asked for."""
+    """(target's shape) -sum_k p_k log p_k, at least 0; None unless asked for."""
     top_log_probs: Tensor | None = None
-    """(target's shape, top_k) the largest log-probabilities, in descending order, without a gradient; None likewise."""
+    """(target's shape, top_k) the largest log-probabilities, descending, without a gradient; None unless asked for."""
     top_ids: Tensor | None = None
     """(target's shape, top_k) their classes; of equally likely ones the lower first."""
     log_probs_at: Tensor | None = None
-    """(ids' shape) the log-probabilities of the classes `ids`; None likewise."""
+    """(ids' shape) the log-probabilities of the classes `ids`; None unless asked for."""
     rank: Tensor | None = None
-    """(target's shape) how many classes are likelier than the target, or as likely and lower; None likewise."""
+    """(target's shape) how many classes are likelier than the target, or as likely and lower; None unless asked for."""
 
 
 @outside_graphs

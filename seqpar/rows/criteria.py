@@ -5,6 +5,7 @@ The engine accepts any criterion that meets these requirements:
 - it is a module, called with `(logits, target)` of shapes `(rows, V)` and `(rows,)`;
 - it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
   that is not a sum of one term per row);
+- further tensors with a row for each token, as weights, are keywords of its `forward` (and of its `token_loss`);
 - its attribute `ignore_index` or `padding_idx` is the target that it ignores, so that those rows need no logits;
 - if it has `token_loss(logits, target) -> TokenLoss`, which must agree with its `forward`, that is called instead,
   and `nll` and `correct` are taken from its result. It is not called if hooks or a subclass's own `forward` change
@@ -152,7 +153,7 @@ class LabelSmoothing(nn.Module):
     def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
         """Return the summed loss with its counts, from one pass over the logits."""
         check_floating(logits, "logits")
-        check_integer_target(target)
+        check_integer_target(target, beside=logits)
         fits = logits.dim() == 2 and target.shape == logits.shape[:1]
         wanted = "(rows, V) with (rows,), as logits.flatten(0, -2) and target.flatten()"
         check_shapes(fits, wanted, logits=logits, target=target)

@@ -579,7 +579,7 @@ def _best_(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, 
 def top_classes(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits in descending order, and their classes; of equal logits the lower class first."""
     if recording(logits_NV.device):
-        # While a CUDA graph is recorded no number can be read
+        # While a CUDA graph is captured no number can be read
         in_order = logits_NV.sort(dim=-1, descending=True, stable=True)
         return in_order.values[:, :top_k], in_order.indices[:, :top_k]
     top_NT, ids_NT = logits_NV.topk(top_k, -1)

@@ -1,4 +1,4 @@
-"""Pretend that a CUDA graph is being recorded; the real thing is in the tests of a GPU."""
+"""Pretend that a CUDA graph is being captured; the real thing is in the tests of a GPU."""
 
 import sys
 from collections.abc import Iterator

@@ -412,7 +412,7 @@ def test_an_engine_that_cannot_split_its_vocabulary_says_why():
     with pytest.raises(ValueError, match="vocab is given with devices=None and chunk_size=5"):
         seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), chunk_size=5, vocab=shard)
     engine = seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), vocab=shard)
-    with pytest.raises(TypeError, match="vocab is given, and the generator takes copy for each token"):
+    with pytest.raises(TypeError, match="vocab is given, and copy for each token, which no closed form takes"):
         engine(torch.randn(3, 4), torch.tensor([0, 1, 7]), copy=torch.randn(3, 2))
 
 

@@ -172,7 +172,7 @@ def test_where_there_is_no_kernel_the_reason_is_known():
 
 @pytest.fixture
 def whole_batches():
-    """As while a CUDA graph is recorded: no row is looked at. The real thing is in the tests of a GPU."""
+    """As while a CUDA graph is captured: no row is looked at. The real thing is in the tests of a GPU."""
     with recorded():
         yield
 
@@ -222,7 +222,7 @@ def test_the_engine_can_be_recorded_after_its_first_call(by_kernel, own, chunks)
     target = torch.randint(9, (3, 5), device=DEVICE)
     with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
         if own:
-            with pytest.raises(RuntimeError, match="first call of the engine is being recorded"):
+            with pytest.raises(RuntimeError, match="first call of the engine is being captured"):
                 engine(hidden, target)
             with recorded(False):  # a warm-up, before the graph
                 engine(hidden, target)

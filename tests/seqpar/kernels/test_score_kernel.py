@@ -175,7 +175,7 @@ def test_a_hidden_state_that_is_no_number_is_seen_in_every_score(odd, block):
 @settings(max_examples=EXAMPLES // 3)
 @given(kernel_cases())
 def test_rows_that_cannot_be_left_out_count_for_nothing(case):
-    """As while a CUDA graph is recorded, and whatever their hidden states are."""
+    """As while a CUDA graph is captured, and whatever their hidden states are."""
     tensors, options = on_device(case)
     ignored = tensors["target"] == case.linear.padding
     plain = {**tensors, "hidden": tensors["hidden"].detach().clone().requires_grad_(tensors["hidden"].requires_grad)}

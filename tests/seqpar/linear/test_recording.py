@@ -1,6 +1,6 @@
-"""While a CUDA graph is recorded no row can be left out: ignored ones count for nothing in every loss and score.
+"""While a CUDA graph is captured no row can be left out: ignored ones count for nothing in every loss and score.
 
-The real thing is in the tests of a GPU; here the question whether one is being recorded is answered with yes.
+The real thing is in the tests of a GPU; here the question whether one is being captured is answered with yes.
 """
 
 import pytest

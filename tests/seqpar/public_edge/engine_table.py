@@ -89,7 +89,7 @@ def made() -> list[Case]:
 
 
 A_PAIR = {
-    "an LSTM's tuple": (lambda: nn.LSTM(D, D).double()(hidden(6)), "hidden must be a tensor, or one tensor for each"),
+    "an LSTM's tuple": (lambda: nn.LSTM(D, D).double()(hidden(6)), "hidden is a tuple of 2 and the engine has no"),
     "a list of numbers": (lambda: [1.0, 2.0], "[0] is a float; it must be a tensor"),
     "a list of lists": (lambda: [[1.0], [2.0]], "[0] is a list; hidden must be a tensor, or one tensor for each"),
 }
@@ -151,7 +151,13 @@ def _shapes(kind: str) -> list[Case]:
         case(
             "a scattered number", partial(ask, [hidden(6)], [3]), TypeError, "target[0] is a int; it must be a tensor"
         ),
-        case("a GRU's tuple", partial(ask, nn.GRU(D, D).double()(hidden(6)), six), ValueError, "target", "[6, 1]"),
+        case(
+            "a GRU's tuple",
+            partial(ask, nn.GRU(D, D).double()(hidden(6)), six),
+            TypeError,
+            "a tuple of 2",
+            "hidden, _ = gru",
+        ),
         case("time steps of rows", partial(engine(kind, chunk_size=2), hidden(6), six), ValueError, "chunk_size=2"),
     ]
 

@@ -174,7 +174,7 @@ def _model_with_loss() -> list[Case]:
     odd = values("it must be a dict", a_tensor=torch.ones(6), text="extra", a_list=[1])
     cases += refused(name, lambda x: both(rows, target=targets(6), per_token=x), "per_token", odd, TypeError)
     recurrent = seqpar.ModelWithLoss(nn.LSTM(4, 4), loss)
-    words = ("hidden[1] is a tuple", "hidden, _ = lstm(inputs)")
+    words = ("hidden is a tuple of 2", "hidden, _ = gru(inputs)")
     call = partial(recurrent, rows, target=targets(6))
     return [*cases, Case(f"{name}: an LSTM's tuple", call, Raises(TypeError, words))]
 

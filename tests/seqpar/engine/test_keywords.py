@@ -1,0 +1,224 @@
+"""Per-token keywords reach the module whose forward names them, and errors say what a module was called with."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import seqpar
+from seqpar.core.token_loss import TokenLoss
+from seqpar.testing import assert_same_gradients
+
+V, D = 7, 4
+
+
+class Weighted(nn.Module):
+    """Sum w (1 - p)^2 log(1 / p): a focal loss with weights."""
+
+    ignore_index = 0
+
+    def forward(self, scores: Tensor, target: Tensor, w: Tensor) -> Tensor:
+        log_p = scores.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+        return -((1 - log_p.exp()) ** 2 * log_p * w)[target != 0].sum()
+
+
+class Counting(seqpar.CrossEntropy):
+    """A cross-entropy whose `token_loss` takes weights, as a keyword alone."""
+
+    def forward(self, logits: Tensor, target: Tensor, *, w: Tensor) -> Tensor:
+        return self.token_loss(logits, target, w=w).total
+
+    def token_loss(self, logits: Tensor, target: Tensor, *, w: Tensor) -> TokenLoss:
+        counted = target != self.ignore_index
+        losses = nn.functional.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="none")
+        return TokenLoss((losses * w).sum(), counted.sum())
+
+
+class AnyKeyword(Weighted):
+    """Takes what is left, by whatever name."""
+
+    def forward(self, scores: Tensor, target: Tensor, **others: Tensor) -> Tensor:
+        return super().forward(scores, target, **others)
+
+
+class Shifted(nn.Linear):
+    """A generator with a keyword of its own."""
+
+    def forward(self, hidden: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(hidden) + shift.unsqueeze(-1) * torch.arange(V)
+
+
+CRITERIA = {"named": Weighted, "token_loss": lambda: Counting(ignore_index=0), "any": AnyKeyword}
+
+
+@given(st.data())
+def test_weights_of_tokens_and_of_sentences_have_the_plain_gradient(data):
+    batch, time = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    shape, seed = data.draw(st.sampled_from([(batch, time), (batch * time,)])), data.draw(st.integers(0, 99))
+    torch.manual_seed(seed)
+    generator = data.draw(st.sampled_from([nn.Linear, Shifted]))(D, V).double()
+    criterion = CRITERIA[data.draw(st.sampled_from(sorted(CRITERIA)))]()
+    hidden = torch.randn(*shape, D, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(V, shape)
+    of_sentences = data.draw(st.booleans())
+    w = torch.rand(shape[:1] if of_sentences else shape, dtype=torch.float64).requires_grad_()
+    extra = {"shift": torch.randn(shape, dtype=torch.float64, requires_grad=True)} if type(generator) is Shifted else {}
+    cut = data.draw(
+        st.sampled_from([{"chunk_tokens": 3}, {"devices": ["cpu"] * 3}, {"devices": ["cpu"], "chunk_tokens": 1}])
+    )
+    engine = seqpar.LossCompute(generator, criterion, **cut)
+
+    def plain():
+        weights = w[:, None].expand(shape) if len(shape) > w.dim() else w
+        return criterion(generator(hidden, **extra).flatten(0, -2), target.flatten(), w=weights.flatten())
+
+    leaves = {"hidden": hidden, "w": w, **extra, **dict(generator.named_parameters())}
+    assert_same_gradients(lambda: engine(hidden, target, w=w, **extra).total, plain, leaves)
+
+
+def test_weights_are_scattered_with_hidden_states_that_are_scattered_already():
+    torch.manual_seed(0)
+    hidden, target, w = torch.randn(5, 3, D), torch.randint(1, V, (5, 3)), torch.rand(5)
+    engine = seqpar.LossCompute(nn.Linear(D, V), Weighted(), ["cpu", "cpu"])
+    whole = engine(hidden, target, w=w).total
+    torch.testing.assert_close(engine([hidden[:2], hidden[2:]], target, w=w).total, whole)
+    torch.testing.assert_close(
+        engine([hidden[:2], hidden[2:]], [target[:2], target[2:]], w=[w[:2], w[2:]]).total, whole
+    )
+
+
+def given_to(generator_forward, criterion_forward, **keywords):
+    """Who got which keywords in a call of the engine."""
+    seen = {"generator": set(), "criterion": set()}
+    generator, criterion = nn.Linear(D, V), nn.CrossEntropyLoss(reduction="sum")
+
+    class Generator(nn.Module):
+        forward = generator_forward(lambda h, kw: (seen["generator"].update(kw), generator(h))[1])
+
+    class Criterion(nn.Module):
+        forward = criterion_forward(lambda s, t, kw: (seen["criterion"].update(kw), criterion(s, t))[1])
+
+    engine = seqpar.LossCompute(Generator(), Criterion())
+    engine(torch.randn(3, D), torch.randint(V, (3,)), **{name: torch.rand(3) for name in keywords})
+    return seen
+
+
+def bare(run):
+    return lambda self, *given: run(*given, {})
+
+
+def naming_w(run):
+    def forward(self, a, b=None, w=None):
+        given = (a,) if b is None else (a, b)
+        return run(*given, {} if w is None else {"w": w})
+
+    return forward
+
+
+def taking_any(run):
+    return lambda self, *given, **any_other: run(*given, any_other)
+
+
+def wrapped(run):
+    """A decorator that names nothing itself."""
+
+    @functools.wraps(naming_w(run))
+    def forward(*given, **keywords):
+        return naming_w(run)(*given, **keywords)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("generator", "criterion", "takers"),
+    [
+        (naming_w, bare, ["generator"]),
+        (bare, naming_w, ["criterion"]),
+        (bare, wrapped, ["criterion"]),
+        (naming_w, naming_w, ["generator", "criterion"]),
+        (taking_any, bare, ["generator"]),
+        (bare, taking_any, ["criterion"]),
+        (taking_any, taking_any, ["generator"]),
+        (taking_any, naming_w, ["criterion"]),
+        (naming_w, taking_any, ["generator"]),
+    ],
+)
+def test_a_keyword_goes_where_it_is_named_else_where_any_is_taken(generator, criterion, takers):
+    seen = given_to(generator, criterion, w=1)
+    assert [who for who in seen if seen[who] == {"w"}] == takers
+
+
+@pytest.mark.parametrize("criterion", [seqpar.CrossEntropy(), nn.CrossEntropyLoss(reduction="sum"), Weighted()])
+def test_a_keyword_that_nobody_takes_is_named_with_what_weighs_tokens(criterion):
+    engine = seqpar.LossCompute(nn.Linear(D, V), criterion)
+    hidden, target, weights = torch.randn(3, D), torch.tensor([1, 2, 3]), torch.rand(3)
+    with pytest.raises(
+        TypeError, match=r"^neither the generator \(Linear\) nor the criterion \(\w+\) takes v: [^\n]*"
+    ) as error:
+        engine(hidden, target, v=weights)
+    shown = str(error.value).split("also ")[1]
+    if type(criterion) is not Weighted:
+        loss = eval(shown, {"engine": engine, "hidden": hidden, "target": target, "v": weights})
+        plain = nn.functional.cross_entropy(engine.head["generator"](hidden), target, reduction="none")
+        torch.testing.assert_close(loss.total, (plain * weights).sum())
+
+
+class Failing(nn.Module):
+    """Passes the first call's rows, and fails in another one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.ignore_index = way, 0
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        if self.way == "at once":
+            return scores.gather(1, target)  # one index too few
+        if len(target) == 5:
+            if self.way == "forward":
+                raise KeyError("planted")
+            scores = Refused.apply(scores)
+        return scores.logsumexp(-1).sum()
+
+
+class Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        raise KeyError("planted")
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "notes"),
+    [
+        (
+            "at once",
+            RuntimeError,
+            ["the criterion (Failing), called with scores (4, 7), target (4,): the engine calls"],
+        ),
+        (
+            "forward",
+            KeyError,
+            ["the criterion (Failing), called with scores (5, 7), target (5,): ", "5 rows from 1 to 5"],
+        ),
+        ("backward", KeyError, ["5 rows from 1 to 5"]),
+    ],
+)
+def test_an_error_in_a_users_module_is_noted_with_shapes_and_rows(way, error, notes):
+    engine = seqpar.LossCompute(nn.Linear(D, V), Failing(way), chunk_tokens=5)
+    with pytest.raises(error) as caught:
+        engine(torch.randn(6, D, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 5]))
+    said = "\n".join(caught.value.__notes__)
+    assert all(note in said for note in notes), said
+
+
+def test_an_error_in_a_generator_is_noted_with_its_per_token_tensors():
+    engine = seqpar.LossCompute(Shifted(D, V), seqpar.CrossEntropy())
+    with pytest.raises(RuntimeError) as caught:
+        engine(torch.randn(2, 3, D), torch.ones(2, 3).long(), shift=torch.ones(2, 3, 5))
+    assert "the generator (Shifted), called with hidden (1, 4, 4), shift (1, 4, 5): " in "".join(caught.value.__notes__)
