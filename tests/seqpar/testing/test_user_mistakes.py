@@ -156,6 +156,11 @@ def some_rows_wrong(generator, criterion, hidden, target):
     return plain_loss(generator, criterion, factor * hidden - ((factor - 1) * hidden).detach(), target)
 
 
+def all_rows_wrong(generator, criterion, hidden, target):
+    factor = 2 + torch.arange(hidden.size(1))[:, None] % 2
+    return plain_loss(generator, criterion, factor * hidden - ((factor - 1) * hidden).detach(), target)
+
+
 def unweighted_row(generator, criterion, hidden, target):
     """One token counts whose class has the weight 0; nothing reaches the generator from it."""
     logits = F.linear(hidden, generator.weight.detach()).flatten(0, 1)[target.flatten() == 2]
@@ -205,6 +210,10 @@ MISTAKES = [
         smoothed(0.3), {}),
     ("the smoothing convention 'harvard', where .* 'torch'; besides, all gradients are multiplied by 1/4",
         smoothed_mean, {"criterion": cross_entropy_with(label_smoothing=0.1)}),
+    ("the smoothing convention 'harvard', where .* 'torch'; besides, all gradients are multiplied by 7/2",
+        smoothed_mean, {"criterion": cross_entropy_with(label_smoothing=0.1), "tokens": 14}),
+    ("none of the usual ones; the gradient of hidden is no multiple of the plain one; all others are right",
+        all_rows_wrong, {}),
     ("the softcap is missing: tanh is left out$", uncapped, {"generator": Capped}),
     ("the softcap is missing: tanh is left out; besides, all gradients are multiplied by 1/13",
         uncapped_mean, {"generator": Capped}),
@@ -234,7 +243,7 @@ def test_a_mistake_in_a_loss_of_ones_own_is_found_and_its_cause_says_what_is_kno
     target = torch.arange(1, 16).reshape(3, 5) ** 2 % 5 + 1
     target[1, 2] = PAD
     with pytest.raises(AssertionError) as caught:
-        assert_same_loss(generator, criterion, torch.randn(3, 5, 4), target, loss=loss)
+        assert_same_loss(generator, criterion, torch.randn(3, 5, 4), target, loss=loss, tokens=given.get("tokens", 1))
     assert re.match(f"Likely cause: {cause}", str(caught.value).splitlines()[0]), str(caught.value).splitlines()[0]
 
 
