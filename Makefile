@@ -10,7 +10,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test pytest test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest mutants docs release check bench bench-gpu clean
+.PHONY: help demo test pytest test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest test-trainers mutants docs release check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -90,6 +90,16 @@ test-newest: .venv-newest/made  ## run the library's tests on the newest torch a
 	@.venv-newest/bin/python -c 'import torch, transformers, trl; print(f"[test-newest] pytest, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")'
 	@HYPOTHESIS_PROFILE=dev .venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar
 
+TRAINERS := axolotl ms_swift nemo_automodel prime_rl torchtitan xtuner
+.trainers/made: .venv/dev
+	@echo "[env] unpacking axolotl, ms-swift, NeMo AutoModel and torchtitan, and what they import, into .trainers"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .trainers axolotl==0.19.0 ms-swift==4.6.0 nemo-automodel==0.7.0 torchtitan==0.3.0 addict==2.4.0 docstring_parser==0.18.0 einops==0.8.2 json_repair==0.64.6 llvmlite==0.50.0 modelscope==1.40.2 modelscope_hub==0.5.1 numba==0.68.1 spmd_types==0.3.1 torchdata==0.11.0 tyro==1.0.17
+	@touch $@
+
+test-trainers: .trainers/made  ## run the loss in the trainers of other projects, from their wheels, on the CPU (about 3 minutes on 2 cores)
+	@$(BIN)/python -m pip list --path .trainers 2>/dev/null | grep -E 'axolotl|swift|nemo|torchtitan'
+	@PYTHONPATH=.trainers $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar/integrations -k '$(subst $() $(), or ,$(patsubst %,test_%_itself,$(TRAINERS)))'
+
 COUNT ?= 300
 SEED ?= 0
 mutants: .venv/dev  ## plant faults in the code, COUNT=300 of them, drawn by SEED=0, and show those that no test notices (QUICK=1: a look at some)
@@ -129,5 +139,5 @@ bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmark
 	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## remove the environment and the caches, but not runs/
-	rm -rf .venv .venv-comet .venv-newest .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-comet .venv-newest .trainers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

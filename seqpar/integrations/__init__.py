@@ -12,6 +12,13 @@
 | `trl_options` | refuse the options of TRL's trainers that need the logits of all tokens |
 | `trl_statistics` | the statistics of logits that TRL logs |
 | `accumulate` | `accumulate_step` for loops on Accelerate, Lightning Fabric and Lightning's Trainer |
+| `axolotl` | axolotl's plugin `SeqparPlugin` |
+| `ms_swift` | the loss type `seqpar` of ms-swift |
+| `nemo_automodel` | `SeqparCrossEntropy` for NeMo AutoModel's recipes |
+| `prime_rl` | scores in prime-rl's output heads |
+| `torchtitan` | `SeqparCrossEntropy` for torchtitan's trainer |
+| `xtuner` | `SeqparCrossEntropyConfig` for xtuner's v1 engine |
+| `say_once` | the line in their logs |
 | `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
 | `spmd_types` | the types of the collectives and losses, for the checker of `spmd_types`: `apply_spmd_types` |
 | `fairseq` | a criterion for fairseq's trainer |

@@ -2,5 +2,18 @@
 
 from importlib.util import find_spec
 
-PACKAGES = ("deepspeed", "eole", "fairseq", "onmt", "ray", "torchtitan")
+PACKAGES = [
+    "axolotl",
+    "deepspeed",
+    "eole",
+    "fairseq",
+    "nemo_automodel",
+    "onmt",
+    "prime_rl",
+    "ray",
+    "torchtitan",
+    "xtuner",
+]
 collect_ignore = [f"test_{name}_itself.py" for name in PACKAGES if find_spec(name) is None]
+if find_spec("swift") is None:
+    collect_ignore.append("test_ms_swift_itself.py")

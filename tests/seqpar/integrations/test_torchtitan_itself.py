@@ -1,4 +1,4 @@
-"""torchtitan's own trainer step and decoder: with the loss of the example, gradients are those of one batch."""
+"""torchtitan's own trainer step and decoder: with this loss, gradients are those of one batch."""
 
 import warnings
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ with warnings.catch_warnings(action="ignore"):
     )
     from torchtitan.trainer import Trainer
 
-    from examples.torchtitan_loss import ChunkedLoss
+    from seqpar.integrations.torchtitan import SeqparCrossEntropy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -123,7 +123,7 @@ def trained(rank, world, tensor_parallel, backend, tied):
     dims.build_mesh()
     trainer = Trainer.__new__(Trainer)
     model = sharded(decoder(tied), dims)
-    trainer.loss_fn = ChunkedLoss.Config(**SETTINGS).build()
+    trainer.loss_fn = SeqparCrossEntropy.Config(**SETTINGS).build()
     trainer.loss_fn.set_lm_head(model.lm_head)
     model._skip_lm_head = True
     training = SimpleNamespace(disable_cuda_graphs=True, max_norm=float("inf"))
@@ -179,3 +179,14 @@ def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(world, 
     for name, gradient in expected.items():
         got = put_together([gradients[name] for _, _, gradients in results], gradient)
         assert (got - gradient).norm() < 1e-12 * gradient.norm(), name
+
+
+def test_a_head_that_does_more_than_multiply_is_refused():
+    class Capped(torch.nn.Linear):
+        def forward(self, hidden):
+            return torch.tanh(super().forward(hidden))
+
+    loss = SeqparCrossEntropy.Config().build()
+    for head, kind in ((Capped(4, 9, bias=False), "Capped"), (torch.nn.Linear(4, 9), "torch.nn.modules.linear.Linear")):
+        with pytest.raises(TypeError, match=f"lm_head is a .*{kind}; the loss needs an nn.Linear without a bias"):
+            loss.set_lm_head(head)

@@ -1,0 +1,125 @@
+"""axolotl's own plugin manager, configuration and trainer, with the plugin: gradients are those of one batch."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from tests.seqpar.integrations.tiny_models import gradients, relative_error, tiny
+from tests.seqpar.integrations.trainer_runs import ONE_STEP
+from tests.seqpar.integrations.trl_runs import Run, made
+
+with warnings.catch_warnings(action="ignore"):
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.core.training_args_base import AxolotlTrainingMixins
+    from axolotl.integrations.base import PluginManager
+    from axolotl.integrations.config import merge_input_args
+    from axolotl.utils.dict import DictDefault
+
+    from seqpar.integrations.axolotl import LOSSES, SeqparPlugin
+    from seqpar.integrations.trl import apply_seqpar_scores
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NAME = "seqpar.integrations.axolotl.SeqparPlugin"
+CONFIGURATION = {
+    "base_model": "tiny",
+    "datasets": [{"path": "none", "type": "alpaca"}],
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.1,
+    "plugins": [NAME],
+}
+
+
+@pytest.fixture
+def manager():
+    PluginManager._instance = None
+    manager = PluginManager.get_instance()
+    manager.register(NAME)
+    assert isinstance(manager.plugins[NAME], SeqparPlugin)
+    return manager
+
+
+def test_the_options_are_part_of_the_configuration(manager):
+    _, config_class = merge_input_args()
+    assert config_class(**CONFIGURATION).seqpar_label_smoothing == 0
+    options = {"seqpar_label_smoothing": 0.1, "seqpar_chunk_tokens": 4}
+    config = config_class(**CONFIGURATION | options)
+    assert (config.seqpar_label_smoothing, config.seqpar_chunk_tokens) == (0.1, 4)
+
+
+@pytest.mark.parametrize("option", [{name: True} for name in LOSSES])
+def test_a_second_loss_is_refused(manager, option):
+    _, config_class = merge_input_args()
+    with pytest.raises(ValueError, match=f"{next(iter(option))} replaces the loss, and so does the plugin"):
+        config_class(**CONFIGURATION | option)
+
+
+def test_smoothing_is_refused_where_an_objective_has_none(manager):
+    _, config_class = merge_input_args()
+    with pytest.raises(ValueError, match="seqpar_label_smoothing is for the cross-entropy; rl: dpo has none"):
+        config_class(**CONFIGURATION | {"rl": "dpo", "seqpar_label_smoothing": 0.1})
+
+
+@dataclass
+class Arguments(AxolotlTrainingMixins, TrainingArguments):
+    """As axolotl's own, which are in a file that needs an older TRL."""
+
+
+def test_an_objective_gets_the_scores_and_leaves_the_models_loss(manager, tmp_path):
+    trainer = made(Run("dpo", "stock"), str(tmp_path))
+    options = DictDefault({"seqpar_chunk_tokens": 4, "rl": "dpo"})
+    hooks = len(trainer.model._forward_hooks)
+    manager.post_model_load(options, trainer.model)
+    assert len(trainer.model._forward_hooks) == hooks
+    manager.post_trainer_create(options, trainer)
+    with pytest.raises(ValueError, match="already"):
+        apply_seqpar_scores(trainer)
+
+
+def examples():
+    g = torch.Generator().manual_seed(0)
+    for index in range(4):
+        tokens = torch.randint(2, 23, (7,), generator=g)
+        labels = tokens.clone()
+        labels[: 1 + index] = -100
+        yield {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+
+
+def stepped(folder, manager=None):
+    """The gradient of a step of two micro-batches, with the plugin if there is a manager, and that of one batch."""
+    batches, model = list(examples()), tiny("llama").double().train()
+    tokens, labels = (torch.tensor([b[name] for b in batches]) for name in ("input_ids", "labels"))
+    smoothing = 0.1 if manager else 0.0
+    logits = model(tokens).logits[:, :-1]
+    F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    options = DictDefault({"seqpar_label_smoothing": smoothing, "seqpar_chunk_tokens": 4, "rl": None})
+    if manager:
+        manager.post_model_load(options, model)
+    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "sample_packing": False}
+    arguments = Arguments(output_dir=str(folder), **ONE_STEP | two)
+    trainer = AxolotlTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(batches))
+    if manager:
+        manager.post_trainer_create(options, trainer)
+    got = {}
+    trainer.optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    trainer.optimizer.register_step_pre_hook(lambda *_: got.update(gradients(model)))
+    trainer.train()
+    return got, expected
+
+
+def test_a_step_of_the_trainer_has_the_gradient_of_the_whole_batch(manager, tmp_path):
+    got, expected = stepped(tmp_path, manager)
+    assert relative_error(got, expected) < 1e-12
+
+
+def test_without_the_plugin_accumulation_is_a_mean_of_means(tmp_path):
+    got, expected = stepped(tmp_path)
+    assert relative_error(got, expected) > 0.05
