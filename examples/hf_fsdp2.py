@@ -41,7 +41,7 @@ def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 on_cpu = not torch.accelerator.is_available()
-with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model):
+with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder,
         fsdp=True,
@@ -61,7 +61,8 @@ with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     data = [counting() for _ in range(1024)]
     trainer = Trainer(model, arguments, train_dataset=data, data_collator=collate)
-    trainer.train()
+    with apply_seqpar_loss(trainer):
+        trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if rank == 0:

@@ -3,7 +3,8 @@
 Run it with `python examples/hf_trainer.py`.
 
 The stock Trainer's gradient of this model is too large by a factor of accumulation steps x ranks. With the seqpar loss
-applied, it is the gradient of the whole batch on one device. Evaluation and `generate` do not change.
+applied, it is the gradient of the whole batch on one device. The loss of an evaluation has the same smoothing, and
+`generate` does not change.
 """
 
 import os
@@ -46,7 +47,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": inputs, "attention_mask": (inputs != PAD).long(), "labels": labels}
 
 
-with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model, label_smoothing=0.1):
+with tempfile.TemporaryDirectory() as folder:
     arguments = Seq2SeqTrainingArguments(
         folder,
         per_device_train_batch_size=16,
@@ -62,7 +63,8 @@ with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model, label_smo
     )
     data = [sentence() for _ in range(4096)]
     trainer = Seq2SeqTrainer(model, arguments, train_dataset=data, data_collator=collate)
-    trainer.train()
+    with apply_seqpar_loss(trainer, label_smoothing=0.1):
+        trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 print(f"loss {losses[0]:.3f} at the start, loss {losses[-1]:.3f} at the end")

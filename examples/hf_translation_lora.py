@@ -14,20 +14,45 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported:
 
 import random
 import tempfile
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from recipes.translation.data.builtin_corpus import clock
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.testing import assert_same_gradients
 
 ANSWER = "=>"
 END = "</s>"
 
-pairs = [clock(hour, minute) for hour in range(1, 13) for minute in range(60)]  # half past seven, halb acht
+HOURS = "ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf"
+ENGLISH_HOURS = "one two three four five six seven eight nine ten eleven twelve"
+MINUTES = {"five": "fünf", "ten": "zehn", "a quarter": "viertel", "twenty": "zwanzig"}
+
+
+class Pair(NamedTuple):
+    """A time of day in English and German."""
+
+    source: str
+    target: str
+
+
+def clock() -> Iterator[Pair]:
+    """Yield all times in steps of five minutes, of which German counts those after the half from the next hour."""
+    hours = list(zip(ENGLISH_HOURS.split(), HOURS.split(), strict=True))
+    for prefix, praefix in (("", ""), ("at ", "um "), ("before ", "vor "), ("it is ", "es ist ")):
+        for i, (english, german) in enumerate(hours):
+            after, danach = hours[(i + 1) % 12]
+            yield Pair(f"{prefix}half past {english}", f"{praefix}halb {danach}")
+            for word, wort in MINUTES.items():
+                yield Pair(f"{prefix}{word} past {english}", f"{praefix}{wort} nach {german}")
+                yield Pair(f"{prefix}{word} to {after}", f"{praefix}{wort} vor {danach}")
+
+
+pairs = list(clock())  # half past seven, halb acht
 random.Random(0).shuffle(pairs)
 held_out = pairs.pop()
 words = [ANSWER, END, *sorted({word for pair in [*pairs, held_out] for word in " ".join(pair).split()})]
@@ -62,7 +87,7 @@ def translated(source: str) -> str:
 
 data = [example(*pair) for pair in pairs]
 collate = DataCollatorWithFlattening()
-with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model):
+with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder,
         per_device_train_batch_size=32,
@@ -76,7 +101,8 @@ with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model):
         disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=data, data_collator=collate)
-    trainer.train()
+    with apply_seqpar_loss(trainer):
+        trainer.train()
 
 
 def in_chunks() -> torch.Tensor:

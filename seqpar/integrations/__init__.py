@@ -2,11 +2,18 @@
 
 | file | purpose |
 |---|---|
-| `transformers` | Hugging Face models and their Trainer: `apply_seqpar_loss`, `compute_loss_func` |
+| `transformers` | Hugging Face models and their Trainer: `apply_seqpar_loss`, `SeqparLoss`, `compute_loss_func` |
+| `transformers_loss` | the hooks with which a model has the loss |
+| `transformers_trainer` | find the Trainer that runs a model, and keep what it read from the model right |
+| `transformers_copies` | leave the loss out of copies and pickles of a model |
+| `transformers_head` | let the output embeddings return what the loss needs of them, sharded or not |
+| `transformers_readings` | find out what a model does to its logits and adds to its loss |
+| `transformers_window` | make up the few labels with which it is asked |
 | `transformers_model` | read from a model and its configuration what it does with labels, hidden states and logits |
 | `transformers_check` | compare that with the model's own logits and loss of a few made-up tokens |
 | `transformers_call` | the state of one training forward |
-| `trl` | TRL's trainers: `apply_seqpar_scores`, `allow_head_adapter` |
+| `peft_adapters` | read what PEFT has put on a model's output embeddings |
+| `trl` | TRL's trainers: `apply_seqpar_scores`, `SeqparScores`, `allow_head_adapter` |
 | `trl_distillation` | the divergence of TRL's DistillationTrainer |
 | `trl_head` | read the output embeddings and PEFT's adapters on them, and check them against the model's own logits |
 | `trl_options` | refuse the options of TRL's trainers that need the logits of all tokens |

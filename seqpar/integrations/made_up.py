@@ -1,6 +1,6 @@
 """Make up the logits of a few tokens and run a model on them without a trace, to compare its numbers with ours.
 
-Shape suffixes: W tokens of the window, V vocabulary.
+Shape suffixes: R rows and W tokens of the window, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,12 +49,18 @@ SPREAD = 50.0
 """The largest made-up logit."""
 
 
-def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
-    """Return random logits (1, W, V) in float32 or wider."""
+FEW = 32
+"""How many rows of random logits are made; further rows repeat them."""
+
+
+def made_up_logits(labels_RW: Tensor, like: Tensor) -> Tensor:
+    """Return random logits (R, W, V) in float32 or wider."""
     # On the CPU, so that every device gets the same numbers
     generator = torch.Generator().manual_seed(1)
-    logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype), device="cpu")
-    return logits_1WV.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
+    few = torch.empty(min(labels_RW.numel(), FEW), like.size(-1), dtype=wide(like.dtype), device="cpu")
+    few = few.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
+    rows = torch.arange(labels_RW.numel(), device=like.device) % len(few)
+    return few[rows].view(*labels_RW.shape, -1)
 
 
 @contextmanager

@@ -1,22 +1,21 @@
 """Hold the state of one training forward of a Hugging Face model, and make its loss.
 
-Shape suffixes: B batch, T time, D hidden, W tokens of the window.
+Shape suffixes: B batch, T time, D hidden, R rows and W tokens of the window.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, make_dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.transformers_model import Reading
-
-WINDOW_TOKENS = 2
-"""The number of tokens in the window of a call whose settings have been checked before."""
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Call:
     """The state of one training forward, from before the model until after it."""
 
     model: PreTrainedModel
-    window_1W: Tensor
+    window_RW: Tensor
     """The target of each token of the window."""
     target_BT: Tensor | None = None
     """The label that each position predicts; None if the labels come after the forward."""
@@ -32,6 +31,8 @@ class Call:
     """What the model does to its logits; None during the check that finds it out."""
     examined: bool = False
     """Whether this is that check, in which the output embeddings return made-up logits."""
+    keeps_logits: bool = False
+    """Whether the model is evaluated and somebody looks at its logits, all of which it then computes."""
     certain: bool = False
     """Whether the logits that the model gets for the window are certain of its targets, so that their loss is 0."""
     items: Tensor | int | None = None
@@ -40,17 +41,37 @@ class Call:
     """Whether the caller asked for a tuple of outputs."""
     hidden_BTD: Tensor | None = None
     loss: TokenLoss | None = None
-    window_1WD: Tensor | None = None
+    window_RWD: Tensor | None = None
     made_up: Tensor | None = None
     """The logits of the check, once the output embeddings have returned them."""
 
 
-def shortened(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the labels of a few tokens of the window."""
-    short = {
-        name: kwargs[name][:, :WINDOW_TOKENS] for name in ("labels", "shift_labels") if kwargs.get(name) is not None
-    }
-    return kwargs | short
+class Slot:
+    """Where output embeddings keep the forward that runs: one for each owner and thread, which may share them."""
+
+    def __init__(self, owner: object) -> None:
+        self.prefix = f"seqpar_call_{id(owner)}_"
+
+    def put(self, head: nn.Module, call: Call | None) -> None:
+        """Keep a forward, past `nn.Module.__setattr__`."""
+        vars(head)[self._name()] = call
+
+    def get(self, head: nn.Module) -> Call | None:
+        """Return the forward that runs."""
+        return vars(head).get(self._name())
+
+    def take(self, head: nn.Module) -> Call | None:
+        """Return the forward that runs, and forget it."""
+        call: Call | None = vars(head).pop(self._name(), None)
+        return call
+
+    def clear(self, head: nn.Module) -> None:
+        """Forget the forwards of all threads: Ctrl-C leaves one behind, and with it the graph of a whole step."""
+        for name in [name for name in vars(head) if name.startswith(self.prefix)]:
+            del vars(head)[name]
+
+    def _name(self) -> str:
+        return f"{self.prefix}{threading.get_ident()}"
 
 
 class UsingParameters(torch.autograd.Function):
@@ -79,3 +100,13 @@ def divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
     if isinstance(items, Tensor):
         items = items.to(loss.total.device)
     return loss.total / items
+
+
+HIDDEN = "hidden_for_loss"
+"""The field of the outputs that has the hidden states of which a `compute_loss_func` computes the loss."""
+
+
+@cache
+def with_hidden(outputs: type) -> type:
+    """Return a model's class of outputs with a field for the hidden states."""
+    return make_dataclass(outputs.__name__, [(HIDDEN, Tensor | None, None)], bases=(outputs,))

@@ -7,7 +7,7 @@ configuration names. Where the loss is another, or depends on more than the logi
 labels and with logits that are certain of them. It may differ by the same number with the same gradient in both runs, a
 router's auxiliary loss, which is then added to ours as well; anything else is refused.
 
-Shape suffixes: W tokens of the window (the made-up labels), V vocabulary.
+Shape suffixes: R rows and W tokens of the window (the made-up labels), V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,28 +25,17 @@ from transformers.cache_utils import Cache
 
 from seqpar.core.graphs import nodes_of_graph
 from seqpar.core.token_loss import wide
-from seqpar.integrations.made_up import SPREAD, WINDOW, RefusedModelError, close, in_one_line, same_logits
+from seqpar.integrations.made_up import SPREAD, RefusedModelError, close, in_one_line, same_logits
 from seqpar.integrations.transformers_model import IGNORED, Reading
 
 WITHOUT = "use the model without apply_seqpar_loss"
 
 
-def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
-    """Return labels (1, W): different ones spread over the vocabulary, the special ones, and one that is ignored."""
-    spread = torch.linspace(0, vocab_size - 1, WINDOW, device="cpu").long().tolist()
-    labels = torch.tensor(sorted({*special, *spread}), device="cpu")
-    # In random order, so that neighbours differ in no regular way and a shift by any number of positions shows
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0), device="cpu")
-    # Not at either end, so that a window of the first or last two has one that is predicted
-    first, last = labels[order].tensor_split(2)
-    return torch.cat([first, first.new_tensor([IGNORED]), last]).unsqueeze(0)
-
-
-def certain_logits(target_1W: Tensor, like_V: Tensor) -> Tensor:
-    """Return logits (1, W, V), in float32 or wider, that are certain of each target: their cross-entropy is 0."""
-    logits_1WV = torch.full((*target_1W.shape, len(like_V)), -SPREAD, dtype=wide(like_V.dtype), device=like_V.device)
-    certain_1W1 = target_1W.clamp(min=0).unsqueeze(-1).to(like_V.device)
-    return logits_1WV.scatter_(-1, certain_1W1, SPREAD)
+def certain_logits(target_RW: Tensor, like_V: Tensor) -> Tensor:
+    """Return logits (R, W, V), in float32 or wider, that are certain of each target: their cross-entropy is 0."""
+    logits_RWV = torch.full((*target_RW.shape, len(like_V)), -SPREAD, dtype=wide(like_V.dtype), device=like_V.device)
+    certain_RW1 = target_RW.clamp(min=0).unsqueeze(-1).to(like_V.device)
+    return logits_RWV.scatter_(-1, certain_RW1, SPREAD)
 
 
 def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> object:
@@ -117,25 +106,25 @@ class Examined(NamedTuple):
 
 
 def examine(
-    name: str, ways: list[Reading], made_up_1WV: Tensor, bias_V: Tensor | None, target_1W: Tensor, outputs: object
+    name: str, ways: list[Reading], made_up_RWV: Tensor, bias_V: Tensor | None, target_RW: Tensor, outputs: object
 ) -> Examined:
     """Return what the model made of the logits and labels of a window; raise an error unless its logits are ours."""
     if not isinstance(outputs, Mapping) or outputs.get("logits") is None:
         fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise RefusedModelError(f"{name} returns {fields} and no logits; {WITHOUT}")
-    logits_1WV = made_up_1WV.detach()
+    logits_RWV = made_up_RWV.detach()
     # Added by the model outside of the head, whose output is what was made up
     if bias_V is not None:
-        logits_1WV = logits_1WV + bias_V
+        logits_RWV = logits_RWV + bias_V
     theirs = outputs["logits"].detach()
     # The configuration names the numbers but not what is done with them; the model's own logits decide
-    reading = matching_reading(name, ways, logits_1WV, theirs, WITHOUT)
+    reading = matching_reading(name, ways, logits_RWV, theirs, WITHOUT)
     loss = outputs.get("loss")
     if loss is None:
         raise RefusedModelError(f"{name} returns no loss for labels; {WITHOUT}")
     if loss.dim() != 0:
         raise RefusedModelError(f"{name} returns a loss of shape {tuple(loss.shape)}, not a single number; {WITHOUT}")
-    return Examined(reading, mean_loss(theirs, target_1W), loss.detach(), _entering(loss, made_up_1WV))
+    return Examined(reading, mean_loss(theirs, target_RW), loss.detach(), _entering(loss, made_up_RWV))
 
 
 def check_added(name: str, random: Examined, certain: Examined) -> None:
@@ -181,14 +170,14 @@ def _entering(loss: Tensor, logits: Tensor) -> list[Tensor]:
     return [gradient.detach() for gradient in torch.autograd.grad(loss, edges)] if edges else []
 
 
-def matching_reading(name: str, ways: list[Reading], logits_1WV: Tensor, theirs: Tensor, way_out: str) -> Reading:
+def matching_reading(name: str, ways: list[Reading], logits_RWV: Tensor, theirs: Tensor, way_out: str) -> Reading:
     """Return what the model does to the logits of its output embeddings; raise RuntimeError if it is none of `ways`."""
     for way in ways:
-        if same_logits(way.applied(logits_1WV), theirs):
+        if same_logits(way.applied(logits_RWV), theirs):
             return way
     by = f"in shape ({tuple(theirs.shape)})"
-    if logits_1WV.shape == theirs.shape:
-        errors = [(way.applied(logits_1WV) - theirs).abs().max().item() for way in ways]
+    if logits_RWV.shape == theirs.shape:
+        errors = [(way.applied(logits_RWV) - theirs).abs().max().item() for way in ways]
         by = f"by up to {min(errors):.3g}"
     raise RuntimeError(
         f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, softcap "

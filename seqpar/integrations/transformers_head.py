@@ -1,11 +1,13 @@
 """Let the output embeddings of a Hugging Face model return what the loss needs of them, sharded or not.
 
-Shape suffixes: D hidden, V vocabulary, W tokens of the window.
+Shape suffixes: D hidden, R rows and W tokens of the window, V vocabulary.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +16,62 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import is_dtensor
 from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear
+from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, same_logits
+from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
 from seqpar.integrations.transformers_call import Call
 from seqpar.integrations.transformers_check import WITHOUT, certain_logits
+from seqpar.linear.lora import adapter_rows
+
+NEEDED = (
+    "the chunked loss needs a torch.nn.Linear, alone or with PEFT's LoRA, modules_to_save or trainable_token_indices; "
+    f"otherwise {WITHOUT}"
+)
 
 WAY_OUT_OF_SHARDS = (
     "call fully_shard on the model as well, so that they are gathered in its forward, and leave out compute_loss_func, "
     "which runs after it; to split their classes use a tensor-parallel plan of from_pretrained"
 )
+
+
+def supported_linear(model: Any) -> nn.Linear:
+    """Return the `nn.Linear` of the output embeddings (`linear_of`); raise TypeError unless the loss supports them."""
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head, or its Trainer; inside a "
+            "wrapper it is wrapper.module"
+        )
+    linear = linear_of(model.get_output_embeddings(), type(model).__name__, NEEDED)
+    adapter_of(model)
+    return linear
+
+
+@contextmanager
+def without_dropout(head: nn.Module) -> Iterator[None]:
+    """Switch off the dropout of an adapter on the output embeddings for a while."""
+    training = [module for module in head.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def with_adapter(hidden: Tensor, weight: Tensor, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
+    """Return hidden states and a weight whose product is that of the output embeddings and their LoRA adapter.
+
+    hidden @ W.T + s dropout(hidden) @ A.T @ B.T = [hidden, s dropout(hidden) @ A.T] @ [W, B].T
+    """
+    if adapter is None:
+        return hidden, weight
+    low_rank = adapter_rows(adapter.dropout(hidden), adapter.a_RD, adapter.scaling).to(hidden.dtype)
+    return torch.cat([hidden, low_rank], -1), torch.cat([weight, adapter.b_VR.to(weight.dtype)], -1)
+
+
+def bias_of(head: Any) -> Tensor | None:
+    """Return the bias of the output embeddings; PEFT's layer with trained tokens adds none, and does not have one."""
+    return getattr(head, "bias", None)
 
 
 def number_of_classes(head: nn.Linear) -> int:
@@ -62,25 +112,33 @@ def refuse_released_head(head: nn.Linear) -> None:
 def logits_for(call: Call, head: Any, output: Tensor) -> Tensor:
     """Return the logits that the model gets for the window, in place of those that its output embeddings computed."""
     if not call.examined:
-        return certain_logits(call.window_1W, output[0, 0]) if call.certain else output.detach()
-    assert call.window_1WD is not None
-    if not torch.equal(output, plain_logits(call.window_1WD, head)):
+        return certain_logits(call.window_RW, output[0, 0]) if call.certain else output.detach()
+    assert call.window_RWD is not None
+    if not _is_linear(call.window_RWD, head, output, adapter_of(call.model)):
         raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
     make = certain_logits if call.certain else made_up_logits
     # They need a gradient, so that it shows what else the loss is made of
-    call.made_up = make(call.window_1W, output[0, 0].detach()).requires_grad_()
+    call.made_up = make(call.window_RW, output[0, 0].detach()).requires_grad_()
     # A copy, because a model may change its logits in place
     return call.made_up.clone()
 
 
-def plain_logits(hidden_1WD: Tensor, head: nn.Linear) -> Tensor:
+def _is_linear(hidden_RWD: Tensor, head: Any, output: Tensor, adapter: Adapter | None) -> bool:
+    """Return whether logits are product and bias: to the last bit, if no adapter is added, which has another order."""
+    if adapter is None:
+        return torch.equal(output, plain_logits(hidden_RWD, head))
+    both, weight = with_adapter(hidden_RWD, head.weight, adapter)
+    return same_logits(F.linear(both, weight, bias_of(head)), output, output.dtype)
+
+
+def plain_logits(hidden_RWD: Tensor, head: nn.Linear) -> Tensor:
     """Return the product and the bias of all classes, by the same kernels as the head where its classes are split."""
     weight: Any = head.weight
     if not is_dtensor(weight):
-        return F.linear(hidden_1WD, weight, head.bias)
+        return F.linear(hidden_RWD, weight, bias_of(head))
     # Importing DTensor takes longer than importing this library
     from torch.distributed.tensor import DTensor, Replicate
 
-    everywhere_1WD = DTensor.from_local(hidden_1WD, weight.device_mesh, [Replicate()], run_check=False)
-    logits_1WV: Any = F.linear(everywhere_1WD, weight, head.bias)
-    return logits_1WV.full_tensor()  # type: ignore[no-any-return]
+    everywhere_RWD = DTensor.from_local(hidden_RWD, weight.device_mesh, [Replicate()], run_check=False)
+    logits_RWV: Any = F.linear(everywhere_RWD, weight, bias_of(head))
+    return logits_RWV.full_tensor()  # type: ignore[no-any-return]

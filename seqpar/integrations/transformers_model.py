@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-from seqpar.core.checks import check_plain_products
-from seqpar.integrations.made_up import full_name, is_plain_linear
 
 IGNORED = -100
 """The label that Hugging Face models ignore."""
@@ -27,9 +24,6 @@ IGNORED = -100
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """The names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
-
-OWN_PRODUCTS = "leave the output embeddings out of what quantises the model, or use it without the chunked loss"
-"""The way out for output embeddings whose weight has a class of its own, as torchao gives it to every `nn.Linear`."""
 
 Settings = tuple[object, ...]
 
@@ -191,27 +185,3 @@ def refuse_adapter(model: Any, without: str) -> None:
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind in REFUSED_ADAPTERS:
             raise TypeError(f"PEFT's {kind} {REFUSED_ADAPTERS[kind]}; use another adapter, or {without}")
-
-
-def plain_head(model: PreTrainedModel) -> nn.Linear:
-    """Return the output embeddings; raise TypeError unless they are a plain `nn.Linear`."""
-    if not hasattr(model, "get_output_embeddings"):
-        raise TypeError(
-            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head; inside a wrapper or a "
-            "Trainer it is wrapper.module or trainer.model"
-        )
-    return plain_linear(
-        model.get_output_embeddings(),
-        type(model).__name__,
-        "the chunked loss needs a torch.nn.Linear, left out of PEFT's target_modules and modules_to_save; otherwise "
-        "use the model without apply_seqpar_loss",
-    )
-
-
-def plain_linear(head: object, name: str, needed: str) -> nn.Linear:
-    """Return the output embeddings of a model of that name; raise TypeError unless they are a plain `nn.Linear`."""
-    if is_plain_linear(head):
-        for own, parameter in head._parameters.items():
-            check_plain_products(parameter, f"the {own} of {name}'s output embeddings", OWN_PRODUCTS)
-        return head
-    raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {needed}")

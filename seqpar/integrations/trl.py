@@ -10,6 +10,7 @@ Shape suffixes: N rows that have a label, D hidden, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,28 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from trl import DistillationTrainer
 from trl.trainer import utils as trl_utils
 
 from seqpar.core.checks import check_size, is_dtensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
+from seqpar.integrations.peft_adapters import Adapter, adapted_head, adapter_of, base_of, is_peft_model
 from seqpar.integrations.transformers_model import Reading, refuse_adapter
+from seqpar.integrations.transformers_trainer import running_trainer
 from seqpar.integrations.trl_distillation import AppliedDistillation
-from seqpar.integrations.trl_head import (
-    WITHOUT,
-    Adapter,
-    ReadModels,
-    adapted_head,
-    adapter_of,
-    base_of,
-    examine,
-    is_peft_model,
-)
+from seqpar.integrations.trl_head import WITHOUT, ReadModels, examine, scored_head
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
 from seqpar.integrations.trl_statistics import LogitStatistics
 from seqpar.linear.lora import adapter_rows, lora_scores
 from seqpar.linear.token_scores import TokenScores, token_scores
+
+LOG = logging.getLogger(__name__)
 
 WAY_OUT_OF_SHARDS = f"let the trainer's fsdp_config shard the model; {WITHOUT}"
 
@@ -155,7 +151,7 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
             f"the output embeddings of this {type(base).__name__} have no adapter; TRL accepts it as it is: leave out "
             "allow_head_adapter"
         )
-    adapter_of(base)
+    scored_head(base)
     base.register_forward_pre_hook(_refuse_without_scores, with_kwargs=True)
     # An attribute of the instance goes before the method, and only the constructor asks the PEFT model itself
     model.__dict__["get_output_embeddings"] = head.get_base_layer
@@ -278,6 +274,54 @@ class AppliedScores:
 def _only_rows_with_a_label(device: torch.device) -> bool:
     """Answer TRL's question whether its function gets only the rows that have a label."""
     return True
+
+
+class SeqparScores(TrainerCallback):
+    """A callback of TRL's trainers, with which they train with the scores of `apply_seqpar_scores`.
+
+    It may be given to the constructor or added later. Before and after training the scores are TRL's own.
+
+    Args:
+        chunk_tokens: as `apply_seqpar_scores`, which also says what is refused.
+
+    Example:
+        >>> from trl import SFTTrainer
+        >>> from seqpar.integrations.trl import SeqparScores
+        >>> given = {"args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
+        >>> trainer = SFTTrainer(model, callbacks=[SeqparScores()], **given)
+        >>> trainer.train().global_step == arguments.max_steps
+        True
+    """
+
+    def __init__(self, *, chunk_tokens: int | None = None) -> None:
+        check_size(chunk_tokens, "chunk_tokens")
+        self.chunk_tokens = chunk_tokens
+        self.applied: AppliedScores | AppliedDistillation | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Apply the scores to the trainer that is about to train."""
+        frame = running_trainer()
+        if frame is None:
+            raise RuntimeError(
+                "SeqparScores was called by no trainer; give it to one of TRL's: callbacks=[SeqparScores()]"
+            )
+        # A training that raised an error has not ended
+        self.on_train_end(args, state, control)
+        trainer = frame.f_locals["self"]
+        self.applied = apply_seqpar_scores(trainer, chunk_tokens=self.chunk_tokens)
+        LOG.info(
+            "seqpar computes the log-probabilities of %s: %d products with the output embeddings",
+            type(trainer).__name__,
+            4
+            if base_of(trainer.accelerator.unwrap_model(trainer.model)).get_output_embeddings().weight.requires_grad
+            else 2,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Restore the trainer."""
+        if self.applied is not None:
+            self.applied.remove()
+        self.applied = None
 
 
 class _Node:

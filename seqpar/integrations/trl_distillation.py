@@ -21,7 +21,8 @@ from trl.trainer import distillation_trainer
 
 from seqpar.core.checks import is_dtensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
-from seqpar.integrations.trl_head import WITHOUT, ReadModels, adapter_of, base_of
+from seqpar.integrations.peft_adapters import adapter_of, base_of
+from seqpar.integrations.trl_head import WITHOUT, ReadModels
 from seqpar.integrations.trl_options import another_version
 from seqpar.linear.distillation import linear_distillation
 from seqpar.linear.teachers import TeacherHidden

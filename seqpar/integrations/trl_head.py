@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
 
 from seqpar.integrations.made_up import (
     WINDOW,
@@ -27,11 +26,11 @@ from seqpar.integrations.made_up import (
     undisturbed,
     unrounded,
 )
+from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
 from seqpar.integrations.transformers_check import matching_reading
 from seqpar.integrations.transformers_model import (
     Reading,
     Settings,
-    plain_linear,
     readings,
     settings_of,
     special_labels,
@@ -41,77 +40,12 @@ WITHOUT = "train it without apply_seqpar_scores"
 NEEDED = f"the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modules_to_save; {WITHOUT}"
 
 
-class Adapter(NamedTuple):
-    """The active LoRA adapter on output embeddings: logits = hidden @ W.T + scaling * dropout(hidden) @ A.T @ B.T."""
-
-    a_RD: Tensor
-    b_VR: Tensor
-    scaling: float
-    dropout: nn.Module
-
-
-def is_peft_model(model: Any) -> bool:
-    """Return whether PEFT has wrapped the model."""
-    return hasattr(model, "get_base_model")
-
-
-def base_of(model: Any) -> Any:
-    """Return the Hugging Face model inside PEFT's."""
-    if is_peft_model(model):
-        return model.get_base_model()
-    return model
-
-
-def adapted_head(model: Any) -> Any | None:
-    """Return the output embeddings of a PEFT model if an adapter is on them, which TRL's constructors refuse."""
-    head = model.get_output_embeddings()
-    if is_peft_available():
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        if isinstance(head, BaseTunerLayer):
-            return head
-    return None
-
-
-def adapter_of(model: PreTrainedModel) -> Adapter | None:
-    """Return the adapter that is active on the output embeddings; raise TypeError for a kind that is not supported."""
-    head = model.get_output_embeddings()
-    name = type(model).__name__
-    if is_peft_available():
-        from peft.tuners.lora.layer import Linear as LoraLinear
-        from peft.utils.other import ModulesToSaveWrapper
-
-        if isinstance(head, LoraLinear):
-            plain_linear(head.get_base_layer(), name, NEEDED)
-            return _active_adapter(name, head)
-        if isinstance(head, ModulesToSaveWrapper):
-            head = head.original_module
-    plain_linear(head, name, NEEDED)
-    return None
-
-
-def _active_adapter(name: str, head: Any) -> Adapter | None:
-    """Return the active adapter of PEFT's `lora.Linear`; None if its adapters are disabled."""
-    active = [key for key in head.active_adapters if key in head.lora_A]
-    if not head.merged and (head.disable_adapters or not active):
-        return None
-    if reason := _unsupported(head, active):
-        raise TypeError(f"the output embeddings of {name} have {reason}")
-    (key,) = active
-    return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
-
-
-def _unsupported(head: Any, active: list[str]) -> str:
-    """Return why the scores cannot take the adapters, and what to do about it; an empty string if they can."""
-    if head.merged:
-        return "a LoRA adapter that is merged; call unmerge_adapter() first"
-    if len(active) > 1:
-        return f"{len(active)} active LoRA adapters ({', '.join(active)}); the scores need one: set_adapter(...)"
-    if active[0] in head.lora_variant:
-        return f"an adapter that is a {type(head.lora_variant[active[0]]).__name__}; the scores need plain LoRA"
-    if head.lora_B[active[0]].bias is not None:
-        return "an adapter that has a bias of its own; set lora_bias=False"
-    return ""
+def scored_head(model: PreTrainedModel) -> Any:
+    """Return the output embeddings; raise TypeError unless the scores can be computed with them."""
+    head: Any = model.get_output_embeddings()
+    linear_of(head, type(model).__name__, NEEDED)
+    adapter_of(model)
+    return head
 
 
 class ReadModels:
@@ -150,8 +84,7 @@ def examine(model: PreTrainedModel) -> Reading:
     names. Raises TypeError or RuntimeError otherwise.
     """
     name = type(model).__name__
-    adapter_of(model)
-    head: Any = model.get_output_embeddings()
+    head = scored_head(model)
     ids_1W = _made_up_text(model, head)
     text: dict[str, Any] = {"input_ids": ids_1W, "attention_mask": torch.ones_like(ids_1W), "use_cache": False}
     seen = _Seen()

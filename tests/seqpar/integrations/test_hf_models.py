@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from tests.seqpar.integrations.own_loss import WAYS, outcome
+from seqpar.integrations.transformers import remove_seqpar_loss
+from tests.seqpar.integrations.own_loss import REFUSALS, WAYS, outcome
 from tests.seqpar.integrations.shrunk_models import NotTinyError, working
+from tests.seqpar.integrations.tiny_models import relative_error
+from tests.seqpar.integrations.trainer_orders import micro_batches, model_first, trained, trainer_first, whole_step
 
 KIND = re.compile(r"(?!Auto)\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|ForMaskedLM)")
 CLASSES = [name for name in dir(hf) if KIND.fullmatch(name)]
@@ -182,19 +185,46 @@ REFUSED = {
 }
 """Classes that have another loss than the chunked one, and why."""
 
+IN_EITHER_ORDER = (trainer_first, model_first)
+
 pytestmark = pytest.mark.hf_models
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.filterwarnings("ignore")
-def test_the_loss_and_every_gradient_are_the_models_own_or_it_is_refused_by_name(name):
+@pytest.fixture(scope="module", params=CLASSES)
+def tiny_class(request):
+    """The name of a class, a model of it and a batch, which are made once for all tests of the class."""
+    name = request.param
     if name in NOT_TINY:
         with pytest.raises(NotTinyError):
             working(getattr(hf, name), CHANGES.get(name, {}))
+        return name, None, None
+    return name, *working(getattr(hf, name), CHANGES.get(name, {}))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_and_every_gradient_are_the_models_own_or_it_is_refused_by_name(tiny_class):
+    name, model, batch = tiny_class
+    if model is None:
         return
-    model, batch = working(getattr(hf, name), CHANGES.get(name, {}))
     outcomes = {way: outcome(model, batch, way).partition(":")[0] for way in WAYS}
     assert set(outcomes.values()) == {"refused" if name in REFUSED else "exact"}, outcomes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_a_trainer_made_before_or_inside_the_gradient_is_that_of_the_whole_step_or_it_is_refused(tiny_class):
+    name, model, batch = tiny_class
+    if model is None:
+        return
+    batches = micro_batches(batch)
+    if name in REFUSED:
+        for order in IN_EITHER_ORDER:
+            with pytest.raises(REFUSALS, match="apply_seqpar_loss"):
+                trained(model, batches, order)
+            remove_seqpar_loss(model)
+        return
+    expected = whole_step(model, batches)
+    errors = {order.__name__: relative_error(trained(model, batches, order), expected) for order in IN_EITHER_ORDER}
+    assert max(errors.values()) < 1e-3, errors
 
 
 def test_the_tables_name_no_class_that_does_not_exist():

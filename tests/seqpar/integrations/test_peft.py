@@ -1,4 +1,4 @@
-"""Adapters of PEFT: those beside the output embeddings have the model's own loss, those on them are refused."""
+"""Adapters of PEFT, on the output embeddings or not: the loss of the model's own logits, or refused by name."""
 
 import contextlib
 
@@ -8,6 +8,7 @@ from peft import (
     AdaLoraConfig,
     AdaptionPromptConfig,
     CPTConfig,
+    IA3Config,
     LoraConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
@@ -18,8 +19,10 @@ from transformers import DynamicCache
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from tests.seqpar.integrations.tiny_models import batch_of, gradients, relative_error, tiny
+from tests.seqpar.integrations.trainer_orders import micro_batches, trained, trainer_first, whole_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+SEQ2SEQ = {"task_type": TaskType.SEQ_2_SEQ_LM}
 LORA = {"r": 2, "task_type": TaskType.CAUSAL_LM, "init_lora_weights": False}
 
 
@@ -53,16 +56,112 @@ def test_an_adapter_beside_the_output_embeddings_has_the_models_own_gradient(set
     assert relative_error(gradients(model), expected) < 1e-4
 
 
+ON_THE_HEAD = {
+    "lora": ("llama", LoraConfig(target_modules=["q_proj", "lm_head"], lora_alpha=3, **LORA)),
+    "lora on all layers": ("marian", LoraConfig(target_modules="all-linear", **(LORA | SEQ2SEQ))),
+    "saved module": ("llama", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **LORA)),
+    "saved modules that are tied": (
+        "llama-tied",
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], **LORA),
+    ),
+    "trained tokens": (
+        "llama",
+        LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [5, 9]}, **LORA),
+    ),
+    "trained tokens of tied embeddings": (
+        "llama-tied",
+        LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [5, 9]}, **LORA),
+    ),
+    "a head with a bias": ("bert", LoraConfig(target_modules=["query", "decoder"], **(LORA | {"task_type": None}))),
+}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ON_THE_HEAD)
+def test_an_adapter_on_the_output_embeddings_has_the_gradient_of_the_models_own_logits(kind, smoothing):
+    name, settings = ON_THE_HEAD[kind]
+    torch.manual_seed(1)
+    model = get_peft_model(tiny(name), settings).double().train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    batch = batch_of(model.get_base_model(), [6, 4])
+    labels = batch["labels"]
+    if name.startswith("llama"):
+        logits, target = model(**batch).logits[:, :-1], labels[:, 1:]
+    else:
+        logits, target = model(**batch).logits, labels
+    own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
+    own.backward()
+    expected = gradients(model)
+    with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=3):
+        for _ in range(2):
+            model.zero_grad()
+            outputs = model(**batch)
+            outputs.loss.backward()
+            assert outputs.logits is None
+            torch.testing.assert_close(outputs.loss, own, rtol=1e-12, atol=0)
+            assert relative_error(gradients(model), expected) < 1e-12
+    assert any("lm_head" in key or "decoder" in key or "token_adapter" in key for key in expected)
+
+
+@pytest.mark.parametrize("way", ["applied", "function"])
+@pytest.mark.parametrize("kind", ["lora", "saved module", "trained tokens of tied embeddings"])
+def test_under_a_trainer_an_adapter_on_the_output_embeddings_has_the_gradient_of_the_whole_step(kind, way):
+    name, settings = ON_THE_HEAD[kind]
+    torch.manual_seed(1)
+    model = get_peft_model(tiny(name), settings).double().train()
+    batches = micro_batches(batch_of(model.get_base_model(), [7, 5]))
+    expected = whole_step(model, batches)
+    if way == "function":
+        with apply_seqpar_loss(model) as applied:
+            got = trained(model, batches, lambda _, make: make(compute_loss_func=compute_loss_func(applied)).train())
+    else:
+        got = trained(model, batches, trainer_first)
+    # Its own loss is of logits in float32
+    assert relative_error(got, expected) < 1e-5
+
+
+def test_the_dropout_of_an_adapter_on_the_output_embeddings_is_that_of_all_tokens():
+    model = adapted(LoraConfig(target_modules=["lm_head"], lora_dropout=0.5, **LORA))
+    batch = batch_of(model.get_base_model(), [6, 4])
+    torch.manual_seed(2)
+    own = model(**batch).loss
+    own.backward()
+    expected = gradients(model)
+    with apply_seqpar_loss(model):
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(2)
+            loss = model(**batch).loss
+            loss.backward()
+            torch.testing.assert_close(loss, own, rtol=1e-5, atol=0)
+            assert relative_error(gradients(model), expected) < 1e-4
+            assert model.get_base_model().lm_head.lora_dropout["default"].training
+
+
+def test_with_its_adapter_switched_off_a_model_has_the_loss_of_its_base():
+    model = adapted(ON_THE_HEAD["lora"][1])
+    batch = batch_of(model.get_base_model(), [6, 4])
+    with model.disable_adapter():
+        own = model(**batch).loss
+        with apply_seqpar_loss(model):
+            torch.testing.assert_close(model(**batch).loss, own, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "said"),
     [
-        LoraConfig(target_modules=["q_proj", "lm_head"], **LORA),
-        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **LORA),
+        (LoraConfig(target_modules=["lm_head"], use_dora=True, **LORA), "is a DoraLinearVariant; only plain LoRA"),
+        (LoraConfig(target_modules=["lm_head"], lora_bias=True, **LORA), "has a bias of its own; set lora_bias=False"),
+        (
+            IA3Config(target_modules=["lm_head"], feedforward_modules=[], task_type="CAUSAL_LM"),
+            r"are a peft\.\S+; the chunk",
+        ),
     ],
-    ids=["lora", "saved module"],
 )
-def test_an_adapter_on_the_output_embeddings_is_refused_by_name(settings):
-    with pytest.raises(TypeError, match=r"embeddings of LlamaForCausalLM are a peft\.\S+; .* PEFT's target_modules"):
+def test_another_adapter_on_the_output_embeddings_is_refused_by_name(settings, said):
+    with pytest.raises(TypeError, match=rf"output embeddings of LlamaForCausalLM .*{said}"):
         apply_seqpar_loss(adapted(settings))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.testing.ranks import Pool
@@ -132,7 +133,7 @@ def test_where_the_trainer_smooths_labels_itself_one_warning_says_that_it_makes_
     assert relative_error(got, whole_batch(run, 1)) < 1e-6
 
 
-def test_without_the_labels_hidden_states_stand_for_logits_only_once_the_function_is_asked_for():
+def test_without_the_labels_there_are_hidden_states_and_no_logits_only_once_the_function_is_asked_for():
     model = tiny("marian")
     batch = batch_of(model, [5, 3])
     labels = batch.pop("labels")
@@ -140,7 +141,10 @@ def test_without_the_labels_hidden_states_stand_for_logits_only_once_the_functio
     with apply_seqpar_loss(model, label_smoothing=0.1) as applied:
         assert model(**batch).logits.shape == (2, 5, 37)
         function = compute_loss_func(applied)
-        assert model(**batch).logits.shape == (2, 5, 16)
+        outputs = model(**batch)
+        assert (outputs.logits, outputs.hidden_for_loss.shape) == (None, (2, 5, 16))
+        assert isinstance(outputs, Seq2SeqLMOutput)
+        in_a_tuple = function(model(**batch, return_dict=False), labels, 7)
         in_training = function(model(**batch), labels, 7)
         model.eval()
         with torch.no_grad():
@@ -150,6 +154,7 @@ def test_without_the_labels_hidden_states_stand_for_logits_only_once_the_functio
     model.train()
     expected = plain_loss(model, batch | {"labels": labels}, 0.1) / 7
     torch.testing.assert_close(in_training, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(in_a_tuple, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(in_evaluation, expected.detach(), rtol=1e-12, atol=0)
 
 
@@ -163,10 +168,10 @@ def test_with_another_forward_in_between_the_loss_function_refuses_the_outputs()
         trained = model(**batch)
         with torch.no_grad():
             evaluated = model.eval()(**batch)
-        with pytest.raises(RuntimeError, match=r"a last size of 16, but those of the latest .* have 37: compute"):
+        with pytest.raises(RuntimeError, match=r"not those of the latest forward of MarianMTModel: compute"):
             function(trained, labels)
         model.train()(**batch)
-        with pytest.raises(RuntimeError, match=r"a last size of 37, but those of the latest .* have 16: compute"):
+        with pytest.raises(RuntimeError, match=r"not those of the latest forward of MarianMTModel: compute"):
             function(evaluated, labels)
 
 

@@ -1,6 +1,7 @@
 """Hugging Face models: the chunked loss has the model's own value and gradient, or says that it has not."""
 
 import copy
+import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.integrations.transformers_trainer import facts_of
 from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
@@ -57,7 +59,7 @@ def test_value_and_every_gradient_are_those_of_the_models_own_logits(name, smoot
     with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=4) as applied:
         outputs = model(**batch)
         outputs.loss.backward()
-    assert applied.checked
+    assert applied.readings.checked
     assert outputs.logits is None
     torch.testing.assert_close(outputs.loss, loss, rtol=1e-12, atol=0)
     assert relative_error(gradients(model), expected) < 1e-12
@@ -141,7 +143,7 @@ def test_a_batch_without_labels_to_predict_costs_nothing_and_is_not_nan():
     with apply_seqpar_loss(model) as applied:
         loss = model(**batch, decoder_input_ids=torch.full((1, 4), 5)).loss
         loss.backward()
-        assert applied.checked  # by labels that are made up
+        assert applied.readings.checked  # by labels that are made up
     assert loss == 0
     assert not any(g.any() for g in gradients(model).values())
 
@@ -176,7 +178,7 @@ def test_shifted_labels_are_taken_as_they_are():
     with apply_seqpar_loss(model) as applied:
         got = model(**batch, shift_labels=shifted).loss
         got.backward()
-    assert applied.checked
+    assert applied.readings.checked
     torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
     assert relative_error(gradients(model), expected) < 1e-12
 
@@ -233,22 +235,57 @@ def test_remove_leaves_nothing_behind():
     apply_seqpar_loss(model).remove()
 
 
-def test_a_copy_of_the_model_has_the_loss_of_its_own_weights():
-    model = copy.deepcopy(model_of("marian"))
+def copied_inside(model):
+    return copy.deepcopy({"inside": [model]})["inside"][0]
+
+
+def pickled(model):
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    return torch.load(stored, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copied_inside])
+@pytest.mark.parametrize("name", ["marian", "gpt2"])
+def test_copies_and_pickles_are_the_model_without_the_loss(name, copied):
+    model = copy.deepcopy(model_of(name))
     batch = batch_of(model, [4, 3])
-    applied = apply_seqpar_loss(model)
-    other = copy.deepcopy(model)
+    stock = set(vars(model)), set(vars(model.lm_head))
+    seen = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1)) if copied is copy.deepcopy else None
+    with apply_seqpar_loss(model):
+        model(**batch)
+        other = copied(model)
+        assert (set(vars(other)), set(vars(other.lm_head))) == stock
+        with torch.no_grad():
+            other.lm_head.weight *= 2
+        outputs = other(**batch)
+        assert outputs.logits is not None
+        assert model(**batch).logits is None
+    assert facts_of(other) == facts_of(model_of(name))
+    torch.testing.assert_close(outputs.loss, other(**batch).loss, rtol=0, atol=0)
+    assert len(other.lm_head._forward_hooks) == (copied is copy.deepcopy)
+    assert "__reduce_ex__" not in {**vars(model), **vars(model.lm_head)}
+
+
+def test_two_models_that_share_output_embeddings_have_their_own_losses():
+    models = [copy.deepcopy(model_of("llama")) for _ in range(2)]
+    models[1].lm_head = models[0].lm_head
     with torch.no_grad():
-        other.lm_head.weight *= 2
-    applied.remove()
-    other(**batch).loss.backward()
-    assert not gradients(model)
-    got = gradients(other)
-    other.zero_grad()
-    for hooks in (other._forward_hooks, other._forward_pre_hooks, other.lm_head._forward_pre_hooks):
-        hooks.clear()
-    _, expected = plain(other, batch)
-    assert relative_error(got, expected) < 1e-12
+        models[1].model.norm.weight.mul_(3)
+    batches = [batch_of(model, [5, 3], seed) for seed, model in enumerate(models)]
+    expected = [
+        plain_loss(model, batch) / predicted(model, batch["labels"])
+        for model, batch in zip(models, batches, strict=True)
+    ]
+    with apply_seqpar_loss(models[0], chunk_tokens=3):
+        with apply_seqpar_loss(models[1], chunk_tokens=2):
+            got = [model(**batch).loss for model, batch in zip(models, batches, strict=True)]
+        other = models[0](**batches[0])
+        assert models[1](**batches[1]).logits is not None
+        assert copy.deepcopy(models[0])(**batches[0]).logits is not None
+    torch.testing.assert_close([*got, other.loss], [*expected, expected[0]], rtol=1e-12, atol=0)
 
 
 def test_dropout_of_a_seed_and_checkpointed_layers_are_those_of_the_stock_loss():
@@ -446,7 +483,7 @@ def own_peaks():
     model = tiny("marian", torch.float32, vocab_size=30_000, max_position_embeddings=64)
     batch, peaks = batch_of(model, [64] * 8), []
     applied = apply_seqpar_loss(model, chunk_tokens=64)
-    model(**batch_of(model, [2])).loss.backward()
+    model(**batch_of(model, [2, 2])).loss.backward()
     for _ in range(2):
         peaks.append(peak_bytes(lambda: model(**batch).loss.backward()))
         applied.remove()

@@ -72,7 +72,7 @@ def test_evaluated_before_it_is_trained_the_loss_is_the_models_own(name):
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     with apply_seqpar_loss(model) as applied, torch.no_grad():
         loss = compute_loss_func(applied)(model(**inputs), batch["labels"])
-        assert applied.checked
+        assert applied.readings.checked
     torch.testing.assert_close(loss.double(), own.double(), rtol=1e-6, atol=0)
 
 
@@ -260,14 +260,15 @@ def noted(part, output):
     part.model.norm(output.last_hidden_state.flatten(0, 1))
 
 
-def test_the_first_call_asks_once_and_later_ones_do_not():
+def test_the_first_call_asks_once_and_later_ones_do_not_except_a_batch_of_one():
     model = copy.deepcopy(tiny("llama"))
     calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
     with apply_seqpar_loss(model):
-        for lengths in ([6, 4], [3], [5, 5, 2]):
+        for lengths, asked in [([6, 4], True), ([6, 9], False), ([5, 5, 2], False), ([3], True), ([8], False)]:
+            calls.clear()
             model(**batch_of(model, lengths)).loss.backward()
-    assert len(calls) == 4
+            assert len(calls) == 1 + asked
 
 
 def test_of_labels_alone_a_decoder_gets_its_inputs_by_the_text_part_of_the_configuration():

@@ -100,7 +100,7 @@ def two_active(model):
 @pytest.mark.parametrize(
     ("settings", "change", "message"),
     [
-        ({"use_dora": True}, None, "is a DoraLinearVariant; the scores need plain LoRA"),
+        ({"use_dora": True}, None, "is a DoraLinearVariant; only plain LoRA is supported"),
         ({"lora_bias": True}, None, "has a bias of its own; set lora_bias=False"),
         ({}, lambda model: model.merge_adapter(), "have a LoRA adapter that is merged"),
         ({}, two_active, r"have 2 active LoRA adapters \(default, second\)"),

@@ -48,6 +48,21 @@ def test_two_steps_are_those_of_the_models_own_logits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_with_the_callback_a_step_is_that_of_the_models_own_logits(kind):
+    run = Run(kind, "callback")
+    same(trained(0, 1, run), trained(0, 1, run._replace(way="plain")), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "distillation"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_with_the_callback_a_step_of_two_ranks_is_that_of_one(two_ranks, kind, layout):
+    run = Run(kind, "callback", layout=layout)
+    expected = trained(0, 1, run._replace(way="plain", layout="whole"))
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got.gradients, expected.gradients) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lora", [{}, TRUNK], ids=["full", "lora"])
 def test_in_float32_a_step_is_trls_own(kind, lora):
     run = Run(kind, "scores", dtype=torch.float32, lora=lora)

@@ -1,7 +1,7 @@
 """One or two optimizer steps of TRL's own trainers, alone or in one of several ranks.
 
 trained(rank, world, run) -> losses, metrics and gradients, with TRL's own log-probabilities ("stock"), with those of
-the model's own logits, all of them ("plain"), or with `apply_seqpar_scores` ("scores")
+the model's own logits, all of them ("plain"), with `apply_seqpar_scores` ("scores"), or with `SeqparScores` ("callback")
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from trl import (
 from trl.experimental.gkd import GKDTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from seqpar.integrations.trl import allow_head_adapter, apply_seqpar_scores
+from seqpar.integrations.peft_adapters import base_of
+from seqpar.integrations.trl import SeqparScores, allow_head_adapter, apply_seqpar_scores, has_scores
 from tests.seqpar.integrations.tiny_models import VOCAB, gradients, tiny
 
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -288,7 +289,8 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
     gc.freeze()  # the Trainer collects garbage at the start; going through all imported packages is most of its time
     # The Trainer leaves settings of FSDP behind in the environment
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
-        trainer = made(run, folder, world, callbacks=[kept])
+        callbacks = [kept, SeqparScores(chunk_tokens=3)] if run.way == "callback" else [kept]
+        trainer = made(run, folder, world, callbacks=callbacks)
         if run.layout:
             trainer._generate_single_turn = completed
             if run.kind == "grpo":
@@ -312,5 +314,6 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
             {k: float(v) for k, v in entry.items() if not any(part in k for part in TIMES)}
             for entry in trainer.state.log_history
         ]
+    assert not has_scores(base_of(trainer.accelerator.unwrap_model(trainer.model)))
     gc.unfreeze()
     return Outcome(losses, metrics, kept.seen)

@@ -1,0 +1,63 @@
+"""Leave the chunked loss out of copies and pickles of a Hugging Face model.
+
+Its hooks belong to one model: in a copy they would read the weights of the original, and a pickle would need this
+library. Copies and pickles are the model as it was before.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+KINDS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+"""Where a module keeps hooks, and what it remembers about them."""
+
+REDUCE = "__reduce_ex__"
+"""The method that `copy.deepcopy` and `pickle` ask for; an attribute of the instance goes before the class's."""
+
+
+class LeftOut:
+    """Whose hooks copies do not have. `restored(state)` takes the rest out of a copy's attributes."""
+
+    def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Take out of a copy's attributes whatever this has put into those of `module`."""
+        raise NotImplementedError
+
+
+def owners(module: nn.Module) -> list[LeftOut]:
+    """Return whose hooks a module has, of those that copies leave out."""
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    found = (getattr(hook, "__self__", None) for hook in hooks)
+    return list(dict.fromkeys(owner for owner in found if isinstance(owner, LeftOut)))
+
+
+def leave_out_of_copies(module: nn.Module) -> None:
+    """Have copies and pickles of a module leave out the hooks of `LeftOut`, until `copy_as_before`."""
+    vars(module)[REDUCE] = partial(_reduced, module)
+
+
+def copy_as_before(module: nn.Module) -> None:
+    """Undo `leave_out_of_copies`, unless the module still has such hooks."""
+    if not owners(module):
+        vars(module).pop(REDUCE, None)
+
+
+def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Return what makes a copy of a module without those hooks."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    make, arguments, attributes, *rest = reduced
+    state = {name: value for name, value in attributes.items() if name != REDUCE}
+    for name, kinds in KINDS.items():
+        hooks = state[name]
+        ours = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), LeftOut)}
+        for each in (name, *kinds):
+            state[each] = type(state[each])((key, value) for key, value in state[each].items() if key not in ours)
+    for owner in owners(module):
+        owner.restored(module, state)
+    return make, arguments, state, *rest

@@ -1,0 +1,115 @@
+"""Find out, once for each combination of settings, what a Hugging Face model does to its logits and adds to its loss.
+
+Shape suffixes: B batch, T time, V vocabulary, R rows and W tokens of the window.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from seqpar.core.graphs import graph_of_its_own
+from seqpar.distributed.reducers import gathers_for_any
+from seqpar.integrations.made_up import RefusedModelError, undisturbed, unrounded
+from seqpar.integrations.transformers_call import Call, Slot
+from seqpar.integrations.transformers_check import WITHOUT, Examined, check_added, examine, own_outputs
+from seqpar.integrations.transformers_head import number_of_classes, supported_linear, without_dropout
+from seqpar.integrations.transformers_model import (
+    Reading,
+    Settings,
+    final_bias,
+    key_of,
+    next_labels,
+    readings,
+    shifts_labels,
+    special_labels,
+)
+from seqpar.integrations.transformers_window import KEPT_LABELS, batch_shape, made_up_labels, window_rows
+
+UNCALLED = (
+    "did not call its output embeddings, as where a fused loss has taken its forward's place (Liger's: with "
+    "fused_linear_cross_entropy=False the rest of it stays)"
+)
+
+
+class Readings:
+    """What a model was seen to do, and the labels with which it is asked."""
+
+    def __init__(self, model: PreTrainedModel, slot: Slot) -> None:
+        self.slot = slot
+        self.shifts = shifts_labels(model)
+        self.checked: dict[Settings, Reading] = {}
+        self.vocab_size = number_of_classes(supported_linear(model))
+        self.special = special_labels(model, self.vocab_size)
+        parameters = inspect.signature(model.forward).parameters
+        self.names_outputs = "return_dict" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def target(self, kwargs: dict[str, Any]) -> Tensor:
+        """Return the label that each position predicts."""
+        if kwargs.get("shift_labels") is not None:
+            return kwargs["shift_labels"]  # type: ignore[no-any-return]
+        return next_labels(kwargs["labels"]) if self.shifts else kwargs["labels"]
+
+    def few_labels(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with the labels of a few tokens, for a forward whose loss of them is thrown away."""
+        rows = window_rows(batch_shape(kwargs)[0])
+        return self._labelled(model, kwargs, torch.zeros(rows, KEPT_LABELS, dtype=torch.long, device="cpu"))
+
+    def _labelled(self, model: PreTrainedModel, kwargs: dict[str, Any], labels_RW: Tensor) -> dict[str, Any]:
+        """Return arguments with these labels, and with the one that gives the outputs their names."""
+        labels_RW = labels_RW.to(supported_linear(model).weight.device).contiguous()
+        window: dict[str, Any] = {"labels": labels_RW}
+        if kwargs.get("shift_labels") is not None:
+            # Other labels than the unshifted ones, so that it shows which of the two the model uses
+            window["shift_labels"] = labels_RW.flip(1)
+        if self.names_outputs:
+            window["return_dict"] = True
+        return kwargs | window
+
+    def of(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
+        """Return what the model does in a forward with these arguments; settings that are new are checked first."""
+        # Checked once for each combination, because any of them may choose another branch of the forward
+        settings = (*key_of(model, self.few_labels(model, kwargs)), window_rows(batch_shape(kwargs)[0]) == 1)
+        if gathers_for_any(model, settings not in self.checked):
+            self.checked[settings] = self._checked(model, kwargs)
+        return self.checked[settings]
+
+    def _checked(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
+        """Run the model on the window and return what it does to logits and adds to their loss, or raise an error."""
+        labels_RW = made_up_labels(kwargs, supported_linear(model).weight, self.vocab_size, self.special)
+        random = self._examined(model, self._labelled(model, kwargs, labels_RW))
+        if gathers_for_any(model, random.adds):
+            again = self._labelled(model, kwargs, labels_RW[:, :KEPT_LABELS])
+            check_added(type(model).__name__, random, self._examined(model, again, certain=True))
+        return random.reading._replace(adds=random.adds)
+
+    def _examined(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
+        """Run the model on the window and return what it made of it (`examine`)."""
+        name = type(model).__name__
+        head = model.get_output_embeddings()
+        weight_VD = supported_linear(model).weight
+        call = Call(model, self.target(kwargs), examined=True, certain=certain)
+        self.slot.put(head, call)
+        # Behind all other hooks, also those that `fully_shard` has added since
+        widening = head.register_forward_hook(self._unrounded)
+        try:
+            # With gradients, so that a loss that needs one is noticed
+            with undisturbed(model, weight_VD.device), without_dropout(head), torch.enable_grad(), graph_of_its_own():
+                outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
+        finally:
+            widening.remove()
+            self.slot.put(head, None)
+        if call.made_up is None:
+            raise RefusedModelError(f"{name} {UNCALLED}; {WITHOUT}")
+        return examine(name, readings(model), call.made_up, final_bias(model, weight_VD), call.window_RW, outputs)
+
+    def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
+        call = self.slot.get(head)
+        if call is None or call.made_up is None:
+            return None
+        return unrounded(output, call.made_up).clone()

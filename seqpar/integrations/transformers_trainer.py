@@ -1,0 +1,164 @@
+"""Find the Hugging Face Trainer that runs a model, and keep the two facts right that it read from the model.
+
+A Trainer reads them once, in its constructor: whether the model divides its loss by the number of labels of the step
+(`accepts_loss_kwargs`), and whether it predicts the label after each position, so that the first is not counted (its
+`loss_type`). A model with the chunked loss does the first, and the second where its labels are shifted.
+
+It is found among the frames of the call, as it passes a model neither itself nor what it needs of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from seqpar.integrations.peft_adapters import base_of
+
+MET: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Trainers that have trained a model with the loss; applied to the model again, it is theirs again."""
+
+WITH_TRAINER = "write `with apply_seqpar_loss(trainer):`, or apply it to the model before the Trainer is made"
+
+
+class Facts(NamedTuple):
+    """What a Trainer reads from a model."""
+
+    divides: bool
+    """Whether the model divides its loss by `num_items_in_batch`."""
+    shifts: bool
+    """Whether the first label of a sequence is not predicted, and not counted."""
+
+
+def facts_of(model: PreTrainedModel) -> Facts:
+    """Return what a Trainer would read from a model, as its constructor does."""
+    divides = getattr(model, "accepts_loss_kwargs", None)
+    if divides is None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        divides = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None))
+    return Facts(divides, loss is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False))
+
+
+def is_trainer(value: object) -> bool:
+    """Return whether a value is a Hugging Face Trainer, which is only imported by those who use it."""
+    trainers = sys.modules.get("transformers.trainer")
+    return trainers is not None and isinstance(value, trainers.Trainer)
+
+
+def model_of(trainer: Any) -> PreTrainedModel:
+    """Return the Hugging Face model that a Trainer trains, without wrappers and without PEFT's."""
+    return base_of(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def read_by(trainer: Any) -> Facts:
+    """Return what a Trainer has read."""
+    return Facts(bool(trainer.model_accepts_loss_kwargs), bool(getattr(trainer, "_loss_shifts_labels", False)))
+
+
+def give(trainer: Any, facts: Facts) -> None:
+    """Have a Trainer go by these facts."""
+    trainer.model_accepts_loss_kwargs = facts.divides and not _has_own_denominator(trainer)
+    trainer._loss_shifts_labels = facts.shifts
+
+
+def _has_own_denominator(trainer: Any) -> bool:
+    """Return whether a Trainer counts the labels of a sequence that ranks have divided itself, as DeepSpeed does it."""
+    return bool(getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_enabled", False))
+
+
+def refuse_options(trainer: Any) -> None:
+    """Raise an error for a Trainer that computes its loss itself, of all logits or of others."""
+    kind = type(trainer).__name__
+    if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
+        raise TypeError(
+            f"this {kind} computes its loss itself; use seqpar.integrations.trl.apply_seqpar_scores(trainer)"
+        )
+    if trainer.label_smoother is not None:
+        raise ValueError(
+            f"this {kind} has label_smoothing_factor={trainer.args.label_smoothing_factor:g}, which needs all logits; "
+            "leave that at 0, and write label_smoothing here"
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            f"this {kind} has a compute_loss_func, and takes the labels away for it; leave it out, or give it that of "
+            "seqpar.integrations.transformers.compute_loss_func(apply_seqpar_loss(model))"
+        )
+
+
+def running_trainer(*methods: str) -> FrameType | None:
+    """Return the innermost frame of a Trainer's method, of one of these names if any are given; None without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        named = not methods or frame.f_code.co_name in methods
+        if named and is_trainer(frame.f_locals.get("self")):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def refuse_other_facts(step: FrameType, name: str, own: Facts, facts: Facts, given: Mapping[str, object]) -> None:
+    """Raise RuntimeError for a Trainer's step of which the gradient would not be that of the whole step.
+
+    Args:
+        step: the frame of the Trainer's `training_step`.
+        name: of the model's class.
+        own: what the class says by itself.
+        facts: what is true with the chunked loss.
+        given: the arguments of the forward.
+    """
+    trainer = step.f_locals["self"]
+    read = read_by(trainer)
+    kind = type(trainer).__name__
+    # A collator that shifts labels itself leaves nothing to count in another way
+    if read.shifts != facts.shifts and given.get("shift_labels") is None:
+        counted = "counts" if facts.shifts else "does not count"
+        raise RuntimeError(
+            f"this {kind} was made before apply_seqpar_loss and {counted} the first label of every sequence, which "
+            f"{name} does {'not ' if facts.shifts else ''}predict; {WITH_TRAINER}"
+        )
+    if given.get("num_items_in_batch") is not None or trainer.compute_loss_func is not None or _is_whole_step(trainer):
+        return
+    if not read.divides and not _has_own_denominator(trainer):
+        raise RuntimeError(
+            f"this {kind} was made before apply_seqpar_loss and gives {name} no num_items_in_batch, so that the loss "
+            f"would be a mean of means; {WITH_TRAINER}"
+        )
+    lost = (
+        step.f_locals.get("num_items_in_batch") is not None and getattr(trainer, "loss_is_scaled_for_ga", None) is None
+    )
+    if lost and not own.divides:
+        raise RuntimeError(
+            f"{kind}.compute_loss does not pass num_items_in_batch on to {name}, so that the gradient would be too "
+            "large by the number of accumulation steps; pass it: model(**inputs, num_items_in_batch=num_items_in_batch)"
+        )
+
+
+def _is_whole_step(trainer: Any) -> bool:
+    """Return whether a batch is all that an optimizer step sees, so that its mean is exact."""
+    steps = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
+    return bool(steps == 1 and trainer.args.world_size == 1 and trainer.args.n_gpu <= 1)
+
+
+def asks_for_loss_alone(labelled: bool) -> bool:
+    """Return whether a Trainer evaluates the model and looks at nothing but the loss.
+
+    That is so where its own `compute_loss` runs for its own `prediction_step` with `prediction_loss_only`, and where
+    `Seq2SeqTrainer` has generated the predictions.
+    """
+    frame = running_trainer("compute_loss", "prediction_step")
+    if frame is None:
+        return False
+    trainers = sys.modules["transformers.trainer"]
+    if frame.f_code is trainers.Trainer.compute_loss.__code__ and frame.f_back is not None:
+        evaluation = frame.f_back
+        own = evaluation.f_code is trainers.Trainer.prediction_step.__code__
+        return own and bool(evaluation.f_locals["prediction_loss_only"])
+    generating = sys.modules.get("transformers.trainer_seq2seq")
+    return labelled and generating is not None and frame.f_code is generating.Seq2SeqTrainer.prediction_step.__code__

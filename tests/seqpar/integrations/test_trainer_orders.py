@@ -1,0 +1,320 @@
+"""A Trainer made before, after or inside, or a callback: the gradient is that of the whole step, or it is refused."""
+
+import copy
+import logging
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from trl import SFTTrainer
+
+from seqpar.integrations.transformers import SeqparLoss, apply_seqpar_loss, compute_loss_func, remove_seqpar_loss
+from seqpar.integrations.transformers_trainer import Facts, read_by
+from tests.seqpar.integrations.tiny_models import batch_of, gradients, plain_loss, predicted, relative_error, tiny
+from tests.seqpar.integrations.trainer_orders import ORDERS, made, micro_batches, model_last, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def without_division(name):
+    """A model whose class says that it does not divide by the step's labels, as Qwen2.5-VL and 26 others do."""
+    model = tiny(name)
+    model.__class__ = type(type(model).__name__, (type(model),), {"accepts_loss_kwargs": False})
+    return model
+
+
+MODELS = {"marian": tiny, "llama": tiny, "gpt2": tiny, "bert": tiny, "qwen2": without_division, "t5": without_division}
+
+
+def expected_of(model, batches):
+    """The gradient of the model's own logits over all batches."""
+    loss = 0
+    for batch in batches:
+        if model.config.model_type == "bert":
+            logits = model(batch["input_ids"], batch["attention_mask"]).logits
+            loss = loss + torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+            )
+        else:
+            loss = loss + plain_loss(model, batch)
+    count = predicted if model.config.model_type != "bert" else lambda _, labels: int((labels != -100).sum())
+    (loss / sum(count(model, batch["labels"]) for batch in batches)).backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_every_order_the_gradient_is_that_of_the_whole_step(name, order):
+    model = MODELS[name](name)
+    batches = micro_batches(batch_of(model, [7, 5]))
+    expected = expected_of(model, batches)
+    assert relative_error(trained(model, batches, ORDERS[order]), expected) < 1e-12
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2", r"^this Trainer was made before apply_seqpar_loss and gives Qwen2ForCausalLM no num_items_in_batch"),
+        ("t5", r"^this Trainer was made before .* gives T5ForConditionalGeneration no num_items_in_batch"),
+        (
+            "gpt2",
+            r"^this Trainer was made before .* counts the first label of every sequence, which GPT2LMHeadModel does",
+        ),
+    ],
+)
+def test_applied_to_the_model_alone_of_a_trainer_that_has_read_otherwise_it_is_refused_in_one_line(name, said):
+    model = MODELS[name](name)
+    with pytest.raises(RuntimeError, match=said) as raised:
+        trained(model, micro_batches(batch_of(model, [7, 5])), model_last)
+    assert "apply_seqpar_loss(trainer)" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["marian", "llama", "bert"])
+def test_applied_to_the_model_alone_of_a_trainer_that_has_read_the_same_it_is_exact(name):
+    model = tiny(name)
+    batches = micro_batches(batch_of(model, [7, 5]))
+    expected = expected_of(model, batches)
+    assert relative_error(trained(model, batches, model_last), expected) < 1e-12
+
+
+def test_a_batch_that_is_the_whole_step_is_not_refused_in_any_order():
+    model = without_division("qwen2")
+    batches = micro_batches(batch_of(model, [7, 5]))[:1]
+    expected = expected_of(model, batches)
+    assert relative_error(trained(model, batches, model_last), expected) < 1e-12
+
+
+class Forgetting(Trainer):
+    """Whose loss is the model's own mean, as many write it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_a_trainer_that_keeps_the_number_of_labels_to_itself_is_refused_where_the_class_would_have_been_right(tmp_path):
+    model = without_division("qwen2")
+    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), Forgetting)
+    with (
+        apply_seqpar_loss(trainer),
+        pytest.raises(RuntimeError, match=r"Forgetting.compute_loss does not pass num_items"),
+    ):
+        trainer.train()
+
+
+def test_after_remove_a_trainer_goes_by_what_the_class_says(tmp_path):
+    model = without_division("t5")
+    batches = micro_batches(batch_of(model, [7, 5]))
+    stock = made(copy.deepcopy(model), batches, str(tmp_path))
+    before = read_by(stock)
+    assert before == Facts(False, False)
+    with apply_seqpar_loss(model):
+        inside = made(model, batches, str(tmp_path))
+        inside.train()
+        assert read_by(inside) == Facts(True, False)
+    assert read_by(inside) == before
+    with apply_seqpar_loss(stock):
+        assert read_by(stock) == Facts(True, False)
+    assert read_by(stock) == before
+
+
+def test_a_second_trainer_of_the_same_model_takes_the_callbacks_loss_over(tmp_path, caplog):
+    model = tiny("gpt2")
+    batches = micro_batches(batch_of(model, [7, 5]))
+    with caplog.at_level(logging.INFO, "seqpar.integrations.transformers"):
+        first = made(model, batches, str(tmp_path), callbacks=[SeqparLoss(label_smoothing=0.1, chunk_tokens=6)])
+        first.train()
+    said = (
+        "seqpar computes the loss of GPT2LMHeadModel: 3 products with the output embeddings, at most 6 tokens' logits"
+    )
+    assert [record.getMessage() for record in caplog.records if said in record.getMessage()] == [said + " at once"]
+    second = made(model, batches, str(tmp_path), callbacks=[SeqparLoss()])
+    second.train()
+    losses = []
+    for trainer in (first, second):
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] != losses[1]
+    remove_seqpar_loss(first)
+    remove_seqpar_loss(second)
+    assert not model._forward_hooks
+
+
+def test_a_callback_in_a_loop_of_ones_own_and_a_loss_that_is_there_already_are_refused(tmp_path):
+    model = tiny("llama")
+    with pytest.raises(RuntimeError, match="SeqparLoss was called by no Trainer"):
+        SeqparLoss().on_train_begin(None, None, None)
+    with pytest.raises(ValueError, match="label_smoothing is 2"):
+        SeqparLoss(label_smoothing=2)
+    with (
+        apply_seqpar_loss(model),
+        pytest.raises(ValueError, match=r"has the loss already; remove_seqpar_loss\(model\)"),
+    ):
+        made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), callbacks=[SeqparLoss()])
+
+
+def test_a_model_that_is_made_for_each_run_has_the_callbacks_loss(tmp_path):
+    batches = micro_batches(batch_of(tiny("gpt2"), [7, 5]))
+    expected = expected_of(tiny("gpt2"), batches)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        gradient_accumulation_steps=4,
+        per_device_train_batch_size=1,
+        learning_rate=0.0,
+        remove_unused_columns=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        max_grad_norm=0.0,
+    )
+    made_models = []
+
+    class Kept(SeqparLoss):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            made_models.append(gradients(model))
+
+    trainer = Trainer(
+        model_init=lambda: tiny("gpt2"),
+        args=arguments,
+        train_dataset=batches,
+        data_collator=lambda rows: rows[0],
+        callbacks=[Kept(chunk_tokens=5)],
+    )
+    for _ in range(2):
+        trainer.train()
+        assert relative_error(made_models[-1], expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        (
+            {"label_smoothing_factor": 0.1},
+            {},
+            r"has label_smoothing_factor=0\.1, which needs all logits; leave that at 0",
+        ),
+        ({}, {"compute_loss_func": print}, r"has a compute_loss_func, and takes the labels away"),
+    ],
+)
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path, settings, more, said):
+    model = tiny("llama")
+    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), settings=settings, **more)
+    with pytest.raises(ValueError, match=said):
+        apply_seqpar_loss(trainer)
+    assert not model._forward_hooks
+
+
+def test_a_trainer_of_trls_is_refused_by_name(tmp_path):
+    model = tiny("llama")
+    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path))
+    trainer.__class__ = SFTTrainer
+    with pytest.raises(TypeError, match=r"this SFTTrainer computes its loss itself; use \S+apply_seqpar_scores"):
+        apply_seqpar_loss(trainer)
+
+
+def evaluated(model, batches, folder, smoothing, metrics, kind=Trainer, **settings):
+    """What a Trainer logs with its own smoothing, and what with ours."""
+    found = []
+    for ours in (False, True):
+        own = {"label_smoothing_factor": 0.0 if ours else smoothing, **settings}
+        trainer = made(model, batches, folder, kind, settings=own, compute_metrics=metrics)
+        with apply_seqpar_loss(trainer, label_smoothing=smoothing, chunk_tokens=3) if ours else nullcontext():
+            found.append(trainer.evaluate())
+    return found
+
+
+@pytest.mark.parametrize("with_metrics", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["marian", "llama", "gemma2", "mixtral"])
+def test_the_evaluation_loss_is_the_stock_trainers_and_its_logits_are_computed_where_somebody_looks_at_them(
+    name, smoothing, with_metrics, tmp_path
+):
+    # The Trainer's own smoothing leaves an auxiliary loss out
+    model = tiny(name, **({"output_router_logits": True} if name == "mixtral" and not smoothing else {}))
+    batches = micro_batches(batch_of(model, [7, 5]))
+    if name == "marian":
+        batches = [b | {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(b["labels"])} for b in batches]
+    seen = []
+
+    def metrics(prediction):
+        seen.append(prediction.predictions)
+        return {}
+
+    stock, ours = evaluated(model, batches, str(tmp_path), smoothing, metrics if with_metrics else None)
+    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
+    assert len(seen) == 2 * with_metrics
+    for theirs, with_ours in pairwise(seen):
+        for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (theirs, with_ours)), strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_where_nobody_looks_at_them_evaluation_computes_a_window_of_logits(tmp_path):
+    model = tiny("llama")
+    batches = micro_batches(batch_of(model, [7, 5]))
+    rows = []
+    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+    for metrics, few in [(None, True), (lambda prediction: {}, False)]:
+        trainer = made(model, batches, str(tmp_path), compute_metrics=metrics)
+        with apply_seqpar_loss(trainer, label_smoothing=0.1):
+            trainer.evaluate()
+            rows.clear()
+            trainer.evaluate()
+        assert rows == [6 if few else 14] * 4
+
+
+class Looking(Trainer):
+    """Whose loss looks at the logits, as some do for an accuracy in evaluation."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if not model.training:
+            self.looked = outputs["logits"].argmax(-1)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_trainer_whose_own_loss_looks_at_the_logits_gets_them(tmp_path):
+    model = tiny("llama")
+    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), Looking)
+    with apply_seqpar_loss(trainer):
+        trainer.evaluate()
+    assert trainer.looked.shape == (2, 7)
+
+
+def test_where_predictions_are_generated_the_loss_is_chunked_and_the_predictions_are_the_models_own(tmp_path):
+    model = tiny("marian")
+    batches = micro_batches(batch_of(model, [7, 5]))
+    seen, rows = [], []
+    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+
+    def metrics(prediction):
+        seen.append(prediction.predictions)
+        return {"rows": rows[-1]}
+
+    settings = {"predict_with_generate": True, "generation_max_length": 9}
+    stock, ours = evaluated(model, batches, str(tmp_path), 0.0, metrics, Seq2SeqTrainer, **settings)
+    assert (stock["eval_rows"], ours["eval_rows"]) == (14, 6)
+    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
+    assert np.array_equal(*seen)
+
+
+@pytest.mark.parametrize("with_metrics", [False, True])
+def test_the_evaluation_loss_of_a_loss_function_is_that_of_the_model(with_metrics, tmp_path):
+    model = tiny("llama")
+    batches = micro_batches(batch_of(model, [7, 5]))
+    losses, rows = [], []
+    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+    for function in (False, True):
+        with apply_seqpar_loss(model, label_smoothing=0.1) as applied:
+            given = {"compute_loss_func": compute_loss_func(applied)} if function else {}
+            given["compute_metrics"] = (lambda prediction: {}) if with_metrics else None
+            losses.append(made(model, batches, str(tmp_path), **given).evaluate()["eval_loss"])
+        assert rows[-1] == (14 if with_metrics else 6)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
