@@ -73,7 +73,7 @@ def linear_of(head: Any, name: str, needed: str) -> nn.Linear:
         for own, parameter in inside._parameters.items():
             check_plain_products(parameter, f"the {own} of {name}'s output embeddings", OWN_PRODUCTS)
         return inside
-    raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {needed}")
+    raise TypeError(f"the output embeddings of {name} are a {full_name(inside)}; {needed}")
 
 
 def adapter_of(model: Any) -> Adapter | None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from seqpar.integrations.made_up import (
     WINDOW,
     RefusedModelError,
+    full_name,
     in_one_line,
     made_up_logits,
     more_than_linear,
@@ -43,7 +44,11 @@ NEEDED = f"the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modul
 def scored_head(model: PreTrainedModel) -> Any:
     """Return the output embeddings; raise TypeError unless the scores can be computed with them."""
     head: Any = model.get_output_embeddings()
-    linear_of(head, type(model).__name__, NEEDED)
+    name = type(model).__name__
+    linear_of(head, name, NEEDED)
+    # TRL reads their bias, which PEFT's layer with trained tokens does not have
+    if not hasattr(head, "bias"):
+        raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {NEEDED}")
     adapter_of(model)
     return head
 

@@ -34,6 +34,8 @@ INTEGRATIONS += ["seqpar.integrations.spmd_types.apply_spmd_types"]  # not on th
 ASSUMED = {"torch": torch, "nn": nn, "F": F, "seqpar": seqpar}
 """What the pages in docs/api say that the examples assume."""
 GIVEN = {
+    "seqpar.integrations.transformers.SeqparLoss": "for_a_trainer",
+    "seqpar.integrations.trl.SeqparScores": "for_sft",
     "seqpar.integrations.trl.apply_seqpar_scores": "for_dpo",
     "seqpar.integrations.trl.AppliedScores": "for_sft",
     "seqpar.integrations.trl.allow_head_adapter": "for_sft",
@@ -89,6 +91,19 @@ def for_distillation(tmp_path, silent):
     from trl import DistillationConfig
 
     return what_a_trl_trainer_takes(DistillationConfig, "distillation", tmp_path, max_completion_length=5)
+
+
+@pytest.fixture
+def for_a_trainer(tmp_path, silent):
+    from transformers import TrainingArguments
+
+    from tests.seqpar.integrations.tiny_models import tiny
+    from tests.seqpar.integrations.trainer_runs import ONE_STEP, collated, sentences
+
+    model = tiny("llama", torch.float32)
+    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, **ONE_STEP)
+    dataset = sentences(model, 2)
+    return {"model": model, "arguments": arguments, "dataset": dataset, "collate": lambda rows: collated(model, rows)}
 
 
 @pytest.fixture

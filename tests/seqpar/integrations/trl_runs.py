@@ -1,7 +1,7 @@
 """One or two optimizer steps of TRL's own trainers, alone or in one of several ranks.
 
 trained(rank, world, run) -> losses, metrics and gradients, with TRL's own log-probabilities ("stock"), with those of
-the model's own logits, all of them ("plain"), with `apply_seqpar_scores` ("scores"), or with `SeqparScores` ("callback")
+the model's own logits, all ("plain"), with `apply_seqpar_scores` ("scores"), or with `SeqparScores` ("callback")
 """
 
 from __future__ import annotations
