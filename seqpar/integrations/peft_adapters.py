@@ -13,7 +13,6 @@ from transformers.utils import is_peft_available
 from seqpar.core.checks import check_plain_products
 from seqpar.integrations.made_up import full_name, is_plain_linear
 
-
 OWN_PRODUCTS = "leave the output embeddings out of what quantises the model, or use it without the chunked loss"
 """The way out for output embeddings whose weight has a class of its own, as torchao gives it to every `nn.Linear`."""
 
