@@ -20,9 +20,10 @@ import seqpar
 from benchmarks.loss.results import hardware
 from benchmarks.loss.timing import wall_seconds
 from seqpar.core.chunks import rows_per_chunk
+from seqpar.kernels.row_kernel import width_for_kernel
 from seqpar.testing.markdown_table import markdown_row, markdown_table
 
-ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
+ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SHAPES = {
     "cpu": ((4096, 128, 10_000), (4096, 512, 32_000), (4096, 128, 128_000)),
     "cuda": ((8192, 512, 32_768), (8192, 2048, 128_256)),
@@ -79,7 +80,7 @@ def main() -> None:
             rows, width, vocab_size = shape
             title = f"{rows}, {width}, {vocab_size:,}, {str(dtype).removeprefix('torch.')}"
             ratios = [f"{seconds / best:.2f}" for seconds in medians.values()]
-            chosen = rows_per_chunk(vocab_size, dtype, device_type)
+            chosen = rows_per_chunk(vocab_size, dtype, device_type, width_for_kernel(width, device_type))
             print("\r", end="", file=sys.stderr, flush=True)
             print(markdown_row([title, *ratios, str(chosen), f"{best * 1e3:.0f}"]), flush=True)
     machine = f"{hardware(options.device)}, {torch.get_num_threads()} threads"

@@ -173,11 +173,6 @@ def memory_plan(
         vocab_here = -(-vocab // devices)
     else:
         tokens_here = -(-tokens // devices)
-    # The same choice as the loss makes: K <= most rows a chunk, in ceil(N / most) chunks
-    most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device)
-    chunks = -(-tokens_here // most)
-    # `cut_rows` cuts even chunks
-    rows = -(-tokens_here // chunks)
     narrow = dtype.itemsize
     wider = wide(dtype).itemsize
 
@@ -196,13 +191,20 @@ def memory_plan(
             split=layout == "vocab" and devices > 1,
         )
 
-    chunked = sizes(rows, chunks)
+    def chunked(loss: Loss, width: int | None) -> LossBytes:
+        # The same choice as the loss makes: K <= most rows a chunk, in ceil(N / most) chunks
+        most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device, width)
+        chunks = -(-tokens_here // most)
+        # `cut_rows` cuts even chunks
+        rows = -(-tokens_here // chunks)
+        return _in_layout(loss, sizes(rows, chunks), rows, layout, devices)
+
     # The plain loss is one chunk of all rows
     losses = [_in_layout("plain", sizes(tokens_here, 1), tokens_here, layout, devices)]
     # LossCompute splits a vocabulary only in closed form, where it is linear_cross_entropy
     if layout != "vocab":
-        losses.append(_in_layout("LossCompute", chunked, rows, layout, devices))
-    losses.append(_in_layout("linear_cross_entropy", chunked, rows, layout, devices))
+        losses.append(chunked("LossCompute", None))
+    losses.append(chunked("linear_cross_entropy", None if device == "cpu" else d))
     return MemoryPlan(layout, devices, tokens_here, vocab_here, dtype, tuple(losses))
 
 

@@ -331,7 +331,7 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
         return training.collective(kind, size, split, training.host)
 
     hidden_states = over_vocab("all_reduce", tokens * training.d * dtype.itemsize)
-    chunks = math.ceil(tokens / rows_per_chunk(math.ceil(training.vocab / split), dtype, "cuda"))
+    chunks = math.ceil(tokens / rows_per_chunk(math.ceil(training.vocab / split), dtype, "cuda", training.d))
     of_loss = hidden_states + chunks * over_vocab("all_gather", 20 * tokens / chunks * split)
     exchange = of_loss + (4 * layers + (stages == 1)) * hidden_states
 

@@ -13,6 +13,7 @@ import torch
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.timing import forward_and_backward
 from seqpar.core.chunks import rows_per_chunk
+from seqpar.kernels.row_kernel import width_for_kernel
 from seqpar.testing import peak_memory
 
 LIMIT = 600
@@ -72,7 +73,9 @@ def peak_of(subject: Any, part: str, name: str, problem: Problem) -> int:
 def allowed_bytes(problem: Problem, device: str) -> int:
     """Return the hidden gradient, the weight gradient and 1.3 of the engine's chunks of logits, at least float32."""
     unpadded_rows = math.ceil(problem.rows * (1 - problem.padding))
-    rows = min(unpadded_rows, rows_per_chunk(problem.vocab_size, problem.dtype, torch.device(device).type))
+    kind = torch.device(device).type
+    chosen = rows_per_chunk(problem.vocab_size, problem.dtype, kind, width_for_kernel(problem.width, kind))
+    rows = min(unpadded_rows, chosen)
     chunk = rows * problem.vocab_size * max(4, problem.dtype.itemsize)
     gradients = (problem.rows * problem.width + problem.vocab_size * problem.width) * problem.dtype.itemsize
     return gradients + math.ceil(CHUNKS_ALLOWED * chunk)

@@ -41,6 +41,8 @@ ON_GPUS = [
     Problem(8192, 4096, 128_256, bias=False),
     Problem(8192, 2304, 256_000, bias=False),
     Problem(16_384, 2048, 248_320, bias=False),
+    Problem(8192, 512, 32_768),
+    Problem(8192, 512, 32_768, smoothing=0.1, bias=False),
     Problem(8192, 512, 32_768, smoothing=0.1),
 ]
 """Shapes of translation and language models."""

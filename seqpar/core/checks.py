@@ -27,6 +27,9 @@ CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
 to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
 
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+"""Kinds that are no DTensor."""
+
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 """Of int64."""
 
@@ -153,6 +156,11 @@ def is_dtensor(value: object) -> bool:
 
 def check_dense(value: object, name: str) -> None:
     """Raise TypeError unless `value` is a strided tensor with data of its own."""
+    # Most are, and every call comes here for each of its tensors
+    if type(value) in PLAIN_TENSORS:
+        assert isinstance(value, Tensor)
+        if value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.is_meta):
+            return
     check_type(value, name, Tensor, "a tensor")
     assert isinstance(value, Tensor)
     if remedy := _why_not_dense(value, name):
@@ -467,16 +475,19 @@ def refuse_transforms(tensors: Iterable[object] = ()) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    # Anything but a tensor is refused elsewhere
-    given = [t for t in tensors if isinstance(t, Tensor)]
     instead = "the chunked loss runs under plain autograd only: use torch.nn.functional.cross_entropy there"
-    # is_grads_batched has a vmap of its own, which is not an interpreter
-    batched = any(torch._C._functorch.is_legacy_batchedtensor(t) for t in given)
-    if batched or torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(f"called inside a transform of torch.func, or by a batched gradient; {instead}")
-    # -1 outside of forward_ad.dual_level, so that this costs nothing there
-    for tensor in given if forward_ad._current_level >= 0 else ():
-        if forward_ad.unpack_dual(tensor).tangent is not None:
+    within = f"called inside a transform of torch.func, or by a batched gradient; {instead}"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(within)
+    # Anything but a tensor is refused elsewhere
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue
+        # is_grads_batched has a vmap of its own, which is not an interpreter
+        if torch._C._functorch.is_legacy_batchedtensor(tensor):
+            raise RuntimeError(within)
+        # -1 outside of forward_ad.dual_level, so that this costs nothing there
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has a forward-mode derivative; {instead}")
 
 

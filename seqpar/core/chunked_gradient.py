@@ -4,14 +4,15 @@
     forward:   return sum_c l_c
     backward:  return upstream factor x stored gradient, for the hidden states and for each parameter
 
-Every loss goes through this node as a `ChunkLoss`, a function that computes one chunk's loss and stores its gradient.
-There are two kinds: `AutogradChunkLoss` in this file calls autograd, for any generator and criterion; the closed forms
-of `seqpar.linear` compute the gradient themselves.
+Every loss goes through this node as a `Walk` over its chunks, mostly that of `sum_over_chunks` with a `ChunkLoss`, a
+function that computes one chunk's loss and stores its gradient. `AutogradChunkLoss` in this file calls autograd, for
+any generator and criterion; the closed forms of `seqpar.linear` compute the gradient themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,6 +61,10 @@ class ChunkLoss(Protocol):
 
     def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """Return the chunk's summed loss."""
+
+
+Walk = Callable[[Sequence[Chunk], Any, Gradients | None], TokenLoss]
+"""(chunks, leaves, gradients) -> the summed loss; as `sum_over_chunks` with its first argument given."""
 
 
 class Leaves(Protocol):
@@ -144,9 +149,8 @@ def chunked_gradient(
     check_loss_scale(loss_scale)
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
     _refuse_joined_rows(per_chunk, chunks, per_token, params)
-    return differentiable_sum(
-        AutogradChunkLoss(per_chunk, leaf_copies(params)), chunks, PlainLeaves(per_token, params, empty), loss_scale
-    )
+    walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, leaf_copies(params)))
+    return differentiable_sum(walk, chunks, PlainLeaves(per_token, params, empty), loss_scale)
 
 
 def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
@@ -212,12 +216,12 @@ def _code_of(function: Any) -> object:
 
 
 def differentiable_sum(
-    chunk_loss: ChunkLoss,
+    walk: Walk,
     chunks: Sequence[Chunk],
     leaves: Leaves,
     loss_scale: float | Tensor,
 ) -> TokenLoss:
-    """Return the sum of `chunk_loss` over the chunks as one node of autograd's graph.
+    """Return the loss of a walk over the chunks as one node of autograd's graph.
 
     Arguments and errors are those of `chunked_gradient`, but nothing is checked: the chunks must not overlap, as those
     of `cut_rows` and `cut_time` never do.
@@ -232,8 +236,8 @@ def differentiable_sum(
     # The chunks leave no graph behind. The node below, which has the sum as its output, stands in for all of theirs
     with torch.no_grad():
         if any(wanted):
-            gradients = Gradients(per_token, params, wanted, len(chunks), loss_scale)
-        loss = sum_over_chunks(chunk_loss, chunks, leaves, gradients)
+            gradients = Gradients(per_token, params, wanted, chunks, loss_scale)
+        loss = walk(chunks, leaves, gradients)
     if gradients is None:
         return loss
     return TokenLoss(*_StoredGradient.apply(gradients, loss, len(chunks), *tensors))
@@ -269,10 +273,12 @@ class _StoredGradient(torch.autograd.Function):
         ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
         ctx.given = [t is not None for t in leaves]
         # Where no chunk stores a gradient
-        without = () if chunks else enumerate(leaves)
-        ctx.shapes = {i: _Shape(t.shape, t.dtype, t.device) for i, t in without if t is not None and t.requires_grad}
+        ctx.shapes = {}
+        for i, leaf in enumerate(() if chunks else leaves):
+            if leaf is not None and leaf.requires_grad:
+                ctx.shapes[i] = _Shape(leaf.shape, leaf.dtype, leaf.device)
         # Counts and `nll` are reported, never differentiated
-        ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
+        ctx.mark_non_differentiable(*[t for t in loss[1:] if t is not None])
         # An unused output's gradient arrives as None, not as zeros that would cost memory
         ctx.set_materialize_grads(False)
         return tuple(loss)
@@ -358,15 +364,13 @@ class AutogradChunkLoss:
             refuse_reentrant(loss.total)
             refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
             self.graph_is_checked = True
-        if not loss.total.requires_grad:
-            gradients.detached_chunks += 1
-            return loss
+        gradients.detached_chunks += not loss.total.requires_grad
         with noting_rows(chunk):
             grads = _gradients(loss.total, leaves, gradients.scale)
         # `grads` is in the order of `leaves`: first the rows, then the parameters
         for slot, grad in zip(gradients.per_token, grads[: len(given)], strict=True):
-            if slot is not None and grad is not None:
-                slot.write(chunk, grad)
+            if slot is not None:
+                slot.write(chunk, 0 if grad is None else grad)
         for param_slot, grad in zip(gradients.params, grads[len(given) :], strict=True):
             if param_slot is not None and grad is not None:
                 param_slot.add(grad)
@@ -385,6 +389,8 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
     """Return the gradient of `scale x total` with respect to each leaf; None for a leaf that requires none."""
+    if not total.requires_grad:
+        return [None] * len(leaves)
     wanted = [t for t in leaves if t.requires_grad]
     # d (scale x total) / d leaf: the scale enters at the top, before a small number can underflow
     upstream = torch.ones_like(total) * scale

@@ -6,7 +6,8 @@ Shape suffixes: B batch, T time, N = B*T rows, K counted rows (their target is n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -17,18 +18,24 @@ CPU_BUDGET = 16 * 2**20
 them."""
 
 ACCELERATOR_BUDGET = 512 * 2**20
-"""Bytes of one chunk's logits on an accelerator, in float32; in bfloat16 half as many are allocated. Each chunk costs
-the host 0.3 to 1 ms of launches: at 8,192 x 512 x 32,768 in bfloat16 (H100, torch 2.11) a step with 2,048 rows takes
-1.58 times as long as one with the 4,096 of this budget."""
+"""Bytes of one chunk's logits on an accelerator: as they are allocated where a kernel overwrites them, else in float32,
+in which the softmax stands beside them."""
 
 FEWEST_ROWS = 512
 """Below this many rows the matrix products are bound by reading the weight and summing its gradient. In bfloat16 and
 float16, whose products are faster, the CPU takes twice as many. Measured (docs/results/chunk_rows.md): within 8 % of
 the best number of rows at every shape on 2 cores, where 64 rows cost 1.4 to 1.7 times as much.
 
-An accelerator takes four times as many: reading and writing the weight gradient's float32 sum moves 8 bytes for
-6 x rows operations. On an H100, at 8,192 x 2,048 x 128,256 in bfloat16, 2,048 rows are within 3 % of the best number
-and 512 take 1.59 times as long (docs/results/gpu.md)."""
+An accelerator without the kernel takes four times as many: reading and writing the weight gradient's float32 sum moves
+8 bytes for 6 x rows operations. On an H100, at 8,192 x 2,048 x 128,256 in bfloat16, 2,048 rows are within 3 % of the
+best number and 512 take 1.59 times as long (docs/results/gpu.md)."""
+
+FULL_PRODUCT = 2**22
+"""Numbers of a chunk's hidden gradient that keep all multiprocessors of an accelerator at work: they are computed in
+tiles of 128 x 256, of which an H100 has 132 under way. A narrow chunk may take twice its budget for so many."""
+
+TILE_ROWS = 128
+"""An accelerator's products are computed in tiles of so many rows."""
 
 Chunk = slice | Tensor
 """The rows of a chunk: a slice where they are adjacent (a view, no copy), else their int64 indices."""
@@ -63,8 +70,35 @@ def recording(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:
-    """Return how many rows of `vocab_size` logits, in float32 or wider, fit in the budget of that kind of device."""
+class LateNumber:
+    """An int64 on its way from the device; on a GPU it is waited for only when it is read, for itself alone."""
+
+    def __init__(self, number: Tensor) -> None:
+        self.on_device = number
+        # To pinned memory, behind what has been launched so far
+        self.here = number.to("cpu", non_blocking=number.is_cuda)
+        self.arrived: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self.arrived = torch.cuda.current_stream(number.device).record_event()
+
+    def read(self) -> int:
+        """Return the number, as soon as it is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        # Not by `item`, which goes through torch's dispatcher
+        return ctypes.c_int64.from_address(self.here.data_ptr()).value
+
+
+def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str, width: int | None = None) -> int:
+    """Return how many rows of `vocab_size` logits a chunk has on that kind of device.
+
+    Args:
+        width: that of the hidden states where a kernel overwrites the logits by their gradient; None elsewhere.
+    """
+    if width is not None:
+        rows = ACCELERATOR_BUDGET // max(1, vocab_size * dtype.itemsize)
+        rows = max(rows, min(FULL_PRODUCT // max(1, width), 2 * rows))
+        return max(1, rows // TILE_ROWS) * TILE_ROWS
     # Bytes of logits as the softmax sees them, float32 or wider, whatever the dtype of the products
     budget = ACCELERATOR_BUDGET
     narrow_factor = 4
@@ -77,21 +111,42 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int
     return max(fewest, budget // max(1, vocab_size * max(4, dtype.itemsize)))
 
 
-def cut_rows(counted_N: Tensor, rows: int) -> list[Chunk]:
+def cut_rows(counted_N: Tensor, rows: int, count: int | None = None) -> list[Chunk]:
     """Return the rows where the mask `counted_N` is true, in order, in the fewest even chunks of at most `rows`.
 
     While a CUDA graph is captured, all rows are returned: a graph has one number of rows.
+
+    Args:
+        count: how many they are; None reads it from the device.
     """
     if recording(counted_N.device):
-        return list(_even_slices(len(counted_N), rows))
-    indices_K = counted_N.nonzero().squeeze(1)
-    slices = _even_slices(len(indices_K), rows)
+        return list(even_slices(len(counted_N), rows))
+    if count is None:
+        indices_K = counted_N.nonzero().squeeze(1)
+    else:
+        indices_K = torch.nonzero_static(counted_N, size=count).squeeze(1)
+    slices = even_slices(len(indices_K), rows)
     if len(indices_K) == len(counted_N):
         return list(slices)
     return [indices_K[s] for s in slices]
 
 
-def _even_slices(count: int, most: int) -> list[slice]:
+def rows_in(chunk: Chunk) -> int:
+    """Return how many rows a chunk has, whose bounds are numbers if it is a slice."""
+    return chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)
+
+
+def cover(chunks: Sequence[Chunk], rows: int) -> bool:
+    """Return whether the chunks are known to have all rows between them: adjacent slices from the first to the last."""
+    end = 0
+    for chunk in chunks:
+        if not isinstance(chunk, slice) or chunk.start != end or chunk.step is not None:
+            return False
+        end = chunk.stop
+    return end == rows
+
+
+def even_slices(count: int, most: int) -> list[slice]:
     """Return adjacent slices of `range(count)`, at most `most` long and of sizes that differ by at most one."""
     if not count:
         return []

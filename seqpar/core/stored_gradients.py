@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import Chunk
+from seqpar.core.chunks import Chunk, cover
 from seqpar.core.token_loss import wide
 
 PRODUCT_ROWS = 2048
@@ -24,15 +24,22 @@ FIRST_NUMBERS = 2**18
 
 
 class RowGradient:
-    """The gradient of one per-token tensor, in its dtype."""
+    """The gradient of one per-token tensor, in its dtype.
 
-    def __init__(self, leaf: Tensor) -> None:
-        self.rows: Tensor | None = torch.zeros_like(leaf)
+    Args:
+        covered: whether chunks will write all of its rows.
+    """
 
-    def write(self, chunk: Chunk, grad: Tensor) -> None:
-        """Store the gradient of a chunk's rows."""
+    def __init__(self, leaf: Tensor, covered: bool = False) -> None:
+        self.rows: Tensor | None = torch.empty_like(leaf) if covered else torch.zeros_like(leaf)
+
+    def write(self, chunk: Chunk, grad: Tensor | float) -> None:
+        """Store the gradient of a chunk's rows; 0 is that of rows without one."""
         assert self.rows is not None
-        self.rows[chunk] = grad.to(self.rows.dtype)
+        if isinstance(grad, Tensor) and not isinstance(chunk, slice):
+            # Indexing does not narrow; copying into a slice does, in one pass
+            grad = grad.to(self.rows.dtype)
+        self.rows[chunk] = grad
 
     def write_product(self, chunk: Chunk, a: Tensor, b: Tensor) -> None:
         """Store `a @ b`, without a copy where the chunk's rows are adjacent."""
@@ -59,12 +66,12 @@ class SummedGradient:
     """The gradient of one parameter, summed over chunks in float32 or wider.
 
     Args:
-        leaf: the parameter; only its dtype is used.
+        leaf: the parameter; only its dtype is used, so it may be another slot.
         chunks: how many chunks there will be. The gradient of a single chunk needs no sum and stays in its own dtype.
     """
 
-    def __init__(self, leaf: Tensor, chunks: int) -> None:
-        self.dtype = leaf.dtype
+    def __init__(self, leaf: Tensor | SummedGradient, chunks: int) -> None:
+        self.dtype: torch.dtype = leaf.dtype
         self.chunks = chunks
         self.parts: list[Tensor] = []
         """The sum: as a whole, or its upper and lower rows, each half in memory of its own (`narrowed`)."""
@@ -128,16 +135,19 @@ class Gradients:
         per_token: Sequence[Tensor | None],
         params: Sequence[Tensor | None],
         wanted: Sequence[bool],
-        chunks: int,
+        chunks: Sequence[Chunk],
         scale: float | Tensor,
     ) -> None:
         rows_wanted = wanted[: len(per_token)]
         sums_wanted = wanted[len(per_token) :]
+        covered = cover(chunks, next(len(t) for t in per_token if t is not None))
         self.per_token = [
-            RowGradient(t) if t is not None and w else None for t, w in zip(per_token, rows_wanted, strict=True)
+            RowGradient(t, covered) if t is not None and w else None
+            for t, w in zip(per_token, rows_wanted, strict=True)
         ]
         self.params = [
-            SummedGradient(t, chunks) if t is not None and w else None for t, w in zip(params, sums_wanted, strict=True)
+            SummedGradient(t, len(chunks)) if t is not None and w else None
+            for t, w in zip(params, sums_wanted, strict=True)
         ]
         # Without dimensions, so that it can multiply a loss; a copy, because a GradScaler changes its tensor in place
         self.scale = scale.detach().clone().reshape(()) if isinstance(scale, Tensor) else scale

@@ -10,6 +10,7 @@ Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 
 from seqpar.core.chunked_gradient import (
     AutogradChunkLoss,
-    ChunkLoss,
     Leaves,
     PlainLeaves,
+    Walk,
     differentiable_sum,
     leaf_copies,
+    sum_over_chunks,
 )
-from seqpar.core.chunks import Chunk, cut_rows, cut_time, rows_per_chunk
+from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, rows_per_chunk
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
@@ -45,8 +47,7 @@ from seqpar.engine.shards import (
     scattered,
 )
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.inputs import Checked, Inputs, Settings, plan
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, plan
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_parts_replicable
 from seqpar.rows.criteria import ignored_target
@@ -82,17 +83,21 @@ def loss_over_devices(
         shards = _with_takers(head, shards)
     parts = parts_of(head)
     match = match_inputs(head, shards[0])
+    count = None
     if isinstance(match, FormulaMatch):
         check_parts_replicable(parts.modules)
         # Before shards are joined, because the errors name shapes and positions of the caller's batch
         check_width(shards, match.projection.weight.size(1))
-        check_targets(shards, match.vocab_size)
+        if len(shards) == 1 and cut.chunk_size is None:
+            # Read when everything else has been prepared; its error names positions in the only shard
+            count = count_late(shards[0].target, match.vocab_size, match.ignore_index)
+        if count is None:
+            check_targets(shards, match.vocab_size)
         check_class_weight(criterion, match.vocab_size)
         # Time steps are cut from (B, T), which joining shards would flatten
         if cut.chunk_size is None and len(shards) > 1:
             shards = one_for_each_device(shards)
         heads = heads_on(head, parts.parameters, shards)
-        facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
         refuse_cached(parts)
         situation = situation_of(parts, shards[0])
@@ -105,10 +110,10 @@ def loss_over_devices(
         facts = logit_facts(known, situation, found, heads, shards)
     jobs = []
     for replica, shard in zip(heads, shards, strict=True):
-        chunks = _chunks(shard.counted, facts, cut.chunk_tokens, cut.chunk_size)
         if isinstance(match, FormulaMatch):
-            jobs.append((*_linear_job(match.of_replica(replica), shard, chunks), loss_scale))
+            jobs.append((*_linear_job(match.of_replica(replica), shard, cut, count), loss_scale))
         else:
+            chunks = _chunks(shard.counted, facts, cut)
             params = parts.parameters if replica is head else list(replica.parameters())
             call_itself = replica is head and facts.keeps_nothing and not _fires_hooks(head, params)
             jobs.append((*_autograd_job(replica, params, shard, chunks, call_itself), loss_scale))
@@ -132,11 +137,11 @@ def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
     ]
 
 
-def _chunks(counted: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
+def _chunks(counted: Tensor, facts: LogitFacts, cut: Cut) -> list[Chunk]:
     """Return the chunks of a shard, given the mask of its tokens that are not ignored."""
-    if chunk_size is not None:
-        return cut_time(counted, chunk_size)
-    most = chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, counted.device.type)
+    if cut.chunk_size is not None:
+        return cut_time(counted, cut.chunk_size)
+    most = cut.chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, counted.device.type)
     return cut_rows(counted.flatten(), most)
 
 
@@ -164,16 +169,19 @@ def linear_loss(
     )
 
 
-Job = tuple[ChunkLoss, Sequence[Chunk], Leaves]
+Job = tuple[Walk, Sequence[Chunk], Leaves]
 """What `differentiable_sum` adds up on a device."""
 
 
-def _linear_job(here: FormulaMatch, shard: Shard, chunks: list[Chunk]) -> Job:
-    """Return what a device adds up in closed form, given the match of its replica."""
+def _linear_job(here: FormulaMatch, shard: Shard, cut: Cut, count: LateNumber | None) -> Job:
+    """Return what a device adds up in closed form, given the match of its replica; `count` as in `Checked`."""
     # The caller's whole batch has been checked before it was scattered
     inputs = Inputs(shard.hidden, here.projection.weight, shard.target, here.projection.bias)
-    settings = Settings(here.ignore_index, here.label_smoothing, here.smoothing_convention)
-    given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight)
+    settings = Settings(
+        here.ignore_index, here.label_smoothing, here.smoothing_convention, chunk_tokens=cut.chunk_tokens
+    )
+    given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight, count)
+    chunks = None if cut.chunk_size is None else cut_time(shard.counted, cut.chunk_size)
     return plan(inputs, settings, given, chunks)
 
 
@@ -212,7 +220,8 @@ def _autograd_job(
 
     empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
     rows = (*rows_of(shard), *criterion_rows_of(shard))
-    return AutogradChunkLoss(per_chunk, ends), chunks, PlainLeaves(rows, params, empty)
+    walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, ends))
+    return walk, chunks, PlainLeaves(rows, params, empty)
 
 
 def sum_on_first(losses: Sequence[TokenLoss]) -> TokenLoss:

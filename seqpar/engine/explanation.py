@@ -11,7 +11,7 @@ from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.token_loss import wide
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.probe import LogitFacts
-from seqpar.kernels.row_kernel import why_no_kernel
+from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
 from seqpar.linear.leaves import product_dtype
 
 
@@ -44,9 +44,11 @@ def explanation(
     how = how_it_is_computed(match, head, device_type)
     if chunk_size is not None:
         return f"{how}; {chunk_size} time steps of the batch at a time"
+    width = None
     if isinstance(match, FormulaMatch):
         facts = facts_of(match, latest)
-    return f"{how}; {how_it_is_cut(tokens, chunk_tokens, facts, device_type)}"
+        width = width_for_kernel(match.projection.weight.size(1), device_type)
+    return f"{how}; {how_it_is_cut(tokens, chunk_tokens, facts, device_type, width)}"
 
 
 def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, device_type: str) -> str:
@@ -55,18 +57,24 @@ def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, dev
         return f"by autograd, chunk by chunk ({match.reason})"
     how = f"by formula ({type(head['generator']).__name__}, {type(head['criterion']).__name__})"
     if not why_no_kernel(device_type):
-        return f"{how}, the softmax and its gradient in two Triton kernels"
+        return f"{how}, the loss and its gradient in one Triton kernel"
     if device_type != "cpu":
         return f"{how}, the softmax and its gradient in torch operations ({why_no_kernel(device_type)})"
     return how
 
 
-def how_it_is_cut(tokens: int, chunk_tokens: int | None, facts: LogitFacts | None, device_type: str) -> str:
-    """Return the number of chunks of so many tokens, and the memory of one chunk's logits, in words."""
+def how_it_is_cut(
+    tokens: int, chunk_tokens: int | None, facts: LogitFacts | None, device_type: str, width: int | None
+) -> str:
+    """Return the number of chunks of so many tokens, and the memory of one chunk's logits, in words.
+
+    Args:
+        width: as `rows_per_chunk`; logits that a kernel overwrites stay in their own dtype.
+    """
     if facts is None:
         return "the size of a chunk will be known after the first call"
-    rows = min(tokens, chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type))
-    size = rows * facts.vocab_size * wide(facts.dtype).itemsize
+    rows = min(tokens, chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type, width))
+    size = rows * facts.vocab_size * (wide(facts.dtype) if width is None else facts.dtype).itemsize
     chunks = -(-tokens // rows)
     word = "chunk" if chunks == 1 else "chunks"
     return (

@@ -1,4 +1,4 @@
-"""Call the Triton kernels that replace a dozen torch operations, on devices that have them.
+"""Call the Triton kernels that replace dozens of torch operations, on devices that have them.
 
 With `TRITON_INTERPRET=1` in the environment the same kernels run on the CPU, slowly, so that they can be tested without
 an accelerator.
@@ -43,6 +43,14 @@ def why_no_kernel(device_type: str) -> str:
     return ""
 
 
+def width_for_kernel(width: int, device_type: str) -> int | None:
+    """Return the width of the hidden states as `rows_per_chunk` takes it: None where no kernel overwrites the logits.
+
+    That includes Triton's interpreter on a CPU, whose chunks are a CPU's.
+    """
+    return None if device_type == "cpu" or why_no_kernel(device_type) else width
+
+
 def aligned(classes: int) -> int:
     """Return the distance in memory between rows of so many classes: the next multiple of `ALIGNED`."""
     return -(-classes // ALIGNED) * ALIGNED
@@ -74,7 +82,7 @@ class RowKernel:
         if function.weights is not None:
             self.weight_V = function.weights.weight_V
             excluded = function.weights.excluded
-        self.settings = {"softcap": softcap, "temperature": float(temperature), "excluded": excluded}
+        self.settings: dict[str, Any] = {"softcap": softcap, "temperature": float(temperature), "excluded": excluded}
 
     @staticmethod
     def knows(function: RowFunction) -> bool:
@@ -165,17 +173,30 @@ def _adjacent(numbers_K: Tensor | None) -> Tensor | None:
     return numbers_K.contiguous()
 
 
-def launch(kernel: Any, product_KV: Tensor, *arguments: object, **settings: object) -> None:
-    """Run a kernel with one program per row of the products."""
+def launch(kernel: Any, product_KV: Tensor, *arguments: object, most: int | None = None, **settings: object) -> None:
+    """Run a kernel with one program per row of the products, which has at most `most` classes at once."""
     rows, classes = product_KV.shape
-    block = min(LARGEST_BLOCK, 1 << max(0, classes - 1).bit_length())
     # The numbers between the last class and the next row belong to the row, so whole vectors may be read there
     width = min(product_KV.stride(0), aligned(classes))
-    warps = max(1, block // (32 * CLASSES_A_THREAD))
     strided = (product_KV, product_KV.stride(0), classes, width)
+    run_programs(kernel, rows, classes, product_KV.device, *strided, *arguments, most=most, **settings)
+
+
+def run_programs(
+    kernel: Any,
+    programs: int,
+    numbers: int,
+    device: torch.device,
+    *arguments: object,
+    most: int | None = None,
+    **settings: object,
+) -> None:
+    """Run a kernel that reads so many numbers in each program, at most `most` of them at once."""
+    block = min(most or LARGEST_BLOCK, 1 << max(0, numbers - 1).bit_length())
+    warps = max(1, block // (32 * CLASSES_A_THREAD))
     # Triton launches on the current device, which need not be the tensors'
-    with _current_device(product_KV.device):
-        kernel[(rows,)](*strided, *arguments, **settings, BLOCK=block, num_warps=warps)
+    with _current_device(device):
+        kernel[(programs,)](*arguments, **settings, BLOCK=block, num_warps=warps)
 
 
 def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -1,9 +1,11 @@
-"""Compute the scores of a chunk's rows from their products, and the products' gradient, in two Triton kernels.
+"""Compute the scores of a chunk's rows from their products, and the products' gradient, in Triton kernels.
 
-Each row of the products has a program of its own; a row is read twice and written once. A third kernel reads it once
-more where the target's rank is wanted.
+Each row of the products has a program of its own. Where the loss's derivatives are known together with its row, one
+kernel computes sums, loss and gradient: a row is read from memory once and written once, because its second reading
+finds it in the second cache. Otherwise there are two, one for the sums and one for the gradient. A further one reads a
+row once more where the target's rank is wanted.
 
-The first kernel reads a row once. For each lane it keeps a running maximum m, and two sums relative to it: s of
+The sums are taken in one pass. For each lane it keeps a running maximum m, and two sums relative to it: s of
 exponentials, as in Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax"), and t for the entropy.
 With d = -|z - m|, one exponential per logit z serves both:
 
@@ -12,8 +14,8 @@ With d = -|z - m|, one exponential per logit z serves both:
 
     in the end   log S = log s,   mean = t / s = sum_k p_k (z_k - m)
 
-The second kernel overwrites the product with the gradient. It needs no sum over the row again. The formulas are those
-of `seqpar.rows.scores`, and tests compare the two.
+Then the product is overwritten with the gradient, which needs no sum over the row again. The formulas are those of
+`seqpar.rows.scores` and `seqpar.rows.smoothing`, and tests compare them.
 
 Only `seqpar.kernels.row_kernel` imports this module, if Triton is installed.
 
@@ -72,7 +74,8 @@ def _class_weights(weight_ptr, k, here, excluded: constexpr, dtype: constexpr):
         included = here & (k != excluded)
     w = included.to(dtype)
     if weight_ptr is not None:
-        w *= tl.load(weight_ptr + k, here, other=0.0).to(dtype)
+        # The excluded class's own weight may be inf or nan
+        w *= tl.load(weight_ptr + k, included, other=0.0).to(dtype)
     return w
 
 
@@ -93,10 +96,23 @@ def _finite(d):
     return tl.where(d < -1e4, -1e4, d)
 
 
+@triton.jit
+def _sum_step(z, k, best, total, moment, argbest, ENTROPY: constexpr):
+    """Return each lane's m, s, t (with ENTROPY) and the lowest class that has m, one logit later."""
+    larger = z > best
+    # If both are -inf, their difference is nan; whatever the lane adds is multiplied by 0 in the end
+    d = tl.where(z == best, 0.0, _finite(-tl.abs(z - best)))
+    shrink = tl.exp(d)
+    if ENTROPY:
+        moment = tl.where(larger, shrink * (moment + d * total), moment + d * shrink)
+    total = tl.where(larger, total * shrink + 1.0, total + shrink)
+    return tl.where(larger, z, best), total, moment, tl.where(larger, k, argbest)
+
+
 # Numbers of a chunk's rows begin anywhere in those of all rows; their alignment shall make no kernel of its own
 _ROWS = [
     "index_ptr", "factor_ptr", "temperature_ptr", "best_ptr", "log_sum_ptr", "all_ptr", "mean_ptr", "entropy_ptr",
-    "weighted_ptr", "gold_ptr", "before_ptr",
+    "weighted_ptr", "gold_ptr", "before_ptr", "target_ptr", "token_ptr",
 ]  # fmt: skip
 
 
@@ -147,16 +163,7 @@ def _row_sums(
             # A logit may be -inf, and 0 x inf is nan
             sum_ += tl.where(w != 0, w * z, 0.0)
         z = tl.where(here, z, float("-inf"))
-        larger = z > best
-        # If both are -inf, their difference is nan; whatever the lane adds is multiplied by 0 in the end
-        d = tl.where(z == best, 0.0, _finite(-tl.abs(z - best)))
-        shrink = tl.exp(d)
-        if ENTROPY:
-            moment = tl.where(larger, shrink * (moment + d * total), moment + d * shrink)
-        total = tl.where(larger, total * shrink + 1.0, total + shrink)
-        if ARGBEST:
-            argbest = tl.where(larger, k, argbest)
-        best = tl.where(larger, z, best)
+        best, total, moment, argbest = _sum_step(z, k, best, total, moment, argbest, ENTROPY)
     # Each lane has a maximum and sums of its own
     row_best = tl.max(best, 0)
     d = _finite(best - row_best)
@@ -282,3 +289,204 @@ def _row_gradient(
         # 0 between two rows, where a product may read
         grad = tl.where(k < V, grad, 0.0)
         tl.store(grad_ptr + k, grad.to(grad_ptr.dtype.element_ty), k < WIDTH)
+
+
+@triton.jit
+def _number(high, low, dtype: constexpr):
+    """Return a number that the host passes as two float32, because Triton takes no float64."""
+    return tl.full([], 0.0, dtype) + high + low
+
+
+@triton.jit
+def _sums_of(
+    x_ptr, bias_ptr, weight_ptr, V: constexpr, WIDTH: constexpr, softcap: constexpr, temperature: constexpr,
+    excluded: constexpr, SMOOTH: constexpr, BLOCK: constexpr, dtype: constexpr
+):  # fmt: skip
+    """Return a row's m, log S and the lowest class that has m, and with SMOOTH sum_k w_k z_k."""
+    best = tl.full([BLOCK], float("-inf"), dtype)
+    total = tl.zeros([BLOCK], dtype)
+    argbest = tl.zeros([BLOCK], tl.int32)
+    sum_ = tl.zeros([BLOCK], dtype)
+    for start in range(0, V, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        here = k < V
+        z, _ = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
+        if SMOOTH:
+            w = _class_weights(weight_ptr, k, here, excluded, dtype)
+            # A logit may be -inf, and 0 x inf is nan
+            sum_ += tl.where(w != 0, w * z, 0.0)
+        z = tl.where(here, z, float("-inf"))
+        best, total, _, argbest = _sum_step(z, k, best, total, total, argbest, False)
+    row_best = tl.max(best, 0)
+    log_sum = tl.log(tl.sum(total * tl.exp(_finite(best - row_best)), 0))
+    return row_best, log_sum, tl.min(tl.where(best == row_best, argbest, V), 0), tl.sum(sum_, 0)
+
+
+@triton.jit
+def _loss_of(
+    log_prob, lse, sum_, share, W, gold, each, z_loss, kl_gold, kl_each, SMOOTH: constexpr, Z_LOSS: constexpr,
+    KL: constexpr
+):  # fmt: skip
+    """Return a row's loss, and the factor of p_k in its gradient; `share` is w_y."""
+    loss = -gold * share * log_prob
+    slope = gold * share
+    if SMOOTH:
+        # - each sum_k w_k log p_k
+        loss -= each * (sum_ - W * lse)
+        slope += each * W
+    if KL:
+        loss += (kl_gold - kl_each) * share
+        if SMOOTH:
+            loss += kl_each * W
+    if Z_LOSS:
+        loss += z_loss * lse * lse
+        slope += 2 * z_loss * lse
+    return loss, slope
+
+
+@triton.jit
+def _overwrite(
+    x_ptr, bias_ptr, weight_ptr, V: constexpr, WIDTH: constexpr, softcap: constexpr, temperature: constexpr,
+    excluded: constexpr, SMOOTH: constexpr, BLOCK: constexpr, dtype: constexpr, best, p_factor, target, u, v, classes
+):  # fmt: skip
+    """Overwrite a row's product by its gradient, p_k slope - w_k each - [k = y] gold w_y times softcap's derivative."""
+    for start in range(0, V, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        z, derivative = _logits(x_ptr, bias_ptr, k, k < WIDTH, k < V, softcap, temperature, dtype)
+        grad = tl.exp(_finite(z - best)) * p_factor
+        if SMOOTH:
+            grad -= v * _class_weights(weight_ptr, k, k < V, excluded, dtype)
+        grad -= tl.where(k == target, u, 0.0)
+        if softcap is not None:
+            grad *= derivative
+        if temperature != 1.0:
+            grad = grad / temperature
+        # 0 between two rows, where a product may read
+        grad = tl.where(k < classes, grad, 0.0)
+        tl.store(x_ptr + k, grad.to(x_ptr.dtype.element_ty), k < WIDTH)
+
+
+@triton.jit(do_not_specialize=["out_stride", "first", "place"], do_not_specialize_on_alignment=_ROWS)
+def _row_loss(
+    x_ptr,
+    x_stride,
+    V: constexpr,
+    WIDTH: constexpr,
+    target_ptr,
+    token_ptr,
+    first,
+    bias_ptr,
+    weight_ptr,
+    total_ptr,
+    scale_ptr,
+    out_ptr,
+    out_stride,
+    place,
+    gold_high,
+    gold_low,
+    each_high,
+    each_low,
+    z_loss_high,
+    z_loss_low,
+    kl_gold_high,
+    kl_gold_low,
+    kl_each_high,
+    kl_each_low,
+    total_high,
+    total_low,
+    ignored: constexpr,
+    softcap: constexpr,
+    temperature: constexpr,
+    excluded: constexpr,
+    SMOOTH: constexpr,
+    Z_LOSS: constexpr,
+    KL: constexpr,
+    GRADIENT: constexpr,
+    BLOCK: constexpr,
+):
+    """Store a row's loss times its token weight, -log_prob, whether it is correct, and the loss; overwrite its product.
+
+    With GRADIENT the product becomes its own gradient times scale and token weight. A row whose target is `ignored` has
+    0 everywhere, whatever its products are. The numbers are those of `SoftTarget`; W is at `total_ptr` if there is one.
+    """
+    dtype: constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    target = tl.load(target_ptr + first + row)
+    inside = (target >= 0) & (target < V)
+    # Read before the reductions, whose barriers keep other warps from overwriting it earlier. While a CUDA graph is
+    # recorded no class can be checked; nan shows one outside the vocabulary
+    zy, _ = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
+    zy = tl.where(inside, zy, float("nan"))
+    best, log_sum, first_best, sum_ = _sums_of(
+        x_ptr, bias_ptr, weight_ptr, V, WIDTH, softcap, temperature, excluded, SMOOTH, BLOCK, dtype
+    )  # fmt: skip
+    log_prob = (zy - best) - log_sum
+    share = tl.full([], 1.0, dtype)
+    if weight_ptr is not None:
+        share = tl.load(weight_ptr + target, inside, other=0.0).to(dtype)
+    W = _number(total_high, total_low, dtype)
+    if total_ptr is not None:
+        W = tl.load(total_ptr).to(dtype)
+    gold = _number(gold_high, gold_low, dtype)
+    each = _number(each_high, each_low, dtype)
+    z_loss = _number(z_loss_high, z_loss_low, dtype)
+    kl_gold = _number(kl_gold_high, kl_gold_low, dtype)
+    kl_each = _number(kl_each_high, kl_each_low, dtype)
+    loss, slope = _loss_of(
+        log_prob, best + log_sum, sum_, share, W, gold, each, z_loss, kl_gold, kl_each, SMOOTH, Z_LOSS, KL
+    )  # fmt: skip
+    counted = target == target
+    if ignored is not None:
+        counted = target != ignored
+    a = tl.full([], 1.0, dtype)
+    out_ptr += place + row
+    if token_ptr is not None:
+        a = tl.load(token_ptr + first + row).to(dtype)
+        # d (a loss) / d a
+        tl.store(out_ptr + 3 * out_stride, tl.where(counted, loss, 0.0))
+    tl.store(out_ptr, tl.where(counted, a * loss, 0.0))
+    tl.store(out_ptr + out_stride, tl.where(counted, -log_prob, 0.0))
+    tl.store(out_ptr + 2 * out_stride, (counted & (first_best == target)).to(dtype))
+    if GRADIENT:
+        if scale_ptr is not None:
+            a *= tl.load(scale_ptr).to(dtype)
+        # No class of a row that does not count has a gradient, whatever its products are
+        classes = tl.where(counted, V, 0)
+        _overwrite(
+            x_ptr, bias_ptr, weight_ptr, V, WIDTH, softcap, temperature, excluded, SMOOTH, BLOCK, dtype, best,
+            tl.exp(-log_sum) * slope * a, target, gold * share * a, each * a, classes
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "ignore_index"], do_not_specialize_on_alignment=["target_ptr"])
+def _count_targets(target_ptr, rows, classes, ignore_index, count_ptr, BLOCK: constexpr):
+    """Store how many targets are not ignored; below 0 if one of those is no class."""
+    counted = tl.zeros([BLOCK], tl.int64)
+    outside = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        there = row < rows
+        target = tl.load(target_ptr + row, there, other=0)
+        counts = there & (target != ignore_index)
+        counted += counts.to(tl.int64)
+        outside += (counts & ((target < 0) | (target >= classes))).to(tl.int64)
+    wrong = tl.sum(outside, 0)
+    tl.store(count_ptr, tl.where(wrong > 0, -wrong, tl.sum(counted, 0)))
+
+
+@triton.jit
+def _scaled_rows(x_ptr, x_stride, factor_ptr, out_ptr, out_stride, beside_ptr, D: constexpr, BLOCK: constexpr):
+    """Store D numbers of a row times a factor, and the number after them where there is a place for it."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    out_ptr += row * out_stride
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    for start in range(0, D, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + k, k < D, other=0.0)
+        tl.store(out_ptr + k, (x * factor).to(out_ptr.dtype.element_ty), k < D)
+    if beside_ptr is not None:
+        tl.store(beside_ptr + row, (tl.load(x_ptr + D) * factor).to(beside_ptr.dtype.element_ty))

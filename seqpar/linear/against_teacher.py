@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,13 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_floating, check_one_device, check_shapes
-from seqpar.core.chunked_gradient import differentiable_sum
+from seqpar.core.chunked_gradient import differentiable_sum, sum_over_chunks
 from seqpar.core.chunks import Chunk, recording
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.collectives import group_max, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import BlockLoss, Factor, StoredLoss
-from seqpar.linear.inputs import Inputs, Settings, planned
+from seqpar.linear.inputs import Checked, Inputs, Settings, planned
 from seqpar.linear.projection import Projection
 from seqpar.linear.teachers import slack
 from seqpar.rows.divergences import RowTerms, logits_gradient_
@@ -34,16 +35,17 @@ from seqpar.rows.scores import RowFunction, RowSums
 def loss_against_teacher(
     inputs: Inputs,
     settings: Settings,
-    shard: VocabShard,
+    given: Checked,
     teacher: AgainstHead | AgainstLogProbs,
     terms: RowTerms,
     loss_scale: float | Tensor,
 ) -> TokenLoss:
     """Return the summed divergence of arguments that have been checked."""
-    leaves, chunks, student, target_N, split, ignored = planned(inputs, settings, shard)
+    leaves, chunks, student, target_N, split, ignored = planned(inputs, settings, given)
     function = RowFunction(shifted=True, correct=True, split=split)
-    rows_loss = AgainstRows(student, function, terms, teacher, shard)
-    return differentiable_sum(StoredLoss(student, rows_loss, target_N, ignored), chunks, leaves, loss_scale)
+    rows_loss = AgainstRows(student, function, terms, teacher, given.shard)
+    walk = partial(sum_over_chunks, StoredLoss(student, rows_loss, target_N, ignored))
+    return differentiable_sum(walk, chunks, leaves, loss_scale)
 
 
 class AgainstRows:

@@ -13,12 +13,13 @@ picked classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import Rows
+from seqpar.core.chunked_gradient import Rows, Walk, sum_over_chunks
 from seqpar.core.chunks import Chunk
 from seqpar.core.graphs import without_autocast
 from seqpar.core.stored_gradients import Gradients
@@ -250,7 +251,9 @@ def scored_chunks(
     ignored: int | None,
     ids_NJ: Tensor | None = None,
     temperature_N: Tensor | None = None,
-) -> StoredLoss:
-    """Return the chunk loss that is a function of each row's scores; the arguments are those of the classes above."""
+) -> Walk:
+    """Return the walk over a loss of each row's scores; the arguments are those of the classes above."""
     rows = ProjectedRows(projection, function._replace(correct=True))
-    return StoredLoss(projection, ScoredRows(rows, loss, ids_NJ, temperature_N), target_N, ignored)
+    return partial(
+        sum_over_chunks, StoredLoss(projection, ScoredRows(rows, loss, ids_NJ, temperature_N), target_N, ignored)
+    )

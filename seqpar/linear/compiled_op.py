@@ -105,8 +105,8 @@ def _operator(
     # Autocast does not cast float64, and does not accept it as its dtype
     cast_to = None if dtype == torch.float64 else dtype
     with torch.autocast(hidden.device.type, cast_to, enabled=autocast):
-        chunk_loss, chunks, leaves = plan(inputs, settings, checked(inputs, settings, None, loss_scale))
-    loss, gradients = loss_and_gradients(chunk_loss, chunks, leaves, LinearWanted(*wanted), loss_scale)
+        walk, chunks, leaves = plan(inputs, settings, checked(inputs, settings, None, loss_scale))
+    loss, gradients = loss_and_gradients(walk, chunks, leaves, LinearWanted(*wanted), loss_scale)
     assert loss.nll is not None
     assert loss.correct is not None
     return _Results(

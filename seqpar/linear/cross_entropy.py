@@ -5,6 +5,9 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
 from seqpar.linear.few_classes import soft_cross_entropy
 from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
+from seqpar.linear.least_memory import check_memory, least_memory
 from seqpar.linear.teachers import SparseTarget
 from seqpar.rows.conventions import Convention
 
@@ -37,6 +41,8 @@ def linear_cross_entropy(
     loss_scale: float | Tensor = 1.0,
     chunk_tokens: int | None = None,
     vocab: VocabShard | None = None,
+    memory: Literal["least"] | None = None,
+    weight_grad: Tensor | None = None,
 ) -> TokenLoss:
     """Return the summed cross-entropy of `hidden @ weight.T + bias`, while one chunk's logits exist at a time.
 
@@ -85,6 +91,10 @@ def linear_cross_entropy(
             rounding); weight and bias are this rank's rows, and class_weight is for this rank's classes, or for all.
             Costs one all-gather per chunk, one small one per call (with class weights two all-reduces more), and one
             all-reduce of the hidden gradient per backward.
+        memory: "least" computes the logits again in backward, over tiles of the vocabulary: four products instead of
+            three, and no float32 sum of the weight's gradient. Not with `soft_target`.
+        weight_grad: with `memory="least"`, a float32 tensor of weight's shape (float64 for a float64 weight) that
+            backward adds the weight's gradient into, such as Megatron's `main_grad`; `weight.grad` stays as it is.
 
     Returns:
         `TokenLoss`, the same on every rank of the group: `total` in float32 or wider; `nll` without smoothing, weights
@@ -92,8 +102,8 @@ def linear_cross_entropy(
         several are. `total` can be differentiated once.
 
     Under autocast the products are in autocast's dtype, as those of `F.linear`. Under `torch.compile` the loss is one
-    operator of the graph (it works with `fullgraph=True`) with the same numbers; with a split vocabulary or a soft
-    target it runs between two graphs.
+    operator of the graph (it works with `fullgraph=True`) with the same numbers; with a split vocabulary, a soft target
+    or `memory` it runs between two graphs.
 
     Raises:
         TypeError: an argument that is not a dense tensor or not a number; a float target; tensors of different dtypes;
@@ -114,11 +124,11 @@ def linear_cross_entropy(
     """
     settings = Settings(ignore_index, label_smoothing, smoothing_convention, z_loss, softcap, temperature, chunk_tokens)
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
-    if torch.compiler.is_compiling() and vocab is None and soft_target is None:
+    if torch.compiler.is_compiling() and vocab is None and soft_target is None and memory is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
     if torch.compiler.is_compiling():
-        return _between_graphs(inputs, settings, soft_target, loss_scale, vocab)
-    return _chunked(inputs, settings, soft_target, loss_scale, vocab)
+        return _between_graphs(inputs, settings, soft_target, loss_scale, vocab, memory, weight_grad)
+    return _chunked(inputs, settings, soft_target, loss_scale, vocab, memory, weight_grad)
 
 
 def _chunked(
@@ -127,13 +137,19 @@ def _chunked(
     soft_target: SparseTarget | None,
     loss_scale: float | Tensor,
     vocab: VocabShard | None,
+    memory: str | None,
+    weight_grad: Tensor | None,
 ) -> TokenLoss:
     """Return the loss, chunk by chunk."""
     inputs, vocab = local_tensors(inputs, vocab)
+    if memory is not None or weight_grad is not None:
+        check = partial(check_memory, memory, weight_grad, soft_target, inputs)
+        given = checked(inputs, settings, vocab, loss_scale, further=check, facts=lambda: {"memory": memory})
+        return least_memory(inputs, settings, given, weight_grad)
     if soft_target is not None:
         return soft_cross_entropy(inputs, settings, soft_target, loss_scale, vocab)
-    chunk_loss, chunks, leaves = plan(inputs, settings, checked(inputs, settings, vocab, loss_scale))
-    return differentiable_sum(chunk_loss, chunks, leaves, loss_scale)
+    walk, chunks, leaves = plan(inputs, settings, checked(inputs, settings, vocab, loss_scale))
+    return differentiable_sum(walk, chunks, leaves, loss_scale)
 
 
 _between_graphs = outside_graphs(_chunked)

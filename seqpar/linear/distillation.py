@@ -118,13 +118,13 @@ def linear_distillation(
     def facts() -> Mapping[str, object]:
         return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
 
-    shard = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts).shard
+    given = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts)
     terms = row_terms(divergence, beta)
     if isinstance(teacher, TeacherTopK):
         ids_NC = teacher.ids.detach().flatten(0, -2).long()
-        log_q_NC = _log_q(teacher, ids_NC, shard.vocab_size).to(wide(product_dtype(hidden)))
-        return loss_on_few_classes(inputs, settings, shard, DivergenceOfScores(terms), ids_NC, log_q_NC, loss_scale)
-    return loss_against_teacher(inputs, settings, shard, _dense(teacher, inputs, settings), terms, loss_scale)
+        log_q_NC = _log_q(teacher, ids_NC, given.shard.vocab_size).to(wide(product_dtype(hidden)))
+        return loss_on_few_classes(inputs, settings, given, DivergenceOfScores(terms), ids_NC, log_q_NC, loss_scale)
+    return loss_against_teacher(inputs, settings, given, _dense(teacher, inputs, settings), terms, loss_scale)
 
 
 def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: VocabShard) -> None:

@@ -24,7 +24,7 @@ from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
-from seqpar.linear.inputs import Inputs, Settings, checked, checksum, planned
+from seqpar.linear.inputs import Checked, Inputs, Settings, checked, checksum, planned
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.teachers import SparseTarget, check_sparse_target, sparse_probs
 from seqpar.rows.divergences import RowTerms, logits_gradient_
@@ -76,7 +76,7 @@ class DivergenceOfScores:
 def loss_on_few_classes(
     inputs: Inputs,
     settings: Settings,
-    shard: VocabShard,
+    given: Checked,
     loss: LossOfScores,
     ids_NC: Tensor,
     values_NC: Tensor,
@@ -88,11 +88,11 @@ def loss_on_few_classes(
         ids_NC: the given classes of all rows; -1 fills up a row.
         values_NC: the loss's per-token tensor. With a column more than ids_NC it has the rest as one class.
     """
-    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, shard)
+    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, given)
     leaves = leaves._replace(per_token=(values_NC,))
     function = RowFunction(rest=values_NC.size(1) > ids_NC.size(1), gaps=True, split=split)
-    chunk_loss = scored_chunks(projection, function, loss, target_N, ignored, ids_NC)
-    return differentiable_sum(chunk_loss, chunks, leaves, loss_scale)
+    walk = scored_chunks(projection, function, loss, target_N, ignored, ids_NC)
+    return differentiable_sum(walk, chunks, leaves, loss_scale)
 
 
 def soft_cross_entropy(
@@ -118,10 +118,10 @@ def soft_cross_entropy(
             "soft_target.probs": sparse_probs(soft_target),
         }
 
-    shard = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts).shard
+    given = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts)
     ids_NC = soft_target.ids.detach().flatten(0, -2).long()
     probs_NC = sparse_probs(soft_target).flatten(0, -2)
     q_NC = probs_NC.to(wide(product_dtype(inputs.hidden)))
     return loss_on_few_classes(
-        inputs, settings, shard, SoftTargetOfScores(float(settings.z_loss)), ids_NC, q_NC, loss_scale
+        inputs, settings, given, SoftTargetOfScores(float(settings.z_loss)), ids_NC, q_NC, loss_scale
     )

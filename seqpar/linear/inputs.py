@@ -28,11 +28,15 @@ from seqpar.core.checks import (
     is_dtensor,
     refuse_transforms,
 )
-from seqpar.core.chunks import Chunk, cut_rows, recording, rows_per_chunk
+from seqpar.core.chunked_gradient import Walk
+from seqpar.core.chunks import Chunk, LateNumber, cut_rows, even_slices, recording, rows_per_chunk
 from seqpar.core.token_loss import mark_same_on, wide
 from seqpar.distributed.collectives import copy_to_group, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
-from seqpar.linear.chunk_loss import StoredLoss, scored_chunks
+from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
+from seqpar.kernels.row_loss import count_targets
+from seqpar.linear.chunk_loss import scored_chunks
+from seqpar.linear.fused_loss import FusedLoss
 from seqpar.linear.leaves import LinearLeaves, product_dtype
 from seqpar.linear.projection import Projection
 from seqpar.rows.conventions import Convention
@@ -96,12 +100,14 @@ class Checked(NamedTuple):
     """The target distribution; its excluded class is counted from this rank's first."""
     class_weight: Tensor | None
     """Those of this rank's classes."""
+    on_its_way: LateNumber | None = None
+    """How many targets are not ignored, below 0 if one of those is no class; None if that has been read."""
 
 
 def planned(
     inputs: Inputs,
     settings: Settings,
-    shard: VocabShard,
+    given: Checked,
     dtype: torch.dtype | None = None,
     chunks: Sequence[Chunk] | None = None,
 ) -> Planned:
@@ -112,21 +118,26 @@ def planned(
         chunks: None cuts those rows that are not ignored.
     """
     hidden = inputs.hidden
+    shard = given.shard
     target_N = inputs.target.flatten().long()
     dtype = dtype or product_dtype(hidden)
     softcap = None if settings.softcap is None else float(settings.softcap)
     projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
     # A group of one rank has all classes and needs no sums over ranks
-    split = shard if world_size(shard.group) > 1 else None
+    split = None
+    if shard.group is not None and world_size(shard.group) > 1:
+        split = shard
     if chunks is None:
         # Every rank must cut the same chunks, also where ranks have different numbers of classes
-        most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
-        chunks = cut_rows(target_N != settings.ignore_index, most)
+        kind = hidden.device.type
+        width = width_for_kernel(hidden.size(-1), kind)
+        most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, kind, width)
+        chunks = _cut(inputs.target, settings.ignore_index, given, most)
     # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = settings.ignore_index if recording(hidden.device) else None
-    # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
-    hidden = copy_to_group(hidden, shard.group)
     if split is not None:
+        # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
+        hidden = copy_to_group(hidden, shard.group)
         mark_same_on(hidden, world_size(shard.group))
     hidden_ND = hidden.flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
@@ -134,16 +145,32 @@ def planned(
     return Planned(leaves, chunks, projection, target_N, split, ignored)
 
 
+def _cut(target: Tensor, ignore_index: int, given: Checked, most: int) -> Sequence[Chunk]:
+    """Return the rows whose target is not ignored, in chunks of at most `most`; IndexError where one is no class."""
+    count = None
+    if given.on_its_way is not None:
+        count = given.on_its_way.read()
+        if count == target.numel():
+            return even_slices(count, most)
+    target = target.long()
+    counted = target != ignore_index
+    if count is not None and count < 0:
+        check_range(target, counted, given.shard.vocab_size)
+    return cut_rows(counted.flatten(), most, count)
+
+
 def plan(
     inputs: Inputs, settings: Settings, given: Checked, chunks: Sequence[Chunk] | None = None
-) -> tuple[StoredLoss, Sequence[Chunk], LinearLeaves]:
-    """Return the function that computes a chunk's loss, the chunks of rows, and the tensors with one row per token.
+) -> tuple[Walk, Sequence[Chunk], LinearLeaves]:
+    """Return the walk over the chunks, the chunks of rows, and the tensors with one row per token.
 
     Args:
         chunks: None cuts those rows that are not ignored.
     """
-    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, given.shard, chunks=chunks)
-    weights, gold_weight_N = _weights_of_classes(given, target_N, split, wide(projection.weight_VD.dtype))
+    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, given, chunks=chunks)
+    if split is None and not why_no_kernel(target_N.device.type):
+        return _fused(given, projection, target_N, settings.ignore_index, ignored is not None), chunks, leaves
+    weights, gold_weight_N = weights_of_classes(given, target_N, split, wide(projection.weight_VD.dtype))
     if gold_weight_N is not None:
         leaves = leaves._replace(per_token=(gold_weight_N,))
     function = RowFunction(weights=weights, split=split)
@@ -151,7 +178,18 @@ def plan(
     return scored_chunks(projection, function, loss, target_N, ignored), chunks, leaves
 
 
-def _weights_of_classes(
+def _fused(given: Checked, projection: Projection, target_N: Tensor, ignore_index: int, in_chunks: bool) -> FusedLoss:
+    """Return the walk with one kernel for a chunk's loss and gradient."""
+    weight_V = given.class_weight
+    if weight_V is not None:
+        weight_V = weight_V.detach().to(wide(projection.weight_VD.dtype)).contiguous()
+    weights = class_weights(given.q, weight_V)
+    count = None if given.on_its_way is None else given.on_its_way.on_device
+    of_all = None if weights is None else weights.total
+    return FusedLoss(projection, given.q, weight_V, of_all, target_N, count, ignore_index, in_chunks)
+
+
+def weights_of_classes(
     given: Checked, target_N: Tensor, split: VocabShard | None, dtype: torch.dtype
 ) -> tuple[ClassWeights | None, Tensor | None]:
     """Return the weights of this rank's classes with their sum over all ranks, and that of each target's class."""
@@ -236,12 +274,23 @@ def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Chec
     )
     # In the target's own dtype -100 may be another number, such as 156 in uint8
     target = inputs.target.long()
-    check_range(target, target != settings.ignore_index, shard.vocab_size)
+    count = None
+    if vocab is None:
+        count = count_late(target, rows, settings.ignore_index)
+    if count is None:
+        check_range(target, target != settings.ignore_index, shard.vocab_size)
     # Counted from this rank's first class; only one rank has the excluded class
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
-    return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V)
+    return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V, count)
+
+
+def count_late(target: Tensor, vocab_size: int, ignore_index: int) -> LateNumber | None:
+    """Return how many targets are not ignored, as `Checked` has it; None where no kernel counts them."""
+    if recording(target.device) or why_no_kernel(target.device.type):
+        return None
+    return LateNumber(count_targets(target.flatten().contiguous(), vocab_size, ignore_index))
 
 
 def _compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:

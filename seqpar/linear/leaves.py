@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import ChunkLoss, sum_over_chunks
+from seqpar.core.chunked_gradient import Walk
 from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient
 from seqpar.core.token_loss import TokenLoss
@@ -84,7 +84,7 @@ class LinearGradients(NamedTuple):
 
 
 def loss_and_gradients(
-    chunk_loss: ChunkLoss,
+    walk: Walk,
     chunks: Sequence[Chunk],
     leaves: LinearLeaves,
     wanted: LinearWanted,
@@ -93,9 +93,9 @@ def loss_and_gradients(
     """Return the summed loss of all chunks and its gradients times `scale`, outside autograd."""
     constants = (False,) * len(leaves.per_token)
     wanted_in_order = (wanted.hidden, wanted.token_weight, *constants, wanted.weight, wanted.bias)
-    gradients = Gradients(leaves.of_tokens, leaves.params, wanted_in_order, len(chunks), scale)
+    gradients = Gradients(leaves.of_tokens, leaves.params, wanted_in_order, chunks, scale)
     stored = gradients if any(wanted) else None
-    loss = sum_over_chunks(chunk_loss, chunks, leaves, stored)
+    loss = walk(chunks, leaves, stored)
     slots = LinearSlots.of(gradients)
     return loss, LinearGradients(
         hidden=_released(slots.hidden, leaves.hidden),

@@ -44,8 +44,9 @@ class Projection:
         softcap: float | None,
         temperature: float,
     ) -> None:
-        self.weight_VD = weight.detach().to(dtype)
-        self.bias_V = None if bias is None else bias.detach().to(dtype)
+        # Products are taken where autograd is off; only a cast would be recorded here
+        self.weight_VD = weight if weight.dtype == dtype else weight.detach().to(dtype)
+        self.bias_V = bias if bias is None or bias.dtype == dtype else bias.detach().to(dtype)
         self.softcap = softcap
         self.temperature = temperature
         # Only the CPU's softmax is known to work in place; other devices' allocators reuse memory anyway

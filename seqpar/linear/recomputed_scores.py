@@ -8,12 +8,12 @@ ways to the gradient of hidden, G' = d / d product being G times the derivative 
 
     backward computes the product again:      d hidden = G' @ weight,  d weight = G'.T @ hidden
     with a frozen projection, forward keeps   A = (d log_prob / d product) @ weight
-                                              Q = (d entropy / d product) @ weight
-                           and backward has   d hidden_i = (u_i + sum_j g_ij) A_i + h_i Q_i
+                           and backward has   d hidden_i = (u_i + sum_j g_ij) A_i
                                                            + sum_j g_ij (c_ij weight_(id_ij) - c_i weight_(y_i))
 
-where c is the derivative of cap over the temperature, at the target or at the given class. Row i of A and Q does not
-depend on any upstream factor, so that no second product is needed.
+where c is the derivative of cap over the temperature, at the target or at the given class. Row i of A does not depend
+on any upstream factor, so that no second product is needed. Nor does that of the entropy's, but keeping it would take a
+third product either way, and read or write the logits five times in place of three.
 
 Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V vocabulary (this rank's
 classes, if it is split), J given classes, P = 1 + J.
@@ -41,15 +41,8 @@ class HiddenSlots(NamedTuple):
 
     log_prob: RowGradient
     """A."""
-    entropy: RowGradient | None
-    """Q; None if no entropy is wanted."""
     slope_NP: Tensor
     """c at the target and at each given class."""
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return A, Q and the slopes."""
-        of_entropy = None if self.entropy is None else self.entropy.rows
-        return self.log_prob.rows, of_entropy, self.slope_NP
 
 
 class RecomputedScores:
@@ -76,33 +69,18 @@ class RecomputedScores:
         hidden_KD = self.prepared(hidden_KD, chunk)
         with torch.autocast(hidden_KD.device.type, enabled=False):
             product_KV = self.rows.product(hidden_KD)
-            entropy_KV = None
-            if kept is not None and kept.entropy is not None:
-                entropy_KV = self.projection.buffer("entropy", len(hidden_KD), product_KV.dtype)
-            blocks = self._blocks(product_KV, chunk, entropy_KV)
-            together = joined([self._block_sums(block, kept is not None) for block in blocks])
+            together = joined([self._block_sums(block, kept is not None) for block in self._blocks(product_KV, chunk)])
             if kept is not None:
                 kept.slope_NP[chunk] = self._slope(chunk, together.picked_NP)
                 kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
-            if kept is not None and kept.entropy is not None and entropy_KV is not None:
-                kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
         return together
 
     def _block_sums(self, block: _Block, own_gradients: bool) -> RowSums:
-        """Return the sums of some rows.
-
-        With `own_gradients`, their products are overwritten by d log_prob / d product, and the block's second ones by
-        d entropy / d product.
-        """
+        """Return the sums of some rows; with `own_gradients`, overwrite their products by d log_prob / d product."""
         rows = (block.product, block.picked, block.temperature)
-        read, sums = self.rows.sums(*rows, again=block.entropy_product is not None)
+        read, sums = self.rows.sums(*rows, again=False)
         if own_gradients:
-            one_N = torch.ones_like(sums.best_N)
-            if block.entropy_product is not None:
-                # First, because it overwrites only z - m, and the softmax is needed once more
-                twice = read if read.tanh_KV is None else read._replace(tanh_KV=read.tanh_KV.clone())
-                self.rows.gradient_(twice, *rows, sums, Upstream(entropy=one_N), block.entropy_product)
-            self.rows.gradient_(read, *rows, sums, Upstream(log_prob=one_N))
+            self.rows.gradient_(read, *rows, sums, Upstream(log_prob=torch.ones_like(sums.best_N)))
         return sums
 
     def store_gradients(
@@ -130,18 +108,16 @@ class RecomputedScores:
     def slots(self, hidden_ND: Tensor) -> HiddenSlots:
         """Return empty slots for all rows."""
         product_dtype = self.projection.weight_VD.dtype
-        # A and Q are added up in backward, so that they must not be rounded below the products' own dtype
+        # A is added to in backward, so that it must not be rounded below the products' own dtype
         like_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, product_dtype))
-        of_entropy = RowGradient(like_ND) if self.rows.function.entropy else None
         slope_NP = hidden_ND.new_zeros(self.picked_NP.shape, dtype=wide(product_dtype))
-        return HiddenSlots(RowGradient(like_ND), of_entropy, slope_NP)
+        return HiddenSlots(RowGradient(like_ND), slope_NP)
 
     def hidden_gradient(
         self,
         upstream: Upstream,
         weight_VD: Tensor,
         of_log_prob_ND: Tensor,
-        of_entropy_ND: Tensor | None,
         slope_NP: Tensor,
     ) -> Tensor:
         """Return the gradient of hidden under a frozen projection, from what forward has kept."""
@@ -152,8 +128,6 @@ class RecomputedScores:
         if g_NJ is not None:
             u_N = u_N + g_NJ.sum(-1)
         grad_ND = u_N.unsqueeze(1) * of_log_prob_ND
-        if of_entropy_ND is not None and upstream.entropy is not None:
-            grad_ND += upstream.entropy.unsqueeze(1) * of_entropy_ND
         if g_NJ is not None:
             # sum_j g_j (c_j weight_(id_j) - c_y weight_y)
             factor_NP = torch.cat([-g_NJ.sum(1, keepdim=True), g_NJ], 1) * slope_NP
@@ -183,7 +157,7 @@ class RecomputedScores:
             return hidden_KD
         return zero_rows(hidden_KD, ~self.counted_N[chunk])
 
-    def _blocks(self, product_KV: Tensor, chunk: Chunk, entropy_KV: Tensor | None = None) -> Iterator[_Block]:
+    def _blocks(self, product_KV: Tensor, chunk: Chunk) -> Iterator[_Block]:
         """Yield the blocks of a chunk that go through the softmax one after the other."""
         rows = len(product_KV)
         size = self.rows.rows_at_once(rows)
@@ -198,7 +172,6 @@ class RecomputedScores:
                 product=product_KV[block],
                 picked=picked_KP[block],
                 temperature=None if temperature_K is None else temperature_K[block],
-                entropy_product=None if entropy_KV is None else entropy_KV[block],
             )
 
 
@@ -210,7 +183,6 @@ class _Block(NamedTuple):
     product: Tensor
     picked: Tensor
     temperature: Tensor | None
-    entropy_product: Tensor | None
 
 
 def joined(blocks: list[RowSums]) -> RowSums:

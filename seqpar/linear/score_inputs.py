@@ -51,6 +51,8 @@ class ScoreRows(NamedTuple):
     temperature_N: Tensor | None
     ids_NJ: Tensor | None
     per_token: dict[str, Tensor]
+    vocab_size: int
+    """Of the whole vocabulary."""
 
 
 def score_rows(
@@ -87,7 +89,7 @@ def score_rows(
 
     any_dtype = request.product_dtype is not None
     given = checked(inputs, settings, vocab, loss_scale, any_dtype=any_dtype, further=check, facts=facts)
-    plan = planned(inputs, settings, given.shard, request.product_dtype)
+    plan = planned(inputs, settings, given, request.product_dtype)
     counted_N = plan.target_N != settings.ignore_index
     temperature_N = None
     if isinstance(temperature, Tensor):
@@ -96,7 +98,7 @@ def score_rows(
     ids_NJ = None if request.ids is None else request.ids.flatten(0, -2).long()
     lead = inputs.target.dim()
     rows = {name: tensor.flatten(0, lead - 1) for name, tensor in per_token.items()}
-    return ScoreRows(plan, inputs.target.shape, counted_N, temperature_N, ids_NJ, rows)
+    return ScoreRows(plan, inputs.target.shape, counted_N, temperature_N, ids_NJ, rows, given.shard.vocab_size)
 
 
 def _facts(

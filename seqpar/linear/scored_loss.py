@@ -115,8 +115,8 @@ def scored_loss(
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
     function = RowFunction(entropy, masked=projection.may_be_masked(), split=split)
     own_loss = _LossByAutograd(loss, list(per_token), wanted)
-    chunk_loss = scored_chunks(projection, function, own_loss, target_N, ignored, rows.ids_NJ, rows.temperature_N)
-    return differentiable_sum(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
+    walk = scored_chunks(projection, function, own_loss, target_N, ignored, rows.ids_NJ, rows.temperature_N)
+    return differentiable_sum(walk, chunks, leaves._replace(per_token=tensors), loss_scale)
 
 
 class _LossByAutograd:

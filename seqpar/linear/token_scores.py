@@ -6,14 +6,15 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's class
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqpar.core.checks import refuse_second_derivative, refuse_transforms
-from seqpar.core.chunked_gradient import Rows
-from seqpar.core.chunks import Chunk, cut_rows
+from seqpar.core.chunked_gradient import Rows, sum_over_chunks
+from seqpar.core.chunks import ACCELERATOR_BUDGET, Chunk, cover, cut_rows
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
@@ -24,6 +25,7 @@ from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, Lin
 from seqpar.linear.projected_rows import ProjectedRows
 from seqpar.linear.recomputed_scores import HiddenSlots, RecomputedScores
 from seqpar.linear.score_inputs import ScoreRequest, ScoreRows, score_rows
+from seqpar.linear.vocab_tiles import KnownRows, VocabTiles, worth_tiles
 from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
 
 
@@ -96,8 +98,8 @@ def token_scores(
     once and may be called again (`retain_graph=True`). Matrix products of rows x D x V:
 
         nothing requires a gradient            1
-        hidden does, the projection does not   2, or 3 with `entropy`: forward stores one hidden gradient for each
-                                               (the size of hidden), because a token's does not depend on the others
+        hidden does, the projection does not   2: forward stores a hidden gradient (the size of hidden), because a
+                                               token's does not depend on the others; 3 with `entropy`, without it
         the projection does                    4, or 3 if hidden does not
 
     Args:
@@ -160,6 +162,7 @@ class _ScoredTokens:
     def __init__(self, rows: ScoreRows, request: ScoreRequest) -> None:
         plan = rows.plan
         self.chunks = plan.chunks
+        self.vocab_size = rows.vocab_size
         self.projection = plan.projection
         self.request = request
         self.counted_N = rows.counted_N
@@ -252,7 +255,9 @@ class _ScoredTokens:
     def gradients(
         self, leaves: LinearLeaves, sums: RowSums, upstream: Upstream, wanted: LinearWanted
     ) -> LinearGradients:
-        """Return the gradients of all leaves, the product computed again chunk by chunk."""
+        """Return the gradients of all leaves, the product computed again: tile by tile, or on a CPU chunk by chunk."""
+        if worth_tiles(leaves.hidden.device.type):
+            return self._over_tiles(leaves, sums, upstream, wanted)
         nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
 
         def chunk_gradient(rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
@@ -262,9 +267,33 @@ class _ScoredTokens:
             self.formula.store_gradients(hidden_KD, chunk, sums, upstream, LinearSlots.of(gradients))
             return nothing
 
-        _, found = loss_and_gradients(chunk_gradient, self.chunks, leaves, wanted)
+        walk = partial(sum_over_chunks, chunk_gradient)
+        _, found = loss_and_gradients(walk, self.chunks, leaves, wanted)
         self.projection.buffers.clear()
         return found
+
+    def _over_tiles(
+        self, leaves: LinearLeaves, sums: RowSums, upstream: Upstream, wanted: LinearWanted
+    ) -> LinearGradients:
+        """Return the gradients of all leaves, over tiles of the vocabulary with all rows that count."""
+        hidden_ND = leaves.hidden
+        formula = self.formula
+        which: Chunk = slice(None)
+        if not cover(self.chunks, len(hidden_ND)):
+            which = self.counted_N.nonzero().squeeze(1)
+        temperature_M = None if formula.temperature_N is None else formula.temperature_N[which]
+        rows = KnownRows(
+            formula.prepared(hidden_ND[which], which),
+            self.picked_NP[which],
+            temperature_M,
+            sums.rows(which),
+            upstream.rows(which),
+        )
+        tiles = VocabTiles(self.projection, formula.rows.function, self.vocab_size, ACCELERATOR_BUDGET)
+        found = tiles.gradients(leaves, rows, wanted)
+        if found.hidden is None or isinstance(which, slice):
+            return found
+        return found._replace(hidden=torch.zeros_like(hidden_ND).index_copy_(0, which, found.hidden))
 
 
 class _Scores(torch.autograd.Function):
@@ -276,17 +305,18 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         kept = None
         projection_is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-        if grad_is_enabled and hidden_ND.requires_grad and projection_is_frozen and not tokens.request.batch_invariant:
+        again = tokens.request.entropy or tokens.request.batch_invariant
+        if grad_is_enabled and hidden_ND.requires_grad and projection_is_frozen and not again:
             kept = tokens.formula.slots(hidden_ND)
         found, sums = tokens.scores(hidden_ND.detach(), kept)
         ctx.tokens = tokens
         ctx.sums = sums
-        ctx.projection_is_frozen = kept is not None
+        ctx.is_kept = kept is not None
         ctx.hidden_dtype = hidden_ND.dtype
         if kept is None:
             ctx.save_for_backward(hidden_ND, weight, bias)
         else:
-            ctx.save_for_backward(weight, *kept.tensors())
+            ctx.save_for_backward(weight, kept.log_prob.rows, kept.slope_NP)
         constants = (found.top_log_probs, found.top_ids, found.rank)
         ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         # An unused score's gradient arrives as None, not as zeros that would cost time
@@ -300,7 +330,7 @@ class _Scores(torch.autograd.Function):
         tokens: _ScoredTokens = ctx.tokens
         arriving = TokenScores(*upstream)  # type: ignore[arg-type]
         factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)
-        if ctx.projection_is_frozen:
+        if ctx.is_kept:
             hidden_grad_ND = tokens.formula.hidden_gradient(factors, *ctx.saved_tensors)
             # Where the target is ignored, the upstream factor may be anything, such as nan
             hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0)

@@ -63,6 +63,23 @@ def at_once(seen: Seen) -> object:
     return seen.largest_logits
 
 
+def taken_again(seen: Seen) -> object:
+    """Whether the gradient may be taken twice: not where it is stored."""
+    hidden = seen.arguments["hidden"]
+    torch.autograd.grad(seen.result.total, hidden, retain_graph=True)
+    try:
+        torch.autograd.grad(seen.result.total, hidden)
+    except RuntimeError:
+        return False
+    return True
+
+
+def of_weight(seen: Seen) -> object:
+    """The weight's own gradient, if it gets one."""
+    (grad,) = torch.autograd.grad(seen.result.total, [seen.arguments["weight"]], allow_unused=True)
+    return None if grad is None else plain(grad)
+
+
 def in_float16() -> Arguments:
     return {"hidden": (t(1, 6, D)).half().requires_grad_(), "weight": (t(2, V, D) * 2e-7).half()}
 
@@ -234,6 +251,8 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "token_weight": to(leaf(8, 6)),
         "loss_scale": to(2.0**16, see=kept_in_float16, beside=in_float16),
         "vocab": to(seqpar.VocabShard(None, 1, 8), refused="[1, 8)"),
+        "memory": to("least", see=taken_again),
+        "weight_grad": Option(lambda a: torch.zeros(V, D), beside=lambda: {"memory": "least"}, see=of_weight),
     },
     "linear_distillation": {
         **LINEAR,

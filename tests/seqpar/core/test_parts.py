@@ -120,6 +120,22 @@ def test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy(
     assert rows_per_chunk(1_000_000, torch.bfloat16, "cuda") == 2_048
 
 
+def test_where_a_kernel_overwrites_the_logits_a_narrow_chunk_has_twice_the_rows_at_most():
+    """512 MiB of logits as they are allocated; 2^22 / D rows if they take no more than 1 GiB; whole tiles of 128."""
+    rows = {
+        (32_768, 512): 8_192,  # 512 MiB have 8,192, and so have 2^22 / 512
+        (37_000, 1_024): 7_168,  # 7,255
+        (128_256, 4_096): 2_048,  # 2,093
+        (128_256, 512): 4_096,  # 2^22 / 512 would be 8,192
+        (256_000, 2_304): 1_792,  # 2^22 / 2,304 = 1,820
+        (1_000_000, 512): 512,  # 2 x 268
+        (10**9, 512): 128,
+    }
+    for (vocab_size, width), expected in rows.items():
+        assert rows_per_chunk(vocab_size, torch.bfloat16, "cuda", width) == expected
+    assert rows_per_chunk(32_768, torch.float32, "cuda", 2_048) == 4_096
+
+
 @given(
     rows=st.integers(1, 6),
     vocab_size=st.integers(3, 9),

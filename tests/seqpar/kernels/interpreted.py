@@ -14,7 +14,7 @@ IN_RANKS = DEVICE == "cpu"
 """Whether ranks, whose tensors are on the CPU, run the kernels: not beside a GPU, where Triton is no interpreter."""
 BLOCKS = st.sampled_from([1, 4, row_kernel.LARGEST_BLOCK])
 """Classes at once: every row in many steps, in some, in one."""
-KERNELS = {"_row_sums", "_row_before", "_row_gradient"}
+KERNELS = {"_row_loss", "_row_sums", "_row_before", "_row_gradient"}
 NUMPY_SAYS = "ignore:(invalid value|divide by zero|overflow|underflow) :RuntimeWarning"
 """numpy says what a GPU does not: that -inf minus -inf is nan, or that an exponential is 0."""
 

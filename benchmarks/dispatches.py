@@ -1,0 +1,149 @@
+"""Count what a `linear_cross_entropy` dispatches on a GPU with Triton, where there is none, backward included.
+
+    python -m benchmarks.dispatches             # bfloat16, smoothing 0.1, a bias, no padding
+    python -m benchmarks.dispatches --list      # each operator of two chunks and their call
+
+The call runs on the emulated accelerator of the tests with CUDA's branches: Triton's launches are only written down, as
+are products that widen, which the CPU does not have. Counted is every operator that reaches torch's dispatcher (views
+and allocations too) and every launch, from the call to the gradients of hidden, weight and bias. Not counted is torch's
+own: the mean that the caller differentiates, and the detaching of each `.grad`. The difference between 2 and 4 chunks
+is what a chunk takes, the rest is the call's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import seqpar
+from seqpar.testing.markdown_table import markdown_table
+from tests.emulated import NAME, register
+
+CHUNK_ROWS = 64
+WIDTH, VOCAB = 32, 1008
+VIEWS = ("view", "t", "detach", "slice", "select", "unsqueeze", "squeeze", "alias", "expand", "transpose", "unbind")
+ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided")
+KINDS = dict.fromkeys(VIEWS, "view") | dict.fromkeys(ALLOCATIONS, "allocation") | {"_local_scalar_dense": "read"}
+"""The other operators are kernels."""
+
+
+class Operator(NamedTuple):
+    """One dispatch."""
+
+    kind: str
+    name: str
+    logits: bool
+    """Whether it reads or writes all logits of a chunk."""
+
+
+class Log(TorchDispatchMode):
+    """Write down every operator; products that only CUDA has return memory without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        kind = KINDS.get(name, "kernel")
+        if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            kind = "read"
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        found = self.result(func, name, args, kwargs)
+        passes = kind == "kernel" and any(map(is_logits, [*tensors, *tree_leaves(found)]))
+        self.operators.append(Operator(kind, name, passes))
+        return found
+
+    def result(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Return what the operator does, or memory of its shape."""
+        if "dtype" in func._overloadname and name in ("mm", "addmm"):
+            return kwargs["out"] if "out" in kwargs else args[0].new_empty((len(args[0]), args[1].size(1))).float()
+        return func(*args, **kwargs)
+
+    def launch(self, kernel: Any, programs: int, numbers: int, device: Any, *arguments: Any, **settings: Any) -> None:
+        """Take the place of a launch; only the number that the host will read is computed."""
+        tensors = [t for t in arguments if isinstance(t, Tensor)]
+        self.operators.append(Operator("launch", kernel.__name__, any(map(is_logits, tensors))))
+        if kernel.__name__ == "_count_targets":
+            with torch.utils._python_dispatch._disable_current_modes():
+                arguments[-1].fill_(int((arguments[0] != arguments[3]).sum()))
+
+
+def is_logits(tensor: object) -> bool:
+    """Return whether it is a tensor of the shape of a chunk's logits."""
+    return isinstance(tensor, Tensor) and sorted(tensor.shape[-2:]) == sorted((CHUNK_ROWS, VOCAB))
+
+
+@contextlib.contextmanager
+def as_on_cuda(log: Log) -> Iterator[None]:
+    """Take CUDA's branches on the emulated accelerator."""
+    with contextlib.ExitStack() as stack:
+        for module in ("inputs", "projection", "projected_rows"):
+            stack.enter_context(patch(f"seqpar.linear.{module}.why_no_kernel", lambda kind: ""))
+        stack.enter_context(patch("seqpar.kernels.row_kernel.run_programs", log.launch))
+        stack.enter_context(patch("seqpar.core.stored_gradients._products_widen", lambda device: True))
+        yield
+
+
+def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
+    """Return what one call with so many chunks dispatches, with its backward."""
+    device = torch.device(NAME, 0)
+    rows = chunks * CHUNK_ROWS
+    hidden = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
+    head = torch.nn.Linear(WIDTH, VOCAB, device=device, dtype=torch.bfloat16)
+    target = torch.zeros(int(rows / (1 - padding)), dtype=torch.int64, device=device)
+    if padding:
+        target[rows:] = -100
+        hidden = torch.zeros(len(target), WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
+    upstream = torch.ones((), device=device)
+    log = Log()
+    with as_on_cuda(log), log:
+        loss = seqpar.linear_cross_entropy(
+            hidden, head.weight, target, bias=head.bias, label_smoothing=0.1, chunk_tokens=CHUNK_ROWS
+        )
+        torch.autograd.grad(loss.total, (hidden, head.weight, head.bias), upstream)
+    return log.operators
+
+
+def counted(padding: float = 0.0) -> tuple[int, int]:
+    """Return the dispatches of a chunk and of a call."""
+    two, four = (len(operators(chunks, padding)) for chunks in (2, 4))
+    chunk = (four - two) // 2
+    return chunk, two - 2 * chunk
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the counts by kind, and in the last line those of a chunk and of a call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print each operator")
+    options = parser.parse_args(arguments)
+    register()
+    if options.list:
+        for operator in operators(2):
+            print(f"{operator.kind:11}{operator.name}{', all logits' if operator.logits else ''}")
+    rows = []
+    for chunks in (1, 2, 4):
+        found = operators(chunks)
+        kinds = Counter(operator.kind for operator in found)
+        passes = sum(operator.logits for operator in found) / chunks
+        shown = [str(kinds[kind]) for kind in ("kernel", "launch", "read", "view", "allocation")]
+        rows.append([str(chunks), *shown, str(len(found)), f"{passes:g}"])
+    kinds_shown = ["kernels", "launches", "reads", "views", "allocations"]
+    print(markdown_table(["chunks", *kinds_shown, "all", "operators on all logits, a chunk"], rows))
+    padded = counted(padding=0.25)
+    print(f"\nwith a quarter of padding: chunk {padded[0]}, call {padded[1]}")
+    print("chunk {}, call {}".format(*counted()))
+
+
+if __name__ == "__main__":
+    main()

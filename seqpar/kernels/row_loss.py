@@ -1,0 +1,102 @@
+"""Call the Triton kernel that computes the cross-entropy of a chunk's rows with their gradient, and what is beside it.
+
+Shape suffixes: N rows, K rows of one chunk, V classes, R rows of numbers about rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.kernels import row_kernel
+from seqpar.rows.smoothing import SoftTarget
+
+ROWS_IN_CACHE = 16
+"""A vocabulary of so many times a block gets larger blocks, up to four times as large: fewer rows are then under way at
+once, and the second reading of each still finds it in the second cache (50 MB on an H100; 64 KiB are a row of 32,768
+classes in bfloat16, of which 4 or 5 are under way on each of 132 multiprocessors)."""
+
+
+class RowLoss:
+    """The cross-entropy of rows of products, with their gradient, in one launch: where all classes are on this device.
+
+    Args:
+        q: the target distribution.
+        weight_V: the class weights, in the dtype of the sums; None if all are 1.
+        weight_sum: W, their sum over the classes that have a share of the smoothing; None without either.
+        ignored: the target of rows that do not count; None if there are none.
+        bias_V, softcap, temperature: those of the projection.
+    """
+
+    def __init__(
+        self,
+        q: SoftTarget,
+        weight_V: Tensor | None,
+        weight_sum: float | Tensor | None,
+        ignored: int | None,
+        bias_V: Tensor | None,
+        softcap: float | None,
+        temperature: float,
+    ) -> None:
+        from seqpar.kernels import triton_rows
+
+        self.kernel: Any = triton_rows._row_loss
+        self.vectors = (bias_V, weight_V, weight_sum if isinstance(weight_sum, Tensor) else None)
+        classes = weight_sum if isinstance(weight_sum, float) else 0.0
+        # Two numbers that float32 holds for each, whose sum it is: Triton passes no float64
+        self.numbers: list[float] = []
+        for number in (q.gold, q.each, q.z_loss, q.kl_gold, q.kl_each, classes):
+            high = ctypes.c_float(number).value
+            self.numbers += (high, number - high)
+        self.settings: dict[str, Any] = {
+            "ignored": ignored, "softcap": softcap, "temperature": float(temperature), "excluded": q.excluded,
+            "SMOOTH": q.each != 0, "Z_LOSS": q.z_loss != 0, "KL": q.kl_gold != 0,
+        }  # fmt: skip
+
+    def __call__(
+        self,
+        product_KV: Tensor,
+        target: Tensor,
+        token_weight: Tensor | None,
+        first: int,
+        scale: Tensor | None,
+        out_RN: Tensor,
+        place: int,
+        gradient: bool,
+    ) -> None:
+        """Write each row's loss times its token weight, -log_prob, whether it is correct, and the loss without weight.
+
+        Args:
+            product_KV: overwritten by its gradient times token weight and scale if `gradient`.
+            target, token_weight: contiguous; the chunk's rows begin at `first`.
+            out_RN: their columns begin at `place`; without token weights there are three rows.
+        """
+        bias_V, weight_V, weight_sum = self.vectors
+        rows = (target, token_weight, first, bias_V, weight_V, weight_sum, scale, out_RN, out_RN.stride(0), place)
+        classes = product_KV.size(1)
+        block = row_kernel.LARGEST_BLOCK
+        while block < 4 * row_kernel.LARGEST_BLOCK and block * ROWS_IN_CACHE < classes:
+            block *= 2
+        row_kernel.launch(self.kernel, product_KV, *rows, *self.numbers, **self.settings, GRADIENT=gradient, most=block)
+
+
+def count_targets(target_N: Tensor, classes: int, ignored: int) -> Tensor:
+    """Return, on the device, how many targets are not ignored; below 0 if one of those is none of the classes."""
+    from seqpar.kernels import triton_rows
+
+    count = target_N.new_empty(())
+    rows = len(target_N)
+    arguments = (target_N, rows, classes, ignored, count)
+    row_kernel.run_programs(triton_rows._count_targets, 1, rows, target_N.device, *arguments)
+    return count
+
+
+def scale_rows(x: Tensor, factor: Tensor | None, out: Tensor, beside: Tensor | None = None) -> None:
+    """Write the rows of `x` times a factor into `out`, which may be `x`, and the column after out's into `beside`."""
+    from seqpar.kernels import triton_rows
+
+    width = out.size(1)
+    arguments = (x, x.stride(0), factor, out, out.stride(0), beside, width)
+    row_kernel.run_programs(triton_rows._scaled_rows, len(x), width, x.device, *arguments)

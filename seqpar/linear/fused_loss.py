@@ -1,0 +1,262 @@
+"""Sum a projection's cross-entropy over chunks where one Triton kernel computes the loss of a row and its gradient.
+
+For each chunk of rows: a product, the kernel, which overwrites the product by its gradient G, and two products from it,
+
+    d hidden = G @ weight,   d [weight, bias] = G.T @ [hidden, 1]
+
+so that the bias's gradient is a column beside the weight's and costs no further reading of G. Nothing is read from the
+device meanwhile.
+
+Shape suffixes: N rows, K rows of one chunk, D hidden, V vocabulary, R rows of numbers about rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.core.chunks import Chunk, rows_in
+from seqpar.core.graphs import without_autocast
+from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.kernels.row_kernel import aligned
+from seqpar.kernels.row_loss import RowLoss, count_targets, scale_rows
+from seqpar.linear.leaves import LinearLeaves
+from seqpar.linear.projection import Projection, zero_rows
+from seqpar.rows.smoothing import SoftTarget
+
+COUNTED = 2**24
+"""Up to here float32 counts exactly."""
+
+SPARE = 2**27
+"""Numbers of a weight's gradient that backward writes beside the float32 sum: at most 256 MiB, half of what the logits
+of a chunk took, which are freed by then. A larger sum is overwritten by its gradient."""
+
+BESIDE = 8
+"""Columns of ones beside the hidden states, of which one would do: rows stay multiples of 16 bytes."""
+
+
+class FusedLoss:
+    """The cross-entropy of all rows, whose gradients are stored.
+
+    Args:
+        q: the target distribution.
+        weight_V: the class weights, in float32 or wider; None if all are 1.
+        weight_sum: W, their sum over the classes that have a share of the smoothing; None without smoothing.
+        target_N: the classes of all rows.
+        count: how many of them are not ignored, on the device; None counts here.
+        ignore_index: the ignored target.
+        in_chunks: whether chunks contain ignored rows.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        q: SoftTarget,
+        weight_V: Tensor | None,
+        weight_sum: float | Tensor | None,
+        target_N: Tensor,
+        count: Tensor | None,
+        ignore_index: int,
+        in_chunks: bool,
+    ) -> None:
+        self.projection = projection
+        self.target_N = target_N.contiguous()
+        self.count = count
+        self.ignore_index = ignore_index
+        self.ignored = ignore_index if in_chunks else None
+        capped = (projection.softcap, projection.temperature)
+        self.kernel = RowLoss(q, weight_V, weight_sum, self.ignored, projection.bias_V, *capped)
+
+    def __call__(self, chunks: Sequence[Chunk], leaves: LinearLeaves, gradients: Gradients | None) -> TokenLoss:
+        """Return the summed loss; store its gradients in `gradients` unless that is None."""
+        count = self.count
+        if count is None:
+            # All are classes, or they are not checked
+            count = count_targets(self.target_N, 2**62, self.ignore_index)
+        dtype = wide(self.projection.weight_VD.dtype)
+        token_weight_N = None
+        if leaves.token_weight is not None:
+            token_weight_N = leaves.token_weight.to(dtype).contiguous()
+        rows = sum(map(rows_in, chunks))
+        out_RN = self.target_N.new_empty((3 if token_weight_N is None else 4, rows), dtype=dtype)
+        with without_autocast(out_RN.device.type):
+            self._walk(chunks, leaves.hidden, token_weight_N, out_RN, gradients)
+        sums = out_RN.sum(1) if rows <= COUNTED else out_RN.double().sum(1)
+        total, nll, correct, *_ = sums.unbind()
+        return TokenLoss(total.to(dtype), count, nll.to(dtype), correct.long())
+
+    def _walk(
+        self,
+        chunks: Sequence[Chunk],
+        hidden_ND: Tensor,
+        token_weight_N: Tensor | None,
+        out_RN: Tensor,
+        gradients: Gradients | None,
+    ) -> None:
+        """Write the numbers of each row, chunk by chunk, and store the gradients."""
+        weight_VD = self.projection.weight_VD
+        weight_DV = weight_VD.t()
+        most = max(map(rows_in, chunks), default=0)
+        product_KV = self._product_memory(most)
+        scale = None if gradients is None else _on_device(gradients.scale, out_RN)
+        stored = None if gradients is None else _Stored(gradients, weight_VD, len(chunks), most)
+        place = 0
+        for chunk in chunks:
+            rows = rows_in(chunk)
+            hidden_KD = hidden_ND[chunk].to(weight_VD.dtype)
+            target, token_weight, first = self.target_N, token_weight_N, 0
+            if isinstance(chunk, slice):
+                first = chunk.start
+            else:
+                target = target[chunk]
+                token_weight = None if token_weight is None else token_weight[chunk]
+            if self.ignored is not None:
+                hidden_KD = zero_rows(hidden_KD, target[first : first + rows] == self.ignored)
+            own_KV = None if product_KV is None else product_KV[:rows]
+            grad_KV = torch.mm(hidden_KD, weight_DV, out=own_KV)
+            self.kernel(grad_KV, target, token_weight, first, scale, out_RN, place, stored is not None)
+            if stored is not None:
+                stored.add(chunk, grad_KV, hidden_KD, out_RN, place)
+            place += rows
+
+    def _product_memory(self, most: int) -> Tensor | None:
+        """Return memory for so many rows of a product in which each is aligned; None if that is so by itself."""
+        weight_VD = self.projection.weight_VD
+        classes = len(weight_VD)
+        if aligned(classes) == classes:
+            return None
+        return weight_VD.new_empty((most, aligned(classes)))[:, :classes]
+
+
+class _Stored:
+    """The gradients of all leaves, chunk by chunk, in the slots of `gradients`.
+
+    Args:
+        chunks: how many there are.
+        most: how many rows the largest of them has.
+    """
+
+    def __init__(self, gradients: Gradients, weight_VD: Tensor, chunks: int, most: int) -> None:
+        self.weight_VD = weight_VD
+        self.scale = gradients.scale
+        self.hidden, self.token_weight = gradients.per_token
+        self.weight, self.bias = gradients.params
+        self.ones_KB: Tensor | None = None
+        if self.hidden is not None:
+            self.hidden = gradients.per_token[0] = _HiddenGradient(self.hidden)
+        if self.weight is None:
+            return
+        width = weight_VD.size(1)
+        self.weight = gradients.params[0] = _WeightGradient(self.weight, width)
+        # A single chunk's gradient is copied once to leave the column out, which may take as much as its logits took
+        if self.bias is not None and wide(weight_VD.dtype) != weight_VD.dtype and (chunks > 1 or most >= width):
+            self.ones_KB = weight_VD.new_ones((most, BESIDE))
+            self.weight.beside = gradients.params[1] = _ColumnGradient(self.bias, self.weight)
+            self.bias = None
+
+    def add(self, chunk: Chunk, grad_KV: Tensor, hidden_KD: Tensor, out_RN: Tensor, place: int) -> None:
+        """Store a chunk's gradients, given that of its product."""
+        rows = len(grad_KV)
+        if self.hidden is not None:
+            self.hidden.write_product(chunk, grad_KV, self.weight_VD)
+        if self.ones_KB is not None:
+            ones_KB = self.ones_KB if rows == len(self.ones_KB) else self.ones_KB[:rows]
+            hidden_KD = torch.cat([hidden_KD, ones_KB], 1)
+        if self.weight is not None:
+            self.weight.add_product(grad_KV.t(), hidden_KD)
+        if self.bias is not None:
+            self.bias.add(grad_KV.sum(0, dtype=wide(grad_KV.dtype)))
+        if self.token_weight is not None:
+            # total = sum_i a_i loss_i, so d total / d a_i = loss_i
+            self.token_weight.write(chunk, out_RN[3, place : place + rows] * self.scale)
+
+
+class _HiddenGradient(RowGradient):
+    """The gradient of the hidden states, which one kernel scales."""
+
+    def __init__(self, slot: RowGradient) -> None:
+        self.rows = slot.rows
+
+    def release(self, factor: Tensor | None) -> Tensor | None:
+        """Return the gradient times `factor` (None is 1) and drop the reference to it."""
+        rows = self.rows
+        self.rows = None
+        if rows is not None and factor is not None:
+            scale_rows(rows, factor, rows)
+        return rows
+
+
+class _ColumnGradient(SummedGradient):
+    """The bias's gradient, which is summed beside the weight's."""
+
+    def __init__(self, slot: SummedGradient, weight: _WeightGradient) -> None:
+        super().__init__(slot, slot.chunks)
+        self.weight = weight
+        self.factor: Tensor | None = None
+
+    def release(self, factor: Tensor | None) -> Tensor | None:
+        """Return the gradient times `factor` (None is 1) in the bias's dtype, and drop the reference to it."""
+        total = self.total
+        self.total = None
+        if total is None and self.weight.total is not None:
+            # The weight's is not asked for, or later
+            column_V = self.weight.total[:, self.weight.width]
+            return (column_V if factor is None else column_V * factor).to(self.dtype)
+        if total is None or factor is None or factor is self.factor or self.factor is None:
+            return total
+        # The weight's was asked for by an earlier backward, with a factor of its own
+        return (total * (factor / self.factor).where(factor != self.factor, 1.0)).to(self.dtype)
+
+
+class _WeightGradient(SummedGradient):
+    """The weight's gradient, with that of the bias in a column beside it if there is a `beside` to receive it."""
+
+    def __init__(self, slot: SummedGradient, width: int) -> None:
+        super().__init__(slot, slot.chunks)
+        self.width = width
+        self.beside: _ColumnGradient | None = None
+
+    def release(self, factor: Tensor | None) -> Tensor | None:
+        """Return the sum times `factor` (None is 1) in the weight's dtype, and drop the reference to it."""
+        total = self.total
+        self.total = None
+        if total is None:
+            return None
+        bias_V = None
+        if self.beside is not None:
+            bias_V = self.beside.total = total.new_empty(len(total), dtype=self.beside.dtype)
+            self.beside.factor = factor
+        if total.dtype == self.dtype and bias_V is None:
+            if factor is not None:
+                scale_rows(total, factor, total)
+            return total
+        rows = len(total)
+        first = min(rows, max(1, SPARE // self.width))
+        front = total.new_empty((first, self.width), dtype=self.dtype)
+        scale_rows(total[:first] if first < rows else total, factor, front, bias_V)
+        if first == rows:
+            return front
+        return self._in_place(total, factor, front, bias_V)
+
+    def _in_place(self, total: Tensor, factor: Tensor | None, front: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Overwrite the sum with its gradient, whose first rows are `front`, from front to back; as `narrowed`."""
+        rows = len(total)
+        narrow = total.view(self.dtype).flatten()[: rows * self.width].view(rows, self.width)
+        done = len(front)
+        while done < rows:
+            # Rows [done, 2 done) begin at byte 4 done x width or above, and are written below it
+            following = slice(done, 2 * done)
+            scale_rows(total[following], factor, narrow[following], None if bias_V is None else bias_V[following])
+            done *= 2
+        narrow[: len(front)] = front
+        return narrow
+
+
+def _on_device(scale: float | Tensor, like: Tensor) -> Tensor | None:
+    """Return the scale for a kernel; None for 1."""
+    if isinstance(scale, (int, float)) and scale == 1:
+        return None
+    return torch.as_tensor(scale, dtype=like.dtype, device=like.device)

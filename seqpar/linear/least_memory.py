@@ -1,0 +1,175 @@
+"""Compute a projection's cross-entropy in as little memory as its gradients leave: four products instead of three.
+
+    forward:    for each chunk of rows, one product, from which a few sums of each row are kept
+    backward:   over tiles of the vocabulary with all rows (`linear/vocab_tiles.py`), two products and the first again
+
+No float32 sum of the weight's gradient exists, and the gradient's factor is known when it is computed, so that it is
+rounded once, or added into a tensor of the caller's.
+
+Shape suffixes: N rows (batch x time), M rows that are in a chunk, P = 1 picked class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.core.checks import check_choice, check_like, check_type, refuse_second_derivative
+from seqpar.core.chunks import CPU_BUDGET, Chunk, cover
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.inputs import Checked, Inputs, Planned, Settings, planned, weights_of_classes
+from seqpar.linear.leaves import LinearLeaves, LinearWanted
+from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.recomputed_scores import RecomputedScores, joined
+from seqpar.linear.vocab_tiles import KnownRows, VocabTiles
+from seqpar.rows.scores import RowFunction, RowSums
+from seqpar.rows.smoothing import CrossEntropyOfScores, RowLosses
+
+LEAST_BUDGET = 128 * 2**20
+"""Bytes of a chunk's or a tile's logits on an accelerator: enough for products of 512 rows, or 8,192 classes."""
+
+
+def check_memory(memory: object, weight_grad: object, soft_target: object, inputs: Inputs, shard: VocabShard) -> None:
+    """Raise unless `memory` and `weight_grad` are what `linear_cross_entropy` says."""
+    if memory is not None:
+        check_choice(memory, "memory", ("least",))
+    if soft_target is not None:
+        raise ValueError("memory='least' is given with soft_target, whose loss has no such way: leave out memory")
+    if weight_grad is None:
+        return
+    if memory is None:
+        raise ValueError(
+            "weight_grad is given without memory='least', which alone knows the gradient's factor when it adds it"
+        )
+    check_type(weight_grad, "weight_grad", Tensor, "a tensor of weight's shape, or None")
+    assert isinstance(weight_grad, Tensor)
+    check_like(weight_grad, "weight_grad", weight=inputs.weight)
+    if weight_grad.dtype != wide(inputs.weight.dtype) or weight_grad.requires_grad:
+        found = f"has dtype {weight_grad.dtype}" if not weight_grad.requires_grad else "requires a gradient itself"
+        raise TypeError(f"weight_grad {found}; it must be a plain tensor of {wide(inputs.weight.dtype)}, a sum")
+    if torch.is_grad_enabled() and not inputs.weight.requires_grad:
+        raise ValueError("weight_grad is given, but weight requires no gradient: leave out one or the other")
+
+
+def least_memory(inputs: Inputs, settings: Settings, given: Checked, weight_grad: Tensor | None) -> TokenLoss:
+    """Return the loss of arguments that have been checked."""
+    if settings.chunk_tokens is None:
+        row_bytes = max(1, given.shard.largest_even_part * wide(inputs.hidden.dtype).itemsize)
+        settings = settings._replace(chunk_tokens=max(1, _budget(inputs.hidden) // row_bytes))
+    rows = _Rows(planned(inputs, settings, given), given, weight_grad)
+    leaves = rows.leaves
+    tensors = (leaves.hidden, leaves.weight, leaves.bias, leaves.token_weight)
+    return TokenLoss(*_LeastMemory.apply(rows, *tensors))
+
+
+def _budget(hidden: Tensor) -> int:
+    """Return the bytes of a chunk's or a tile's logits on hidden's kind of device."""
+    return CPU_BUDGET if hidden.device.type == "cpu" else LEAST_BUDGET
+
+
+class _Rows:
+    """The rows of one call."""
+
+    def __init__(self, plan: Planned, given: Checked, weight_grad: Tensor | None) -> None:
+        self.leaves, self.chunks, projection, target_N, split, ignored = plan
+        self.vocab_size = given.shard.vocab_size
+        self.weight_grad = weight_grad
+        counted_N = None if ignored is None else target_N != ignored
+        self.which = _all_of(self.chunks, len(target_N))
+        dtype = wide(projection.weight_VD.dtype)
+        weights, gold_weight_N = weights_of_classes(given, target_N, split, dtype)
+        self.loss = CrossEntropyOfScores(given.q, weights)
+        self.gold_weight_M = [] if gold_weight_N is None else [gold_weight_N[self.which]]
+        self.counted_M = None if counted_N is None else counted_N[self.which]
+        picked_N = target_N if counted_N is None else target_N.where(counted_N, 0)
+        function = RowFunction(weights=weights, correct=True, split=split)
+        self.formula = RecomputedScores(ProjectedRows(projection, function), picked_N.unsqueeze(1), None, counted_N)
+
+    def losses(self, hidden_ND: Tensor) -> tuple[RowLosses, RowSums, TokenLoss]:
+        """Return the loss of each row, what backward needs, and their sums without token weights."""
+        parts = [self.formula.sums(hidden_ND[chunk], chunk) for chunk in self.chunks]
+        self.formula.projection.buffers.clear()
+        sums = joined(parts)
+        scores = self.formula.rows.function.scores(sums)
+        found = self.loss(scores, self.gold_weight_M, True)
+        assert sums.correct_N is not None
+        columns = (found.loss_N, -scores.log_prob, sums.correct_N)
+        tokens = torch.full((), len(found.loss_N), device=hidden_ND.device)
+        if self.counted_M is not None:
+            columns = tuple(t.where(self.counted_M, torch.zeros_like(t)) for t in columns)  # type: ignore[assignment]
+            tokens = self.counted_M.sum()
+        loss_M, nll_M, correct_M = columns
+        return found._replace(loss_N=loss_M), sums, TokenLoss(loss_M, tokens, nll_M.sum(), correct_M.sum())
+
+
+def _all_of(chunks: Sequence[Chunk], rows: int) -> Chunk:
+    """Return the rows of all chunks together."""
+    indices = [chunk for chunk in chunks if isinstance(chunk, Tensor)]
+    return torch.cat(indices) if indices else slice(0, rows if cover(chunks, rows) else 0)
+
+
+class _LeastMemory(torch.autograd.Function):
+    """The node: it saves a few numbers a row. Its outputs are the fields of `TokenLoss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: _Rows, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None, token_weight_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.rows = rows
+        ctx.set_materialize_grads(False)
+        ctx.found = None
+        ctx.save_for_backward(hidden_ND, weight, bias, token_weight_N)
+        if not rows.chunks:
+            loss = TokenLoss.zero(rows.formula.projection.weight_VD.dtype, hidden_ND.device, tells=True)
+        else:
+            losses, sums, loss = rows.losses(hidden_ND)
+            # What is picked and whether it is right are not needed again
+            ctx.found = losses, sums._replace(picked_NP=sums.picked_NP[:, :0], correct_N=None)
+            total_M = loss.total
+            if token_weight_N is not None:
+                total_M = total_M * token_weight_N[rows.which]
+            loss = loss._replace(total=total_M.sum())
+        ctx.mark_non_differentiable(*[t for t in loss[1:] if t is not None])
+        return tuple(loss)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cross_entropy with memory='least'", "the plain, un-chunked loss")
+        rows: _Rows = ctx.rows
+        hidden_ND, weight, bias, token_weight_N = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if upstream is None:
+            return None, None, None, None, None
+        if ctx.found is None:
+            zeros = zip(ctx.saved_tensors, wanted, strict=True)
+            return None, *(torch.zeros_like(t) if is_wanted else None for t, is_wanted in zeros)
+        losses, sums = ctx.found
+        token_weight = None
+        factor = upstream
+        if token_weight_N is not None:
+            factor = upstream * token_weight_N[rows.which]
+            token_weight = _spread(losses.loss_N * upstream, rows.which, token_weight_N)
+        formula = rows.formula
+        known = KnownRows(
+            formula.prepared(hidden_ND[rows.which], rows.which),
+            formula.picked_NP[rows.which],
+            None,
+            sums,
+            losses.upstream.times(factor, rows.counted_M),
+        )
+        tiles = VocabTiles(formula.projection, formula.rows.function, rows.vocab_size, _budget(hidden_ND))
+        leaves = LinearLeaves(hidden_ND, weight, bias)
+        found = tiles.gradients(leaves, known, LinearWanted(*wanted), rows.weight_grad)
+        hidden = None if found.hidden is None else _spread(found.hidden, rows.which, hidden_ND)
+        return None, hidden, found.weight, found.bias, token_weight if wanted[3] else None
+
+
+def _spread(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:
+    """Return a gradient of all rows, given that of some; 0 in the others."""
+    if isinstance(which, slice):
+        return of_rows.to(like.dtype)
+    return torch.zeros_like(like).index_copy_(0, which, of_rows.to(like.dtype))
