@@ -98,7 +98,7 @@ class SummedGradient:
             return
         cut = self._cut(a, wide(a.dtype))
         sums: Sequence[Tensor | None] = self.parts or [None] * len(cut)
-        self.parts = [_plus_product(part, rows, b) for part, rows in zip(sums, cut, strict=True)]
+        self.parts = [plus_product(part, rows, b) for part, rows in zip(sums, cut, strict=True)]
 
     def _cut(self, rows: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         """Return the rows of the parts of a sum in this dtype: halves if its numbers will become half as long."""
@@ -220,8 +220,11 @@ def _add_rows(total: Tensor, grad: Tensor) -> None:
         sum_rows.add_(grad_rows.to(sum_rows.dtype))
 
 
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return `total + a @ b` in float32 or wider, in as few passes over the sum as the device allows; None is 0."""
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return `total + a @ b` in float32 or wider, in as few passes over the sum as the device allows; None is 0.
+
+    A sum that is given is overwritten.
+    """
     dtype = wide(a.dtype)
     # addmm adds within the product: no second pass over the sum, and no temporary of its size
     if dtype == a.dtype:

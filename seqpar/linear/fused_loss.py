@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.core.chunks import Chunk, rows_in
 from seqpar.core.graphs import without_autocast
-from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient
+from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient, plus_product
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.kernels.row_kernel import aligned
 from seqpar.kernels.row_loss import RowLoss, count_targets, scale_rows
@@ -32,7 +32,8 @@ COUNTED = 2**24
 
 SPARE = 2**27
 """Numbers of a weight's gradient that backward writes beside the float32 sum: at most 256 MiB, half of what the logits
-of a chunk took, which are freed by then. A larger sum is overwritten by its gradient."""
+of a chunk took, which are freed by then. A larger sum is overwritten by its gradient, as `narrowed` does, and has no
+column beside it: with so wide hidden states reading the logits once more takes 1 to 5 % of the products' time."""
 
 BESIDE = 8
 """Columns of ones beside the hidden states, of which one would do: rows stay multiples of 16 bytes."""
@@ -149,12 +150,15 @@ class _Stored:
             self.hidden = gradients.per_token[0] = _HiddenGradient(self.hidden)
         if self.weight is None:
             return
-        width = weight_VD.size(1)
-        self.weight = gradients.params[0] = _WeightGradient(self.weight, width)
+        if chunks > 1 and weight_VD.numel() > SPARE:
+            return
+        self.weight = whole = _WeightGradient(self.weight, weight_VD.size(1))
+        gradients.params[0] = whole
         # A single chunk's gradient is copied once to leave the column out, which may take as much as its logits took
-        if self.bias is not None and wide(weight_VD.dtype) != weight_VD.dtype and (chunks > 1 or most >= width):
+        has_room = chunks > 1 or (most >= whole.width and weight_VD.numel() <= SPARE)
+        if self.bias is not None and wide(weight_VD.dtype) != weight_VD.dtype and has_room:
             self.ones_KB = weight_VD.new_ones((most, BESIDE))
-            self.weight.beside = gradients.params[1] = _ColumnGradient(self.bias, self.weight)
+            gradients.params[1] = whole.beside = _ColumnGradient(self.bias, whole)
             self.bias = None
 
     def add(self, chunk: Chunk, grad_KV: Tensor, hidden_KD: Tensor, out_RN: Tensor, place: int) -> None:
@@ -189,6 +193,41 @@ class _HiddenGradient(RowGradient):
         return rows
 
 
+class _WeightGradient(SummedGradient):
+    """The weight's gradient, with that of the bias in a column beside it if there is a `beside` to receive it."""
+
+    def __init__(self, slot: SummedGradient, width: int) -> None:
+        super().__init__(slot, slot.chunks)
+        self.width = width
+        self.beside: _ColumnGradient | None = None
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add one chunk's gradient, `a @ b`."""
+        if self.chunks == 1:
+            self.parts = [torch.mm(a, b)]
+        else:
+            self.parts = [plus_product(self.parts[0] if self.parts else None, a, b)]
+
+    def release(self, factor: Tensor | None) -> Tensor | None:
+        """Return the sum times `factor` (None is 1) in the weight's dtype, and drop the reference to it."""
+        if not self.parts:
+            return None
+        (total,) = self.parts
+        self.parts = []
+        if self.beside is None and total.dtype == self.dtype:
+            if factor is not None:
+                scale_rows(total, factor, total)
+            return total
+        found = total.new_empty((len(total), self.width), dtype=self.dtype)
+        bias_V = None
+        if self.beside is not None:
+            bias_V = total.new_empty(len(total), dtype=self.beside.dtype)
+            self.beside.parts = [bias_V]
+            self.beside.factor = factor
+        scale_rows(total, factor, found, bias_V)
+        return found
+
+
 class _ColumnGradient(SummedGradient):
     """The bias's gradient, which is summed beside the weight's."""
 
@@ -199,60 +238,18 @@ class _ColumnGradient(SummedGradient):
 
     def release(self, factor: Tensor | None) -> Tensor | None:
         """Return the gradient times `factor` (None is 1) in the bias's dtype, and drop the reference to it."""
-        total = self.total
-        self.total = None
-        if total is None and self.weight.total is not None:
+        if not self.parts and self.weight.parts:
             # The weight's is not asked for, or later
-            column_V = self.weight.total[:, self.weight.width]
+            column_V = self.weight.parts[0][:, self.weight.width]
             return (column_V if factor is None else column_V * factor).to(self.dtype)
-        if total is None or factor is None or factor is self.factor or self.factor is None:
-            return total
-        # The weight's was asked for by an earlier backward, with a factor of its own
-        return (total * (factor / self.factor).where(factor != self.factor, 1.0)).to(self.dtype)
-
-
-class _WeightGradient(SummedGradient):
-    """The weight's gradient, with that of the bias in a column beside it if there is a `beside` to receive it."""
-
-    def __init__(self, slot: SummedGradient, width: int) -> None:
-        super().__init__(slot, slot.chunks)
-        self.width = width
-        self.beside: _ColumnGradient | None = None
-
-    def release(self, factor: Tensor | None) -> Tensor | None:
-        """Return the sum times `factor` (None is 1) in the weight's dtype, and drop the reference to it."""
-        total = self.total
-        self.total = None
-        if total is None:
+        if not self.parts:
             return None
-        bias_V = None
-        if self.beside is not None:
-            bias_V = self.beside.total = total.new_empty(len(total), dtype=self.beside.dtype)
-            self.beside.factor = factor
-        if total.dtype == self.dtype and bias_V is None:
-            if factor is not None:
-                scale_rows(total, factor, total)
-            return total
-        rows = len(total)
-        first = min(rows, max(1, SPARE // self.width))
-        front = total.new_empty((first, self.width), dtype=self.dtype)
-        scale_rows(total[:first] if first < rows else total, factor, front, bias_V)
-        if first == rows:
-            return front
-        return self._in_place(total, factor, front, bias_V)
-
-    def _in_place(self, total: Tensor, factor: Tensor | None, front: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Overwrite the sum with its gradient, whose first rows are `front`, from front to back; as `narrowed`."""
-        rows = len(total)
-        narrow = total.view(self.dtype).flatten()[: rows * self.width].view(rows, self.width)
-        done = len(front)
-        while done < rows:
-            # Rows [done, 2 done) begin at byte 4 done x width or above, and are written below it
-            following = slice(done, 2 * done)
-            scale_rows(total[following], factor, narrow[following], None if bias_V is None else bias_V[following])
-            done *= 2
-        narrow[: len(front)] = front
-        return narrow
+        (found,) = self.parts
+        self.parts = []
+        if factor is self.factor or factor is None or self.factor is None:
+            return found
+        # The weight's was asked for by an earlier backward, with a factor of its own
+        return (found * (factor / self.factor).where(factor != self.factor, 1.0)).to(self.dtype)
 
 
 def _on_device(scale: float | Tensor, like: Tensor) -> Tensor | None:

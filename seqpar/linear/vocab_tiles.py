@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.graphs import without_autocast
-from seqpar.core.stored_gradients import SummedGradient
+from seqpar.core.stored_gradients import plus_product
 from seqpar.core.token_loss import wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearWanted
@@ -73,7 +73,7 @@ class VocabTiles:
         # The share of the probability is the tile's, not this rank's
         rows = rows._replace(hidden_MD=hidden_MD, sums=rows.sums._replace(share_N=None))
         tiles = self._tiles(len(hidden_MD))
-        hidden = SummedGradient(leaves.hidden, len(tiles))
+        hidden_sum: Tensor | None = None
         weight_V = bias_V = None
         if wanted.weight and weight_grad is None:
             weight_V = torch.zeros_like(leaves.weight)
@@ -84,18 +84,19 @@ class VocabTiles:
             for tile in tiles:
                 grad_MT = self._gradient(tile, rows)
                 if wanted.hidden:
-                    hidden.add_product(grad_MT, weight_VD[tile])
+                    hidden_sum = plus_product(hidden_sum, grad_MT, weight_VD[tile])
                 if weight_V is not None:
                     _write_product(weight_V[tile], grad_MT.t(), hidden_MD)
                 elif weight_grad is not None:
-                    _add_product(weight_grad[tile], grad_MT.t(), hidden_MD)
+                    plus_product(weight_grad[tile], grad_MT.t(), hidden_MD)
                 if bias_V is not None:
                     bias_V[tile] = grad_MT.sum(0, dtype=rows.sums.best_N.dtype)
         self.buffers.clear()
         if not wanted.hidden:
             return LinearGradients(None, weight_V, bias_V, None)
-        hidden_grad = hidden.release(None) if tiles else leaves.hidden.new_zeros(hidden_MD.shape)
-        return LinearGradients(hidden_grad, weight_V, bias_V, None)
+        if hidden_sum is None:
+            hidden_sum = leaves.hidden.new_zeros(hidden_MD.shape)
+        return LinearGradients(hidden_sum.to(leaves.hidden.dtype), weight_V, bias_V, None)
 
     def _tiles(self, rows: int) -> list[slice]:
         """Return the classes of each tile."""
@@ -144,13 +145,6 @@ def _write_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     if into.dtype == a.dtype:
         torch.mm(a, b, out=into)
     elif into.dtype == wide(a.dtype):
-        _add_product(into, a, b)
+        plus_product(into, a, b)
     else:
         into.copy_(a @ b)
-
-
-def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to a sum."""
-    slot = SummedGradient(into, 2)
-    slot.total = into
-    slot.add_product(a, b)

@@ -252,7 +252,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "loss_scale": to(2.0**16, see=kept_in_float16, beside=in_float16),
         "vocab": to(seqpar.VocabShard(None, 1, 8), refused="[1, 8)"),
         "memory": to("least", see=taken_again),
-        "weight_grad": Option(lambda a: torch.zeros(V, D), beside=lambda: {"memory": "least"}, see=of_weight),
+        "weight_grad": Option(
+            lambda a: torch.zeros_like(a["weight"]).detach(), beside=lambda: {"memory": "least"}, see=of_weight
+        ),
     },
     "linear_distillation": {
         **LINEAR,
