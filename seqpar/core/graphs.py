@@ -118,6 +118,12 @@ def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
     return {made.dtype for node in nodes_of_graph(result.grad_fn) for made in node._input_metadata}
 
 
+def has_custom_nodes(result: Tensor) -> bool:
+    """Return whether the backward of an autograd function that others have written in Python is among the nodes."""
+    functions = (getattr(node, "_forward_cls", None) for node in nodes_of_graph(result.grad_fn))
+    return any(function is not None and not function.__module__.startswith("seqpar.") for function in functions)
+
+
 def nodes_of_graph(first: Any) -> Iterator[Any]:
     """Yield the node and all those before it in forward, the nearest first."""
     if first is None:

@@ -9,7 +9,8 @@ Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,16 +26,22 @@ from seqpar.core.chunked_gradient import (
     leaf_copies,
     sum_over_chunks,
 )
-from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, rows_per_chunk
+from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, recording, rows_per_chunk
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
-from seqpar.engine.module_calls import parts_of, refuse_cached
+from seqpar.engine.formula_match import (
+    REPLACED,
+    FormulaMatch,
+    check_class_weight,
+    match_inputs,
+    what_formulas_replace,
+)
+from seqpar.engine.module_calls import Parts, parts_of, refuse_cached
 from seqpar.engine.pair import counts_itself, criterion_loss, project, takers_of
-from seqpar.engine.probe import LogitFacts, Situation, facts_in, logit_facts, situation_of
+from seqpar.engine.probe import gives_formula, logit_facts
 from seqpar.engine.shards import (
     OneOrScattered,
     Shard,
@@ -46,6 +53,7 @@ from seqpar.engine.shards import (
     rows_of,
     scattered,
 )
+from seqpar.engine.situation import LogitFacts, Situation, facts_in, situation_of
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, plan
 from seqpar.multi_device.parallel_apply import parallel_apply
@@ -65,6 +73,7 @@ def loss_over_devices(
     head: nn.ModuleDict,
     cut: Cut,
     known: dict[Situation, LogitFacts],
+    formulas: dict[tuple[object, ...], bool],
     hidden: OneOrScattered,
     target: OneOrScattered,
     loss_scale: float | Tensor,
@@ -74,6 +83,7 @@ def loss_over_devices(
 
     Args:
         known: what earlier calls have found out about the logits; this call adds to it.
+        formulas: likewise, whether the pair gives the loss of its closed form.
         hidden, target, loss_scale, per_token: as `LossCompute`.
     """
     criterion = head["criterion"]
@@ -94,20 +104,25 @@ def loss_over_devices(
         if count is None:
             check_targets(shards, match.vocab_size)
         check_class_weight(criterion, match.vocab_size)
+        if not _is_what_runs(match, head, parts, shards, formulas):
+            match = REPLACED
+    if isinstance(match, FormulaMatch):
         # Time steps are cut from (B, T), which joining shards would flatten
         if cut.chunk_size is None and len(shards) > 1:
             shards = one_for_each_device(shards)
         heads = heads_on(head, parts.parameters, shards)
+        adds_up = False
     else:
         refuse_cached(parts)
-        situation = situation_of(parts, shards[0])
+        situation = situation_of(parts, shards[0], loss_scale)
         found = facts_in(known, situation)
         if found is None:
             refuse_sharded(head)
             check_parts_replicable(parts.modules)
         heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
-        facts = logit_facts(known, situation, found, heads, shards)
+        facts = logit_facts(known, situation, found, head, heads, shards)
+        adds_up = facts.adds_up
     jobs = []
     for replica, shard in zip(heads, shards, strict=True):
         if isinstance(match, FormulaMatch):
@@ -121,7 +136,8 @@ def loss_over_devices(
         return differentiable_sum(*jobs[0])
     # One thread per device; the losses are added on the first one, and autograd sends the gradients back
     devices = [shard.hidden.device for shard in shards]
-    losses = parallel_apply([differentiable_sum] * len(shards), jobs, devices=devices)
+    with _adding_up(parts.buffers if adds_up else [], heads):
+        losses = parallel_apply([differentiable_sum] * len(shards), jobs, devices=devices)
     return sum_on_first(losses)
 
 
@@ -135,6 +151,40 @@ def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
         )
         for shard in shards
     ]
+
+
+@contextlib.contextmanager
+def _adding_up(buffers: Sequence[Tensor], replicas: Sequence[nn.ModuleDict]) -> Iterator[None]:
+    """Add to each buffer what replicas add to copies of their own: a count is that of all devices."""
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for replica in replicas if buffers else ():
+        for buffer, old, copy in zip(buffers, before, parts_of(replica).buffers, strict=True):
+            if copy is not buffer and not torch.equal(copy.to(old.device), old):
+                buffer.add_(copy.to(old.device) - old)
+
+
+def _is_what_runs(
+    match: FormulaMatch,
+    head: nn.ModuleDict,
+    parts: Parts,
+    shards: Sequence[Shard],
+    formulas: dict[tuple[object, ...], bool],
+) -> bool:
+    """Return whether the closed form is what a call of the pair gives; it is called once, on a few rows."""
+    hidden = shards[0].hidden
+    key = what_formulas_replace(head["criterion"], hidden)
+    known = formulas.get(key)
+    if known is not None or recording(hidden.device):
+        return known is not False
+    # Before a criterion is called with them
+    check_targets(shards, match.vocab_size)
+    for replica, shard in zip(heads_on(head, parts.parameters, shards), shards, strict=True):
+        wanted = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in parts.parameters))
+        found = gives_formula((replica, head), match, shard, wanted)
+        if found is not None:
+            return formulas.setdefault(key, found)
+    return True
 
 
 def _chunks(counted: Tensor, facts: LogitFacts, cut: Cut) -> list[Chunk]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.token_loss import wide
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
-from seqpar.engine.probe import LogitFacts
+from seqpar.engine.situation import LogitFacts
 from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
 from seqpar.linear.leaves import product_dtype
 

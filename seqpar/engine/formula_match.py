@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.core.checks import check_shapes, has_own_functions, is_dtensor
@@ -63,6 +64,8 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     for name, tensor in projection._parameters.items():
         if is_dtensor(tensor) or has_own_functions(tensor):
             return NoFormula(f"the generator's {name} is a {type(tensor).__name__}, not a plain tensor")
+    if type(projection).__call__ is not nn.Module.__call__:
+        return NoFormula(f"{type(projection).__name__} has a __call__ of its own")
     # Subclasses may compute anything, so the type must be one of these itself
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
         return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")
@@ -90,6 +93,24 @@ def match_inputs(head: nn.ModuleDict, shard: Shard) -> FormulaMatch | NoFormula:
     if torch.is_autocast_enabled(shard.hidden.device.type):
         return match
     return NoFormula("hidden and weight differ in dtype")
+
+
+REPLACED = NoFormula("a call of the pair gives another loss than the formula: something that it calls was replaced")
+
+
+def what_formulas_replace(criterion: nn.Module, hidden: Tensor) -> tuple[object, ...]:
+    """Return what a pair with a closed form would call, for comparison with another time: it may be replaced."""
+    return (
+        F.cross_entropy,
+        F.linear,
+        nn.Linear.forward,
+        nn.Module.__call__,
+        nn.CrossEntropyLoss.forward,
+        type(criterion).forward,
+        torch._C._len_torch_function_stack(),
+        hidden.dtype,
+        torch.is_autocast_enabled(hidden.device.type),
+    )
 
 
 def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMatch:

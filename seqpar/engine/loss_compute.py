@@ -23,9 +23,9 @@ from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refus
 from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices, sum_on_first
 from seqpar.engine.explanation import LatestCall, explanation
 from seqpar.engine.formula_match import FormulaMatch, match_formula, match_split
-from seqpar.engine.probe import LogitFacts, Situation
 from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
+from seqpar.engine.situation import LogitFacts, Situation
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.token_scores import TokenScores, token_scores
@@ -92,6 +92,7 @@ class LossCompute(nn.Module):
             match_split(self.head)
             _check_split(devices, chunk_size)
         self._facts: dict[Situation, LogitFacts] = {}
+        self._formulas: dict[tuple[object, ...], bool] = {}
         self._latest: LatestCall | None = None
 
     def forward(
@@ -146,7 +147,7 @@ class LossCompute(nn.Module):
             return _between_graphs(self, hidden, target, loss_scale=loss_scale, **per_token)
         # FSDP2 gathers a unit's weights only around the unit's own forward
         cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
-        arguments = (self.head, cut, self._facts, hidden, target, loss_scale, per_token)
+        arguments = (self.head, cut, self._facts, self._formulas, hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
             loss = inside_unit(self.head["generator"], loss_over_devices, *arguments)
         else:
@@ -273,7 +274,7 @@ class LossCompute(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or pickle, which finds out for itself what the first call finds out."""
-        return {**self.__dict__, "_facts": {}, "_latest": None}
+        return {**self.__dict__, "_facts": {}, "_formulas": {}, "_latest": None}
 
     def extra_repr(self) -> str:
         """Return the settings for `print(module)`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
@@ -121,7 +122,10 @@ def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
         for hooks in HOOKS:
             if own[hooks]:
                 found.append((hooks, *own[hooks]))
-        found += [item for item in own.items() if is_switch[type(item[1])]]
+        for name, value in own.items():
+            if is_switch[type(value)]:
+                # A function may hold a batch; its reference equals another one only while the function lives
+                found.append((name, ref(value) if callable(value) else value))
     return tuple(found)
 
 

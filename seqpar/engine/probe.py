@@ -1,25 +1,19 @@
-"""Probe the generator and the criterion on a few rows: whole, in halves, and beside themselves in another order.
+"""Ask on a few rows whether a pair may be computed chunk by chunk, on copies, with gradients taken at factor one.
 
-Chunking is exact only if a token's scores depend on that token alone, and if the criterion is a sum over tokens. The
-probe finds this out, and the size of the vocabulary, on rows that are not ignored. The caller's modules do not change:
-it works on structural copies with detached parameters and copied buffers, and with a forked random state.
+That gives the plain loss and its gradient if and only if the pair
 
-- Scores, by value: the rows must have the same scores as a whole, in halves, and beside themselves in the opposite
-  order. This finds mixing that has no gradient (a detached mean, an added position), if it is large: a generator may
-  compute in bfloat16 internally, whatever the dtype of its scores, so only half of bfloat16's digits must agree. A
-  generator whose scores are random is asked again in evaluation mode.
-- Scores, by gradient, if gradients are wanted: d scores_i / d hidden_j must be 0 for i != j. This is exact in every
-  dtype, in every mode and with dropout, because a term that does not depend on hidden_j contributes exactly 0.
-- The loss: that of the rows must be the sum over their halves, and half of that of the rows beside themselves.
-- Buffers: what calls change in place must add up over the halves, without effect on the scores, as the number of rows
-  or a histogram of predictions does. Anything else would differ from the plain loss: a buffer that is replaced is lost
-  with the copy that computed the chunk, and a moving average or the power iteration of spectral normalisation would run
-  once for each chunk.
+- treats each row alone: its scores, by value and by gradient (d scores_i / d hidden_j must be 0 for i != j, which is
+  exact in every dtype, in every mode and with dropout), and its loss, in the company of other rows and without;
+- has a backward that is linear, and writes nowhere else;
+- keeps nothing between calls that it reads again. Buffers may add up over rows, as a histogram of predictions does; one
+  that is replaced is lost with the copy, and a moving average or a power iteration would run once for each chunk;
+- is what was matched, where a closed form stands in for it;
+- ignores exactly the target that it says.
 
-Nothing here finds mixing whose weight is 0 now and is learnt later, nor mixing of distant rows only. The probe is made
-again when another code may run (`Situation`): in another mode or dtype, as batch normalisation mixes rows in training
-only, and after hooks, submodules, buffers, flags or the number of hidden's dimensions have changed; other numbers are
-not noticed.
+What is random, for example by dropout, is asked again in evaluation mode. Nothing here finds mixing of distant rows
+only, nor what rarely acts. The probe is made again when another code may run (`Situation`): in another mode or dtype,
+as batch normalisation mixes rows in training only, and after hooks, submodules, buffers, flags or the number of
+hidden's dimensions have changed; other numbers are not noticed.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -27,32 +21,42 @@ Shape suffixes: K probed rows, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.chunks import CPU_BUDGET, recording
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
+from seqpar.core.row_independence import (
+    Answer,
+    Change,
+    ask,
+    ask_alone,
+    change_in_company,
+    largest_difference,
+    rounding_of,
+)
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.at_fault import first_scores
-from seqpar.engine.formula_match import check_class_weight
-from seqpar.engine.module_calls import Parts, calls_of, parts_of
-from seqpar.engine.pair import Project, criterion_loss, project
-from seqpar.engine.shards import Shard, check_targets, criterion_rows_of, rows_of
+from seqpar.engine.effects import OF_A_COPY, Held, graphs_held, random_states_kept
+from seqpar.engine.formula_match import FormulaMatch, check_class_weight
+from seqpar.engine.module_calls import parts_of
+from seqpar.engine.pair import counts_itself, criterion_loss
+from seqpar.engine.shards import Shard, check_targets
+from seqpar.engine.situation import LogitFacts, Situation
+from seqpar.engine.trial import Outcome, Trial
+from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.replicas import bind
+from seqpar.rows.criteria import ignored_target
 
 PROBE_ROWS = 4
 """Two sequences of two time steps."""
-
-ROUNDING = torch.finfo(torch.bfloat16).eps ** 0.5
-"""Half of bfloat16's digits: a larger relative difference between scores of the same rows is not rounding."""
 
 REPEATS = 16
 """How often the same rows must give the same result before a module counts as deterministic."""
@@ -63,6 +67,8 @@ MOST_COMPANY = 128
 COMPANY_BYTES = CPU_BUDGET
 """The most bytes of these rows' scores; of a large vocabulary there are fewer."""
 
+HALVES = "the gradient of a half of the rows plus that of the other"
+
 CLOSE = 1e-3
 """The relative difference of a buffer's sum that rounding may make, in any dtype."""
 
@@ -71,70 +77,11 @@ MOST_SITUATIONS = 256
 one with a hook that is made anew for each step never comes back."""
 
 
-OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
-"""The attributes that a structural copy has for itself."""
-
-
-class LogitFacts(NamedTuple):
-    """What a probe has found about the logits."""
-
-    vocab_size: int
-    dtype: torch.dtype
-    criterion_is_checked: bool
-    """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
-    keeps_nothing: bool = False
-    """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
-
-
-class Situation(NamedTuple):
-    """Everything that the facts depend on, as far as it can be compared."""
-
-    shapes: tuple[object, ...]
-    """The class, shape and device of each parameter and buffer."""
-    calls: tuple[object, ...]
-    """What a call of each module runs, from hooks of all modules to the mode."""
-    dtypes: tuple[torch.dtype, ...]
-    """Those of the products and of the parameters."""
-    wants_gradients: bool
-    leading: int
-    """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
-    per_token: tuple[tuple[str, torch.Size], ...]
-    """The shape of one token's share of hidden and of each per-token tensor, which may have a column for a class."""
-
-
-def situation_of(parts: Parts, shard: Shard) -> Situation:
-    """Return the situation of a call; it is looked up in every one."""
-    leading = shard.target.dim()
-    columns = {"hidden": shard.hidden, **shard.per_token, **shard.of_criterion}
-    tensors = [*parts.parameters, *parts.buffers]
-    leaves = (*columns.values(), *parts.parameters)
-    return Situation(
-        # A lazy one has no shape yet, and is refused
-        tuple([(type(t), None if is_lazy(t) else t.shape, t.device) for t in tensors]),
-        calls_of(parts.modules),
-        (product_dtype(shard.hidden), *[p.dtype for p in parts.parameters]),
-        torch.is_grad_enabled() and any(t.requires_grad for t in leaves),
-        leading,
-        tuple([(name, t.shape[leading:]) for name, t in columns.items()]),
-    )
-
-
-def facts_in(known: dict[Situation, LogitFacts], situation: Situation) -> LogitFacts | None:
-    """Return the facts that an earlier call has found in this situation, which now come last; None if none has."""
-    # Comparing takes a quarter of the time of looking up, which hashes all that it compares
-    latest = next(reversed(known.items()), None)
-    if latest is not None and latest[0] == situation:
-        return latest[1]
-    found = known.pop(situation, None)
-    if found is not None:
-        known[situation] = found
-    return found
-
-
 def logit_facts(
     known: dict[Situation, LogitFacts],
     situation: Situation,
     found: LogitFacts | None,
+    original: nn.ModuleDict,
     heads: Sequence[nn.ModuleDict],
     shards: Sequence[Shard],
 ) -> LogitFacts:
@@ -143,7 +90,8 @@ def logit_facts(
     Args:
         known: the facts found so far; new ones are added.
         found: what `facts_in` returned.
-        heads: the replicas of generator and criterion, one per shard.
+        original: generator and criterion.
+        heads: the replicas of both, one per shard.
 
     Raises:
         IndexError: a target outside the vocabulary.
@@ -160,7 +108,7 @@ def logit_facts(
     for head, shard in zip(heads, shards, strict=True):
         index_K = _spread(shard.counted.flatten())
         if len(index_K):
-            probe = _Probe(head, shard, index_K, situation.wants_gradients)
+            probe = _Probe((head, original), shard, index_K, situation)
             facts = probe.facts(lambda size: check_targets(shards, size))
             known[situation] = facts
             for earliest in list(known)[:-MOST_SITUATIONS]:
@@ -192,90 +140,104 @@ def _spread(counted_N: Tensor) -> Tensor:
     return indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
 
 
-class _Probe:
-    """Some rows of a shard, on which generator and criterion are called.
+def gives_formula(
+    heads: tuple[nn.ModuleDict, nn.ModuleDict], match: FormulaMatch, shard: Shard, wanted: bool
+) -> bool | None:
+    """Return whether a pair, called on a few rows, gives the loss and the gradient of its closed form.
 
-    Args:
-        head: generator and criterion.
-        index_K: which rows.
-        wanted: whether gradients are wanted.
+    It does not where others have replaced `F.cross_entropy`, `F.linear` or a forward. None if there are no rows.
     """
+    index_K = _spread(shard.counted.flatten())
+    if not len(index_K):
+        return None
+    trial = Trial(heads, shard, index_K, wanted)
+    with trial.kept():
+        copy = trial.copy()
+        called = trial.call(copy)
+        here = match.of_replica(copy)
+        hidden = trial.rows[0].detach().requires_grad_(wanted)
+        linear = here.projection
+        total = linear_cross_entropy(
+            hidden,
+            linear.weight.detach(),
+            trial.target_K,
+            bias=None if linear.bias is None else linear.bias.detach(),
+            ignore_index=match.ignore_index,
+            label_smoothing=match.label_smoothing,
+            smoothing_convention=match.smoothing_convention,
+            class_weight=here.class_weight,
+        ).total
+        pairs = [(called.total, total)]
+        if wanted and "hidden" in called.gradients:
+            pairs.append((called.gradients["hidden"], torch.autograd.grad(total, hidden)[0]))
+        rounding = max(called.rounding, rounding_of(total, product_dtype(hidden)))
+        return all(largest_difference(a, b) <= rounding for a, b in pairs)
 
-    def __init__(self, head: nn.ModuleDict, shard: Shard, index_K: Tensor, wanted: bool) -> None:
-        self.head = head
-        self.names = tuple(shard.per_token)
-        self.rows = [t.detach()[index_K] for t in rows_of(shard)]
-        self.of_criterion = {
-            name: t.detach()[index_K] for name, t in zip(shard.of_criterion, criterion_rows_of(shard), strict=True)
-        }
-        self.target_K = shard.target.flatten()[index_K]
-        self.target_shape = shard.target.shape
-        # The generator expects as many leading dimensions
-        self.lead = shard.target.dim()
-        self.wanted = wanted
+
+class _Probe(Trial):
+    """The questions about a pair, asked on some rows."""
+
+    def __init__(
+        self, heads: tuple[nn.ModuleDict, nn.ModuleDict], shard: Shard, index_K: Tensor, situation: Situation
+    ) -> None:
+        super().__init__(heads, shard, index_K, situation.wants_gradients)
+        self.is_scaled = situation.is_scaled
+        counted_K = shard.target[shard.counted]
+        # Of the targets padding is the most common one, or the last
+        self.common = {int(counted_K.mode().values), int(counted_K[-1])}
 
     def facts(self, check_classes: Callable[[int], None]) -> LogitFacts:
-        """Return the facts about the logits; the head's buffers and the random state do not change.
+        """Return the facts about the logits; what the caller has does not change, the random states included.
 
         Args:
             check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion
                 is, which on an accelerator would fail with a device-side assertion.
         """
-        copy = self._copy()
-        before = _buffers_of(copy)
+        with self.kept(), torch.no_grad():
+            logits_KV, keeps_nothing = self._first_call(check_classes)
         # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
-        with self._random_numbers():
-            with torch.no_grad():
-                shape = self._shape(PROBE_ROWS)
-                scores = self._scores(copy)
-                logits_KV = first_scores(copy["generator"], scores, shape, self.rows, self.names, self.target_shape)
-                check_classes(logits_KV.size(-1))
-                check_class_weight(self.head["criterion"], logits_KV.size(-1))
-                # Refuses a number that is not a tensor
-                criterion_loss(copy["criterion"], logits_KV, self.target_K, self.of_criterion)
-                with torch.set_grad_enabled(self.wanted), graph_of_its_own():
-                    is_checked = self._criterion_adds_up(copy, logits_KV)
-                self._buffers_add_up(before, copy)
-            mixed = self._mixed_by_gradient(scores)
-            # Before the generator may be asked in evaluation mode
-            keeps_nothing = _has_same_attributes(copy, self.head)
-            mixed = mixed or self._mixed_by_value(copy["generator"], scores)
+        with self.kept(), torch.no_grad(), torch.set_grad_enabled(self.wanted), graph_of_its_own():
+            is_checked = self._criterion_adds_up(logits_KV)
+        with self.kept(), torch.no_grad():
+            self._check_ignored(logits_KV)
+        with self.kept(), torch.no_grad():
+            adds_up = self._buffers_add_up()
+        with self.kept():
+            mixed = self._mixed_by_gradient()
+        with self.kept():
+            mixed = mixed or self._mixed_by_value()
         if mixed:
             raise ValueError(
-                f"the generator mixes rows: {mixed}{_usual_culprit(copy['generator'])}. It is called on a few tokens "
-                "at a time, so a token's scores must depend only on that token; compute anything that mixes tokens "
-                "before the engine, and pass the result as hidden or as a per-token keyword"
+                f"the generator mixes rows: {mixed}{_usual_culprit(self.head['generator'])}. It is called on a few "
+                "tokens at a time, so a token's scores must depend only on that token; compute anything that mixes "
+                "tokens before the engine, and pass the result as hidden or as a per-token keyword"
             )
-        return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing)
+        self._keeps_no_state()
+        self._backward_is_linear()
+        return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up)
 
-    def _copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
-        """Return a structural copy with buffers of its own, as they were before any call, and some other weights."""
-        copies = {id(p): p.detach() for p in self.head.parameters()} | {id(b): b.clone() for b in self.head.buffers()}
-        copies.update(moved or {})
-        return bind(self.head, copies)
+    def _first_call(self, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:
+        """Return the scores of the rows, and whether the call has set no attribute; raise for what does not fit."""
+        copy = self.copy()
 
-    def _scores(self, copy: nn.ModuleDict) -> Project:
         def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
-            return project(copy["generator"], self.names, shape, rows)
+            return self.scores(copy, shape, rows)
 
-        return scores
+        shape = self.shape(PROBE_ROWS)
+        logits_KV = first_scores(copy["generator"], scores, shape, self.rows, self.names, self.target_shape)
+        check_classes(logits_KV.size(-1))
+        check_class_weight(self.head["criterion"], logits_KV.size(-1))
+        # Refuses a number that is not a tensor
+        criterion_loss(copy["criterion"], logits_KV, self.target_K, self.of_criterion)
+        return logits_KV, _has_same_attributes(copy, self.head)
 
-    def _shape(self, rows: int) -> tuple[int, ...]:
-        """Return the leading shape of so many time steps of one sequence."""
-        return (*(1,) * (self.lead - 1), rows)
-
-    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context after which the random state is the one before it."""
-        device = self.target_K.device
-        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-
-    def _criterion_adds_up(self, copy: nn.ModuleDict, logits_KV: Tensor) -> bool:
+    def _criterion_adds_up(self, logits_KV: Tensor) -> bool:
         """Raise ValueError unless the loss is a sum over rows; return False if these rows cannot show it.
 
         That is so if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
         be asked, and passes.
         """
-        criterion, rows = _widened(copy["criterion"], self._criterion_rows(logits_KV), self.of_criterion)
+        criterion, rows = _widened(self.copy()["criterion"], self._criterion_rows(logits_KV), self.of_criterion)
         rows[0].requires_grad_(self.wanted)
         least = product_dtype(rows[0])
 
@@ -313,17 +275,63 @@ class _Probe:
         others = [torch.cat([t, t[: len(between_KV)]]) for t in self.of_criterion.values()]
         return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K), *others]
 
-    def _buffers_add_up(self, before: dict[str, Buffer], called: nn.ModuleDict) -> None:
-        """Raise ValueError unless all that calls have changed are sums over rows, on which the scores do not depend."""
+    def _check_ignored(self, logits_KV: Tensor) -> None:
+        """Raise ValueError unless the criterion ignores the target that it says, and no other that is common here."""
+        rows = [logits_KV, self.target_K, *self.of_criterion.values()]
+        criterion, (logits_KV, *_) = _widened(self.copy()["criterion"], rows, self.of_criterion)
+        named = ignored_target(criterion)
+        classes = logits_KV.size(1)
+        lowest_K1 = logits_KV.where(logits_KV.isfinite(), torch.inf).argmin(1, keepdim=True)
+
+        def is_ignored(target: int) -> bool | None:
+            """Return whether loss and gradient are 0 though the target has the least score; None if not finite."""
+            class_K1 = torch.full_like(lowest_K1, target)
+            # The numbers stay those of the row, which may be probabilities
+            swapped_KV = logits_KV.scatter(1, class_K1, logits_KV.gather(1, lowest_K1))
+            swapped_KV.scatter_(1, lowest_K1, logits_KV.gather(1, class_K1))
+            with torch.set_grad_enabled(self.wanted), graph_of_its_own():
+                answer = ask(
+                    lambda rows: criterion_loss(criterion, rows[0], class_K1.squeeze(1), self.of_criterion).total.sum(),
+                    [swapped_KV.requires_grad_(self.wanted)],
+                )
+            if not answer.values.isfinite():
+                return None
+            return not any(t.any() for t in (answer.values, *answer.gradients))
+
+        if named is not None and 0 <= named < classes and is_ignored(named) is False:
+            raise ValueError(
+                f"the criterion's ignore_index is {named}, but its loss of target {named} is not 0; rows with that "
+                "target are left out, so set the attribute to the target that it ignores, or to -100"
+            )
+        usual = {0, 1, 2, 3, *self.target_K.tolist(), *self.common} - {named}
+        ignored = {target: is_ignored(target) for target in sorted(usual) if 0 <= target < classes}
+        silent = [target for target, is_so in ignored.items() if is_so]
+        # Where nothing has a loss there is no padding either
+        if silent and False in ignored.values() and not self._counts_none(criterion, logits_KV, silent[0]):
+            raise ValueError(
+                f"the criterion ignores target {silent[0]} but has no ignore_index: its loss and gradient are 0, and "
+                f"its rows would be counted as tokens; set criterion.ignore_index = {silent[0]}"
+            )
+
+    def _counts_none(self, criterion: nn.Module, logits_KV: Tensor, target: int) -> bool:
+        """Return whether the criterion itself counts no tokens with this target."""
+        loss = criterion_loss(criterion, logits_KV, torch.full_like(self.target_K, target), self.of_criterion)
+        return counts_itself(criterion) and not loss.tokens
+
+    def _buffers_add_up(self) -> bool:
+        """Return whether calls change buffers; raise unless by sums over rows that the scores do not depend on."""
+        called = self.copy()
+        before = _buffers_of(called)
         if not before:
-            return
+            return False
+        self._called(called, slice(0, PROBE_ROWS))
         # With other weights, as after a step of training. With these the power iteration of spectral_norm may have
         # converged, and would look like a sum that the scores do not depend on
         moved = {id(p): p.detach() * (1 + torch.rand_like(p)) for p in self.head.parameters() if p.requires_grad}
-        whole, in_halves = self._copy(moved), self._copy(moved)
+        whole, in_halves = self.copy(moved), self.copy(moved)
         tensors = _buffers_of(whole)
         rows = slice(0, PROBE_ROWS)
-        scores = self._call(whole, rows)
+        scores = self._called(whole, rows)
         at_once = _buffers_of(whole)
         after = _buffers_of(called)
         changed = [
@@ -332,10 +340,10 @@ class _Probe:
             if not (old.is_same(after.get(name)) and tensors[name].is_same(at_once.get(name)))
         ]
         if not changed:
-            return
-        again = self._call(whole, rows)
+            return False
+        again = self._called(whole, rows)
         for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
-            self._call(in_halves, some)
+            self._called(in_halves, some)
         added = _buffers_of(in_halves)
         repeated = self._is_repeated(scores, again)
         for name in changed:
@@ -347,47 +355,51 @@ class _Probe:
                 "and on copies, so that it would depend on the chunks: set the module to evaluation mode (.eval()), or "
                 "compute what changes before the engine"
             )
+        return True
 
     def _is_repeated(self, scores: Tensor, again: Tensor) -> bool:
         """Return whether both calls gave the same scores; up to rounding, where no two calls give the same numbers."""
         if torch.equal(scores, again):
             return True
-        first, second = (self._call(self._copy(), slice(0, PROBE_ROWS)) for _ in range(2))
+        first, second = (self._called(self.copy(), slice(0, PROBE_ROWS)) for _ in range(2))
         return not torch.equal(first, second) and _close(scores, again)
 
-    def _call(self, copy: nn.ModuleDict, some: slice) -> Tensor:
+    def _called(self, copy: nn.ModuleDict, some: slice) -> Tensor:
         """Call both modules with some rows, always with the same random numbers; return the scores."""
         rows = [t[some] for t in self.rows]
-        with self._random_numbers():
-            logits_KV = self._scores(copy)(self._shape(len(rows[0])), rows)
+        with random_states_kept(self.target_K.device, Held(self.head).generators):
+            logits_KV = self.scores(copy, self.shape(len(rows[0])), rows)
             own = {name: t[some] for name, t in self.of_criterion.items()}
             criterion_loss(copy["criterion"], logits_KV, self.target_K[some], own)
         return logits_KV
 
-    def _mixed_by_value(self, generator: nn.Module, scores: Project) -> str:
+    def _mixed_by_value(self) -> str:
         """Return how much the scores of the same rows change with other rows and their order, in words; "" if not."""
-        shape = self._shape(PROBE_ROWS)
+        copy = self.copy()
+        scores = functools.partial(self.scores, copy)
+        shape = self.shape(PROBE_ROWS)
         # As so many sequences of one time step
         others = (2 * PROBE_ROWS,) if self.lead == 1 else (*(1,) * (self.lead - 2), 2 * PROBE_ROWS, 1)
+        rounding = self._rounding_of_scores(copy)
         with torch.no_grad():
             for _ in range(2):
                 whole_KV = scores(shape, self.rows)
-                halves_KV = torch.cat([scores(self._shape(len(half[0])), half) for half in _halves(self.rows)])
+                halves_KV = torch.cat([scores(self.shape(len(half[0])), half) for half in _halves(self.rows)])
                 twice_KV, turned_KV = scores(others, _beside_themselves(self.rows)).chunk(2)
                 same = (halves_KV, twice_KV, turned_KV.flip(0))
                 different = max(largest_difference(logits_KV, whole_KV) for logits_KV in same)
-                if different <= ROUNDING:
+                if different <= rounding:
                     return ""
-                if _repeats(lambda: scores(shape, self.rows), whole_KV, ROUNDING):
+                if _repeats(lambda: scores(shape, self.rows), whole_KV, rounding):
                     return (
                         "a token's scores change with the other tokens and their order, by "
                         f"{different:.2g} of the largest"
                     )
                 # The scores are random, for example by dropout: ask the generator without that
-                generator.eval()
+                copy.eval()
         return ""
 
-    def _mixed_by_gradient(self, scores: Project) -> str:
+    def _mixed_by_gradient(self) -> str:
         """Return which other rows the scores of the first and the last row have a gradient in, in words; "" for none.
 
         With two or more leading dimensions the four rows are two sequences of two time steps: row k is sequence k // 2
@@ -396,6 +408,7 @@ class _Probe:
         """
         if not self.wanted:
             return ""
+        scores = functools.partial(self.scores, self.copy())
         shape = (PROBE_ROWS,) if self.lead == 1 else (*(1,) * (self.lead - 2), 2, PROBE_ROWS // 2)
         distances: set[int] = set()
         for own in (0, PROBE_ROWS - 1):
@@ -423,6 +436,140 @@ class _Probe:
             return "a row's scores have a gradient in other rows"
         names = {1: "other time steps", 2: "other sequences", 3: "other time steps of other sequences"}
         return f"a token's scores have a gradient in {' and in '.join(names[d] for d in sorted(distances))}"
+
+    def _rounding_of_scores(self, copy: nn.ModuleDict) -> float:
+        """Return what rounding may make of the scores of the same rows beside other rows."""
+        with torch.set_grad_enabled(self.wanted), graph_of_its_own():
+            hidden = self.rows[0].clone().requires_grad_(self.wanted)
+            # A copy, because it may be changed in place
+            scores = self.scores(copy, self.shape(PROBE_ROWS), (hidden * 1, *self.rows[1:]))
+            # Without a graph it may compute in bfloat16 inside
+            return rounding_of(scores, torch.bfloat16)
+
+    def _observed(self, calls: int) -> tuple[Outcome | None, Held]:
+        """Return what so many calls of one copy with the same rows and random numbers give, and what it then holds."""
+        outcome = None
+        with self.kept():
+            copy = self.copy()
+            for _ in range(calls):
+                with random_states_kept(self.target_K.device, Held(copy).generators):
+                    outcome = self.call(copy)
+            return outcome, Held(copy, *self.originals)
+
+    def _keeps_no_state(self) -> None:
+        """Raise ValueError if the pair changes what it reads again, or keeps a graph: the copies of chunks lose both.
+
+        What is written and never read, such as attention that is kept for a picture, is the same after a second call
+        with the same rows.
+        """
+        _, before = self._observed(0)
+        outcome, first = self._observed(1)
+        assert outcome is not None
+        if outcome.written:
+            raise ValueError(
+                f"backward writes into {outcome.written[0]}, which would happen for each chunk and before the loss is "
+                "divided: return the gradient instead (without a fused gradient accumulation)"
+            )
+        if graphs := [name for name in graphs_held(first) if not self._is_made_by_a_hook(name)]:
+            raise ValueError(
+                f"{graphs[0]} holds a tensor with a graph after a call, which would be one chunk's, on a copy: add it "
+                "to the loss that the criterion returns, or compute it beside the engine"
+            )
+        if not before.changed(first):
+            return
+        second, settled = self._observed(2)
+        fresh, again = self._observed(1)
+        assert second is not None
+        assert fresh is not None
+        # What differs between two first calls is random, such as a time
+        evolving = sorted(set(first.changed(settled)) - set(first.changed(again)))
+        depends = not _is_same_outcome(outcome, second) and _is_same_outcome(outcome, fresh)
+        if evolving or depends:
+            name = evolving[0] if evolving else before.changed(first)[0]
+            raise ValueError(
+                f"{name} changes with every call and is not a buffer that adds up; the pair is called once for each "
+                "chunk, on copies, so that it would depend on the chunks or be lost: change it outside, once a step, "
+                "or register it as a buffer if it is a sum over rows"
+            )
+
+    def _is_made_by_a_hook(self, name: str) -> bool:
+        """Return whether a hook makes this attribute from parameters before each call, as that of weight_norm does."""
+        owner, _, attribute = name.rpartition(".")
+        module = self.head.get_submodule(owner)
+        made = (
+            getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
+        )
+        return attribute in made
+
+    def _backward_is_linear(self) -> None:
+        """Raise ValueError unless gradients are linear in the factor of the loss, and those of all rows a sum.
+
+        With a `loss_scale` the factor is known, and need not be tried.
+        """
+        if not self.wanted:
+            return
+        for training in (True, False):
+            with self.kept():
+                copy = self.copy()
+                if not training:
+                    # Random, for example by dropout: ask without that
+                    copy.eval()
+                different = self._nonlinear(copy)
+                if not different or (different.startswith(HALVES) and not training and self._is_random(copy)):
+                    return
+                if different.startswith(HALVES) and training and self._is_random(copy):
+                    continue
+            raise ValueError(
+                f"backward through the pair is not linear: {different}. Gradients are taken for each chunk, and "
+                "multiplied by the factor of the loss afterwards: clip or normalise the gradient outside (a hook on "
+                "hidden); if the factor alone matters, pass it as loss_scale (1 / tokens of the step)"
+            )
+
+    def _nonlinear(self, copy: nn.ModuleDict) -> str:
+        """Return which gradient is not what it must be, in words; "" if all are."""
+
+        def gradients(some: slice = slice(None), factor: float = 1.0) -> dict[str, Tensor]:
+            with self.kept():
+                outcome = self.call(copy, some, factor)
+            roundings.append(outcome.rounding)
+            return outcome.gradients
+
+        roundings: list[float] = []
+        whole = gradients()
+        if not self.is_scaled:
+            for factor in (0.125, -1.0):
+                other = gradients(factor=factor)
+                for name, grad in whole.items():
+                    by = largest_difference(other[name] / factor, grad) if name in other else 1.0
+                    if by > max(roundings):
+                        return (
+                            f"the gradient of {name} of {factor:g} x loss is off by {by:.2g} from {factor:g} x gradient"
+                        )
+        half = PROBE_ROWS // 2
+        halves = [gradients(some) for some in (slice(0, half), slice(half, PROBE_ROWS))]
+        for name, grad in whole.items():
+            parts = [part[name] for part in halves if name in part]
+            if not parts:
+                continue
+            joined = (
+                torch.cat(parts) if name in ("hidden", *self.names, *self.of_criterion) else torch.stack(parts).sum(0)
+            )
+            by = largest_difference(joined, grad)
+            if by > max(roundings):
+                return f"{HALVES} is off by {by:.2g} from that of all rows, for {name}"
+        return ""
+
+    def _is_random(self, copy: nn.ModuleDict) -> bool:
+        """Return whether the pair gives other numbers when it is called again with other random numbers."""
+        first = self.call(copy)
+        return not all(_is_same_outcome(first, self.call(copy)) for _ in range(REPEATS))
+
+
+def _is_same_outcome(a: Outcome, b: Outcome) -> bool:
+    """Return whether two calls gave the same scores, loss and gradients, up to rounding."""
+    pairs = [(a.scores, b.scores), (a.total, b.total)]
+    pairs += [(grad, b.gradients[name]) for name, grad in a.gradients.items() if name in b.gradients]
+    return all(x.shape == y.shape and largest_difference(x, y) <= a.rounding for x, y in pairs)
 
 
 def _has_same_attributes(called: nn.Module, original: nn.Module) -> bool:

@@ -5,16 +5,15 @@ Shape suffixes: R rows and W tokens of the window, V vocabulary.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from seqpar.core.token_loss import wide
+from seqpar.engine.effects import random_states_kept
 
 
 class RefusedModelError(TypeError):
@@ -65,22 +64,25 @@ def made_up_logits(labels_RW: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore random states and buffers (those of batch normalisation) after the block."""
+    """Restore random states, buffers (those of batch normalisation) and counters after the block."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    forked = []
-    if device.type == "cuda":
-        forked = [device]
+    counters = [(module, _numbers(module)) for module in model.modules()]
     try:
-        with torch.random.fork_rng(forked):
+        with random_states_kept(device, []):
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        for module, before_block in counters:
+            for name in _numbers(module).keys() - before_block.keys():
+                del vars(module)[name]
+            vars(module).update(before_block)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    """Return the attributes of a module that are numbers, such as one that counts its steps."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
 def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from transformers.cache_utils import Cache
@@ -186,5 +185,11 @@ def matching_reading(name: str, ways: list[Reading], logits_RWV: Tensor, theirs:
 
 
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the plain mean loss; nan if every target is ignored."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten().to(logits.device), ignore_index=IGNORED)
+    """Return the plain mean loss; nan if every target is ignored.
+
+    Written out, because the function that the model calls may have been replaced.
+    """
+    target_N = target.flatten().to(logits.device)
+    counted_N = target_N != IGNORED
+    log_prob_NV = torch.log_softmax(logits.flatten(0, 1), -1)
+    return -log_prob_NV.gather(1, target_N.where(counted_N, 0).unsqueeze(1)).squeeze(1)[counted_N].mean()

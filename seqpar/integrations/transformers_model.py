@@ -105,7 +105,13 @@ def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Setting
     plain = (bool, int, float, str)
     configured = (v for c in configurations(model.config) for v in vars(c).items() if isinstance(v[1], plain))
     # Such as the factor of Cohere's logits, which the model has from its configuration. Its mode is not a setting
-    own = (v for v in vars(model).items() if isinstance(v[1], plain) and v[0] != "training")
+    # Of numbers only those that a configuration names: another may count the steps
+    named = {name for c in configurations(model.config) for name in vars(c)}
+    own = (
+        v
+        for v in vars(model).items()
+        if v[0] != "training" and (isinstance(v[1], bool | str) or (isinstance(v[1], plain) and v[0] in named))
+    )
     return *given, *configured, *own
 
 

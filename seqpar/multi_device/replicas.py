@@ -88,6 +88,9 @@ def _bound(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor]) -> d
             kinds = f"a {type(tensor).__name__}, whose class changes how it computes; detached, it is a"
             instead = "which does not; derive the class from torch.Tensor, not from nn.Parameter"
             raise TypeError(f"a parameter is {kinds} {type(replacement).__name__}, {instead}")
+        if replacement is not tensor and replacement is not None and vars(tensor):
+            # A forward may read what hangs on a parameter; what the replacement has already is its own
+            vars(replacement).update({**vars(tensor), **vars(replacement)})
         found[name] = replacement
     return found
 

@@ -397,8 +397,9 @@ class Keeping(nn.Module):
         self.linear = nn.Linear(4, V)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.latest: Tensor = self.linear(x)
-        return self.latest
+        scores: Tensor = self.linear(x)
+        self.latest = scores.detach()
+        return scores
 
 
 def test_what_a_generator_keeps_is_gone_with_its_chunk() -> None:

@@ -1,17 +1,22 @@
 """The first call's findings are used again only where everything that they depend on is the same."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import seqpar
-from seqpar.engine.probe import Situation
+from seqpar.engine.situation import Situation
 
 pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
 
 V, D = 7, 4
+
+
+CALLS = []
 
 
 class Projecting(nn.Module):
@@ -20,10 +25,9 @@ class Projecting(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(D, V)
-        self.calls = []
 
     def forward(self, hidden, shift=0.0):
-        self.calls.append(1)
+        CALLS.append(1)
         return self.linear(hidden.to(self.linear.weight.dtype)) + shift
 
 
@@ -51,11 +55,16 @@ def of_per_token(engine, given):
     given["shift"] = torch.zeros(12, V)
 
 
+def of_is_scaled(engine, given):
+    given["loss_scale"] = 0.25
+
+
 CHANGES = {
     "shapes": [of_shapes],
     "calls": [of_calls, lambda engine, given: engine.eval()],
     "dtypes": [of_dtypes, lambda engine, given: engine.double()],
     "wants_gradients": [of_wants_gradients],
+    "is_scaled": [of_is_scaled],
     "leading": [of_leading],
     "per_token": [of_per_token],
 }
@@ -64,10 +73,9 @@ CHANGES = {
 
 def probed(engine, given):
     """Whether a call looked at some rows first."""
-    calls = engine.head["generator"].calls
-    before = len(calls)
+    before = len(CALLS)
     engine(**given)
-    return len(calls) - before > 1
+    return len(CALLS) - before > 1
 
 
 def test_every_fact_has_its_change():
@@ -86,3 +94,16 @@ def test_a_call_that_differs_in_one_fact_is_probed_again_and_only_once(fact, num
     assert not probed(engine, given)
     if fact in ("leading", "per_token"):
         assert not probed(engine, original)
+
+
+def test_a_function_that_is_made_anew_for_each_batch_is_not_kept_alive():
+    engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
+    alive = []
+    for _ in range(5):
+        batch = torch.randn(12, D)
+        alive.append(weakref.ref(batch))
+        engine.head["generator"].of_batch = lambda batch=batch: batch
+        engine(batch, torch.randint(V, (12,)))
+    del batch, engine.head["generator"].of_batch
+    gc.collect()
+    assert [each() for each in alive] == [None] * 5

@@ -1,0 +1,207 @@
+"""Find what calls of modules change besides their result, and put it back.
+
+A pair is called on copies, once for each chunk, so what it keeps between calls would depend on the chunks, or be lost.
+What modules hold is compared by value: numbers, tensors, containers and the attributes of further objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
+"""The attributes that a structural copy has for itself."""
+
+OF_TORCH = (vars(nn.Module()).keys() | OF_A_COPY | {"_flat_weights", "_flat_weight_refs"}) - {"training"}
+"""The attributes that torch keeps in every module, and those that an RNN renews with its parameters."""
+
+UNLOOKED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Parameter)
+"""What is compared by identity, without a look inside."""
+
+PLAIN = (int, float, complex, str, bytes, type(None))
+
+MOST_OBJECTS = 2_000
+"""How many objects are looked into: a module may hold its trainer, and with it everything."""
+
+
+@dataclass(eq=False)
+class Graph:
+    """A tensor that a module holds with its graph."""
+
+    numbers: Tensor
+
+
+class Held:
+    """What modules hold in attributes that are neither parameters nor buffers nor modules, as it is now.
+
+    Args:
+        heads: modules of the same structure; a copy's method that is set on the instance changes the original.
+    """
+
+    def __init__(self, *heads: nn.Module) -> None:
+        self.tensors: list[Tensor] = []
+        self.undo: list[Callable[[], None]] = []
+        self.generators: list[Any] = []
+        self._seen: dict[int, object] = {}
+        self.values: dict[tuple[str, int], object] = {}
+        for i, head in enumerate(heads):
+            for owner, module in head.named_modules():
+                own = vars(module)
+                self._keep(own, dict, own.update)
+                for name in own:
+                    if name not in OF_TORCH:
+                        self.values[f"{owner}.{name}".lstrip("."), i] = self._look(own[name])
+
+    def _look(self, value: Any) -> object:
+        """Return a copy of a value, by contents; remember how to put back what can be changed in place."""
+        if isinstance(value, (*UNLOOKED, *PLAIN)) or len(self._seen) > MOST_OBJECTS:
+            return value
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        if isinstance(value, Tensor):
+            return self._look_at_tensor(value)
+        # Before its items, which may lead back to it
+        self._seen[id(value)] = type(value)
+        if isinstance(value, (list, deque)):
+            self._keep(value, list, value.extend)
+            return type(value), *map(self._look, value)
+        if isinstance(value, (dict, set)):
+            self._keep(value, type(value).copy, value.update)
+            items = value.items() if isinstance(value, dict) else value
+            return type(value), *map(self._look, items)
+        if isinstance(value, (tuple, frozenset)):
+            return type(value), *map(self._look, value)
+        if _random_state(value) is not None:
+            self.generators.append(value)
+            return type(value)
+        if hasattr(value, "__array_interface__") and hasattr(value, "copy"):
+            array = value.copy()
+            self.undo.append(lambda: value.__setitem__(..., array))
+            return type(value), value.shape, value.tobytes()
+        own = getattr(value, "__dict__", None)
+        if not isinstance(own, dict):
+            # A number, a text: what has no attributes
+            return value
+        self._keep(own, dict, own.update)
+        return type(value), *(self._look(item) for item in own.items())
+
+    def _look_at_tensor(self, tensor: Tensor) -> object:
+        numbers = tensor.detach().clone()
+        self._seen[id(tensor)] = Graph(numbers) if tensor.grad_fn is not None else numbers
+        if tensor.grad_fn is None:
+            self.tensors.append(tensor)
+            version = tensor._version
+
+            def put_back() -> None:
+                if tensor._version != version:
+                    with torch.no_grad():
+                        tensor.copy_(numbers)
+
+            self.undo.append(put_back)
+        return self._seen[id(tensor)]
+
+    def _keep(self, value: Any, copied: Callable[[Any], Any], fill: Callable[[Any], object]) -> None:
+        """Remember to empty and fill a container again, if its items are others by then."""
+        old = copied(value)
+        # Otherwise its attributes' dict might be freed, and its id be another's
+        self._seen[id(old)] = (value, old)
+
+        def put_back() -> None:
+            if not _is_unchanged(value, old):
+                value.clear()
+                fill(old)
+
+        self.undo.append(put_back)
+
+    def changed(self, other: Held) -> list[str]:
+        """Return the names of the attributes whose values differ from another time's, or that only one time has."""
+        names = {**self.values, **other.values}
+        missing = object()
+        return [n for n, i in names if not is_same(self.values.get((n, i), missing), other.values.get((n, i), missing))]
+
+
+def _is_unchanged(value: Any, old: Any) -> bool:
+    """Return whether a container has the very items that it had."""
+    if isinstance(value, dict):
+        return value.keys() == old.keys() and all(value[key] is old[key] for key in value)
+    if isinstance(value, (list, deque)):
+        return len(value) == len(old) and all(a is b for a, b in zip(value, old, strict=True))
+    return isinstance(value, set) and value == old
+
+
+def is_same(a: object, b: object) -> bool:
+    """Return whether two values are the same, by contents; nan is the same as nan."""
+    if isinstance(a, Graph) or isinstance(b, Graph):
+        return isinstance(a, Graph) and isinstance(b, Graph) and is_same(a.numbers, b.numbers)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        return a is b or bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if a is b or type(a) is not type(b):
+        return a is b
+    with contextlib.suppress(Exception):
+        return bool(a == b) or (a != a and b != b)
+    return True
+
+
+@contextlib.contextmanager
+def kept(device: torch.device, *heads: nn.Module) -> Iterator[None]:
+    """Put back after the block what its calls change in attributes of the modules, and all random states."""
+    held = Held(*heads)
+    versions = torch.autograd._unsafe_preserve_version_counter(tuple(held.tensors))  # type: ignore[attr-defined]
+    with random_states_kept(device, held.generators), versions:
+        try:
+            yield
+        finally:
+            for put_back in held.undo:
+                put_back()
+
+
+@contextlib.contextmanager
+def random_states_kept(device: torch.device, generators: list[Any]) -> Iterator[None]:
+    """Put back after the block the random states of torch, Python, numpy if it is loaded, and these generators."""
+    numpy = sys.modules.get("numpy.random")
+    sources = [(random.getstate, random.setstate), *filter(None, map(_random_state, generators))]
+    if numpy is not None:
+        sources.append((numpy.get_state, numpy.set_state))
+    before = [read() for read, _ in sources]
+    on_device = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(on_device, device_type=device.type):
+            yield
+    finally:
+        for (_, write), state in zip(sources, before, strict=True):
+            write(state)
+
+
+def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return how the state of a source of random numbers is read and written; None for anything else."""
+    if isinstance(source, torch.Generator) or type(source).__name__ == "RandomState":
+        return source.get_state, source.set_state
+    if isinstance(source, random.Random):
+        return source.getstate, source.setstate
+    # numpy's Generator, without importing numpy
+    if hasattr(type(source), "bit_generator"):
+        bits = source.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+def graphs_held(held: Held) -> list[str]:
+    """Return the attributes that hold a tensor with a graph, directly or in a container."""
+
+    def has_graph(value: object) -> bool:
+        return isinstance(value, Graph) or (isinstance(value, tuple) and any(map(has_graph, value)))
+
+    return [name for (name, _), value in held.values.items() if has_graph(value)]

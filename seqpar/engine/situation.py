@@ -1,0 +1,74 @@
+"""Recognise the situation of a call: all that decides which code runs and on what, as far as it can be compared."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from seqpar.engine.module_calls import Parts, calls_of
+from seqpar.engine.shards import Shard
+from seqpar.linear.leaves import product_dtype
+
+
+class LogitFacts(NamedTuple):
+    """What a probe has found about the logits."""
+
+    vocab_size: int
+    dtype: torch.dtype
+    criterion_is_checked: bool
+    """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
+    keeps_nothing: bool = False
+    """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
+    adds_up: bool = False
+    """Whether calls add to buffers, so that the replicas' additions must be summed."""
+
+
+class Situation(NamedTuple):
+    """Everything that the facts depend on, as far as it can be compared."""
+
+    shapes: tuple[object, ...]
+    """The class, shape and device of each parameter and buffer."""
+    calls: tuple[object, ...]
+    """What a call of each module runs, from hooks of all modules to the mode."""
+    dtypes: tuple[torch.dtype, ...]
+    """Those of the products and of the parameters."""
+    wants_gradients: bool
+    is_scaled: bool
+    """Whether a `loss_scale` says by which factor the loss will be multiplied."""
+    leading: int
+    """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
+    per_token: tuple[tuple[str, torch.Size], ...]
+    """The shape of one token's share of hidden and of each per-token tensor, which may have a column for a class."""
+
+
+def situation_of(parts: Parts, shard: Shard, loss_scale: float | Tensor) -> Situation:
+    """Return the situation of a call; it is looked up in every one."""
+    leading = shard.target.dim()
+    columns = {"hidden": shard.hidden, **shard.per_token, **shard.of_criterion}
+    tensors = [*parts.parameters, *parts.buffers]
+    leaves = (*columns.values(), *parts.parameters)
+    return Situation(
+        # A lazy one has no shape yet, and is refused
+        tuple([(type(t), None if is_lazy(t) else t.shape, t.device) for t in tensors]),
+        calls_of(parts.modules),
+        (product_dtype(shard.hidden), *[p.dtype for p in parts.parameters]),
+        torch.is_grad_enabled() and any(t.requires_grad for t in leaves),
+        isinstance(loss_scale, Tensor) or loss_scale != 1,
+        leading,
+        tuple([(name, t.shape[leading:]) for name, t in columns.items()]),
+    )
+
+
+def facts_in(known: dict[Situation, LogitFacts], situation: Situation) -> LogitFacts | None:
+    """Return the facts that an earlier call has found in this situation, which now come last; None if none has."""
+    # Comparing takes a quarter of the time of looking up, which hashes all that it compares
+    latest = next(reversed(known.items()), None)
+    if latest is not None and latest[0] == situation:
+        return latest[1]
+    found = known.pop(situation, None)
+    if found is not None:
+        known[situation] = found
+    return found

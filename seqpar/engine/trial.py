@@ -1,0 +1,141 @@
+"""Call generator and criterion on a few rows, forward and backward, without a trace.
+
+The caller's modules do not change: what is called are structural copies with parameters and buffers of their own, and
+what they change in other attributes, and in random states, is put back.
+
+Shape suffixes: K probed rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.checks import refuse_reentrant
+from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
+from seqpar.core.row_independence import rounding_of
+from seqpar.engine.effects import kept
+from seqpar.engine.pair import criterion_loss, project
+from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
+from seqpar.multi_device.replicas import bind
+
+
+class Outcome(NamedTuple):
+    """What a call of the pair gives."""
+
+    scores: Tensor
+    total: Tensor
+    gradients: dict[str, Tensor]
+    """Those of the total times the factor, by name: of hidden, the per-token tensors and the parameters."""
+    rounding: float
+    written: list[str]
+    """What backward has written into, besides its result."""
+
+
+class Trial:
+    """Some rows of a shard, on which copies of the pair are called.
+
+    Args:
+        heads: a replica of generator and criterion, and the original.
+        index_K: which rows.
+        wanted: whether gradients are wanted.
+    """
+
+    def __init__(self, heads: tuple[nn.ModuleDict, nn.ModuleDict], shard: Shard, index_K: Tensor, wanted: bool) -> None:
+        head, _ = heads
+        self.head = head
+        # A method that is set on an instance, as torchmetrics does it, changes the original
+        self.originals = heads
+        self.names = tuple(shard.per_token)
+        self.rows = [t.detach()[index_K] for t in rows_of(shard)]
+        self.of_criterion = {
+            name: t.detach()[index_K] for name, t in zip(shard.of_criterion, criterion_rows_of(shard), strict=True)
+        }
+        self.target_K = shard.target.flatten()[index_K]
+        self.target_shape = shard.target.shape
+        # The generator expects as many leading dimensions
+        self.lead = shard.target.dim()
+        self.wanted = wanted
+        # A gate that is 0 has no effect yet, and may get one with the first step of training
+        with self.kept():
+            self.gates = {id(p): _opened(p) for p in head.parameters() if p.is_floating_point() and not p.any()}
+
+    def copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
+        """Return a structural copy with buffers of its own, as they were before any call, and some other weights."""
+        copies = {id(b): b.clone() for b in self.head.buffers()}
+        for p in self.head.parameters():
+            own = (moved or self.gates).get(id(p), p).detach().requires_grad_(self.wanted and p.requires_grad)
+            # Such as main_grad, into which a backward may write
+            vars(own).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(p).items()})
+            copies[id(p)] = own
+        return bind(self.head, copies)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back after the block what calls change; each block draws the same random numbers."""
+        with kept(self.target_K.device, *self.originals):
+            yield
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Return the leading shape of so many time steps of one sequence."""
+        return (*(1,) * (self.lead - 1), rows)
+
+    def scores(self, copy: Any, shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
+        """Return the scores (K, V) of some rows in a leading shape."""
+        return project(copy["generator"], self.names, shape, rows)
+
+    def _leaf(self, rows: Tensor) -> Tensor:
+        """Return rows of which the gradient is asked for, if they can have one."""
+        return rows.detach().requires_grad_(self.wanted and rows.is_floating_point())
+
+    def call(self, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
+        """Return what the copy gives for some rows, with the gradients of the loss times `factor`."""
+        columns = {"hidden": self.rows[0], **dict(zip(self.names, self.rows[1:], strict=True))}
+        given = {name: self._leaf(t[some]) for name, t in columns.items()}
+        of_criterion = {name: self._leaf(t[some]) for name, t in self.of_criterion.items()}
+        with torch.set_grad_enabled(self.wanted), graph_of_its_own():
+            # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
+            own = [t.clone() if t.requires_grad else t for t in given.values()]
+            scores = self.scores(copy, self.shape(len(own[0])), own)
+            total = criterion_loss(copy["criterion"], scores, self.target_K[some], of_criterion).total.sum()
+            rounding = rounding_of(total, torch.bfloat16)
+            if not total.requires_grad:
+                return Outcome(scores.detach(), total.detach(), {}, rounding, [])
+            refuse_reentrant(total)
+            params = dict(copy.named_parameters())
+            named = {**of_criterion, **given, **params}
+            wanted = {name: t for name, t in named.items() if t.requires_grad}
+            before = _written(params, has_custom_nodes(total))
+            found = torch.autograd.grad(total, list(wanted.values()), total.new_tensor(factor), allow_unused=True)
+        after = _written(params, False)
+        written = [name for name, version in before.items() if after.get(name) != version]
+        written += [name for name in after if name not in before]
+        gradients = {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+        return Outcome(scores.detach(), total.detach(), gradients, rounding, written)
+
+
+def _opened(gate: Tensor) -> Tensor:
+    """Return random numbers in the place of zeros, of the size of weights."""
+    width = max([1, *gate.shape[-1:]])
+    return torch.rand_like(gate).add_(0.5).div_(width**0.5)
+
+
+def _written(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tuple[int, int]]:
+    """Return which tensors hang on parameters, each with its version.
+
+    Args:
+        is_custom: whether backward has code of the user's: then each parameter gets a gradient of zeros first, because
+            it may add to one that is there and return none.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name, p in params.items():
+        if is_custom and p.requires_grad:
+            p.grad = torch.zeros_like(p)
+        for attribute, value in {"grad": p.grad, **vars(p)}.items():
+            if isinstance(value, Tensor):
+                found[f"{name}.{attribute}"] = (id(value), value._version)
+    return found

@@ -1,0 +1,363 @@
+"""What a pair must not do is refused by name on the first call, or stays right; what it may do passes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+from seqpar.testing import assert_same_results
+
+V = 11
+CALLS: list[int] = []
+
+
+class Head(nn.Module):
+    """A projection with something done before it, after it, and to what it holds."""
+
+    def __init__(self, before: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, V).double()
+        self.before, self.after = before, after
+        self.steps = 0
+        self.seen: list[int] = []
+        self.sums = {"rows": 0}
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.own = torch.Generator().manual_seed(1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.before is not None:
+            hidden = self.before(self, hidden * 1)
+        scores: Tensor = self.linear(hidden)
+        if self.after is not None:
+            self.after(self, scores)
+        return scores
+
+
+def batch(rows: int = 20) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, 4).double().requires_grad_(), torch.randint(V, (rows,))
+
+
+def hooked(change: Any) -> Any:
+    def before(self: Head, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(change)
+        return hidden
+
+    return before
+
+
+def on_weight(change: Any) -> Any:
+    def after(self: Head, scores: Tensor) -> None:
+        if scores.requires_grad:
+            scores.register_hook(change)
+
+    return after
+
+
+NONLINEAR = {
+    "a clamp": lambda g: g.clamp(-0.01, 0.01),
+    "a unit norm of each row": lambda g: F.normalize(g, dim=-1),
+    "the batch's norm": lambda g: g / g.norm(),
+    "a sign": torch.sign,
+    "only increases": lambda g: g.clamp(min=0),
+    "a quantile of all": lambda g: g * (g.abs() >= g.abs().quantile(0.5)),
+}
+
+
+@pytest.mark.parametrize("where", [hooked, on_weight])
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_a_backward_that_is_not_linear_is_refused(name: str, where: Any) -> None:
+    hook = where(NONLINEAR[name])
+    generator = Head(before=hook) if where is hooked else Head(after=hook)
+    with pytest.raises(ValueError, match=r"backward through the pair is not linear|mixes rows"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(*batch())
+
+
+def test_with_the_factor_of_the_loss_a_clamp_of_each_number_is_that_of_the_plain_loss() -> None:
+    generator = Head(before=hooked(NONLINEAR["a clamp"]))
+    hidden, target = batch()
+    (plain,) = torch.autograd.grad(F.cross_entropy(generator(hidden), target), hidden)
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target, loss_scale=1 / 20)
+    (mine,) = torch.autograd.grad(loss.total / 20, hidden)
+    torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["reversed", "scaled", "of a part"])
+def test_a_linear_backward_passes(name: str) -> None:
+    change = {"reversed": torch.neg, "scaled": lambda g: 0.1 * g, "of a part": lambda g: g * torch.arange(g.size(-1))}
+    generator = Head(before=hooked(change[name]))
+    hidden, target = batch()
+    (plain,) = torch.autograd.grad(F.cross_entropy(generator(hidden), target, reduction="sum"), hidden)
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target)
+    torch.testing.assert_close(torch.autograd.grad(loss.total, hidden)[0], plain, rtol=1e-12, atol=1e-15)
+
+
+def counted(self: Head, scores: Tensor) -> None:
+    self.steps += 1
+
+
+def annealed(self: Head, hidden: Tensor) -> Tensor:
+    self.scale = 0.9 * getattr(self, "scale", 1.0)
+    return hidden * self.scale
+
+
+def listed(self: Head, scores: Tensor) -> None:
+    self.seen.append(len(scores))
+
+
+def summed(self: Head, scores: Tensor) -> None:
+    self.sums["rows"] += len(scores)
+
+
+def added(self: Head, scores: Tensor) -> None:
+    self.total += scores.detach().sum()
+
+
+def auxiliary(self: Head, scores: Tensor) -> None:
+    self.aux = scores.logsumexp(-1).square().sum()
+
+
+def in_a_list(self: Head, scores: Tensor) -> None:
+    self.kept = [scores.sum()]
+
+
+def remembered(self: Head, hidden: Tensor) -> Tensor:
+    last = getattr(self, "last", torch.zeros_like(hidden[:1]))
+    self.last = hidden.detach()[:1]
+    return hidden + last
+
+
+STATE = {
+    "steps": {"after": counted},
+    "scale": {"before": annealed},
+    "seen": {"after": listed},
+    "sums": {"after": summed},
+    "total": {"after": added},
+    "last": {"before": remembered},
+    "aux": {"after": auxiliary},
+    "kept": {"after": in_a_list},
+}
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("name", STATE)
+def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: str, devices: Any) -> None:
+    generator = Head(**STATE[name])
+    version = generator.total._version
+    # "of the last row" is found as mixing of rows, too
+    with pytest.raises(
+        ValueError, match=rf"generator\.{name} (changes with every call|holds a tensor with a graph)|mixes"
+    ):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(*batch())
+    assert (generator.steps, generator.seen, generator.sums) == (0, [], {"rows": 0})
+    assert generator.total == 0
+    assert generator.total._version == version
+    assert not hasattr(generator, "scale")
+
+
+def kept_for_a_picture(self: Head, scores: Tensor) -> None:
+    self.attention = scores.detach().softmax(-1)
+
+
+def cached_by_size(self: Head, scores: Tensor) -> None:
+    self.sums[f"mask of {scores.dim()}"] = 1
+
+
+def random_numbers(self: Head, hidden: Tensor) -> Tensor:
+    return hidden * (1 + torch.rand((), generator=self.own) + random.random())
+
+
+RIGHT = {
+    "kept for a picture": {"after": kept_for_a_picture},
+    "a cache": {"after": cached_by_size},
+    "a number that stays": {"after": lambda self, scores: setattr(self, "width", scores.size(-1))},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_written_and_never_read_again_passes(name: str) -> None:
+    generator = Head(**RIGHT[name])
+    hidden, target = batch()
+    found = []
+    for total in (
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target).total,
+        F.cross_entropy(generator(hidden), target, reduction="sum"),
+    ):
+        leaves = {"hidden": hidden, "weight": generator.linear.weight}
+        grads = torch.autograd.grad(total, list(leaves.values()))
+        found.append((total.detach(), dict(zip(leaves, grads, strict=True))))
+    assert_same_results(*found)
+
+
+def test_the_first_call_draws_no_random_number_of_any_source() -> None:
+    found = []
+    for is_first in (True, False):
+        torch.manual_seed(0)
+        generator, (hidden, target) = Head(before=random_numbers), batch()
+        engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+        if not is_first:
+            engine(hidden, target)
+        generator.own.manual_seed(1)
+        torch.manual_seed(3)
+        random.seed(3)
+        found.append(engine(hidden, target).total)
+    assert found[0] == found[1]
+
+
+class Accumulating(torch.autograd.Function):
+    """A product whose backward adds to the weight's gradient where there is one, and returns none."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.weight = weight
+        return hidden @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = upstream.mT @ hidden
+        if ctx.weight.grad is None:
+            return upstream @ weight, grad
+        ctx.weight.grad.add_(grad)
+        return upstream @ weight, None
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(V, 4).double())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Accumulating.apply(hidden, self.weight)
+
+
+def test_a_backward_that_adds_to_a_gradient_that_is_there_is_refused_on_the_first_call() -> None:
+    generator = Fused()
+    with pytest.raises(ValueError, match=r"backward writes into generator\.weight\.grad"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    assert generator.weight.grad is None
+
+
+class Ignoring(nn.Module):
+    def __init__(self, ignored: int, named: int | None = None) -> None:
+        super().__init__()
+        self.ignored = ignored
+        if named is not None:
+            self.ignore_index = named
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, ignore_index=self.ignored, reduction="sum")
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3, V - 1])
+def test_padding_without_a_name_is_refused_with_its_target(padding: int) -> None:
+    hidden, target = batch()
+    target[15:] = padding
+    with pytest.raises(ValueError, match=f"ignores target {padding} but has no ignore_index"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding))(hidden, target)
+    loss = seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding, padding))(hidden, target)
+    assert loss.tokens == (target != padding).sum()
+
+
+def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused() -> None:
+    with pytest.raises(ValueError, match="ignore_index is 2, but its loss of target 2 is not 0"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(-100, 2))(*batch())
+
+
+GATED = {
+    "a running sum": lambda x: x.cumsum(0),
+    "a detached mean": lambda x: x.mean(0).detach().expand_as(x),
+    "a neighbour": lambda x: x.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_mixing_behind_a_gate_that_is_closed_is_refused(name: str) -> None:
+    generator = Head(before=lambda self, x: x + self.gate * GATED[name](x))
+    with pytest.raises(ValueError, match="the generator mixes rows"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+
+
+def test_a_closed_gate_before_a_row_of_its_own_passes() -> None:
+    generator = Head(before=lambda self, x: x + self.gate * x.tanh())
+    assert seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch()).total.isfinite()
+    assert generator.gate == 0
+
+
+class Called(nn.Linear):
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return 2 * super().__call__(hidden)
+
+
+def stable_max(logits: Tensor, target: Tensor, *_: Any, reduction: str = "mean", **__: Any) -> Tensor:
+    scores = torch.where(logits >= 0, logits + 1, 1 / (1 - logits))
+    return F.nll_loss((scores / scores.sum(-1, keepdim=True)).log(), target, reduction=reduction)
+
+
+class Halved(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result / 2 if function is F.linear else result
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", ["cross_entropy", "forward", "mode", "call"])
+def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first: bool, monkeypatch: Any) -> None:
+    generator: nn.Module = (Called if kind == "call" else nn.Linear)(4, V).double()
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    engine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)
+    hidden, target = batch()
+    if not first:
+        engine(hidden, target)
+    if kind == "cross_entropy":
+        monkeypatch.setattr(F, "cross_entropy", stable_max)
+    if kind == "forward":
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias))
+    with Halved() if kind == "mode" else torch.enable_grad():
+        mine, plain = engine(hidden, target).total, criterion(generator(hidden), target)
+        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
+        grads = [torch.autograd.grad(total, [hidden, generator.weight]) for total in (mine, plain)]
+    for own, other in zip(*grads, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
+
+
+class CountingRows(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += x[..., 0].numel()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu"] * 3])
+def test_a_buffer_that_counts_has_counted_every_row_over_any_devices(devices: Any) -> None:
+    generator = CountingRows()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices, chunk_tokens=6)
+    for calls in (1, 2):
+        engine(*batch())
+        assert generator.rows == 20 * calls
+
+
+def test_what_hangs_on_a_parameter_hangs_on_its_copies() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight.factor
+
+    generator = Scaled(4, V).double()
+    generator.weight.factor = 0.5
+    hidden, target = batch()
+    plain = F.cross_entropy(generator(hidden), target, reduction="sum")
+    for devices in (None, ["cpu"] * 2):
+        loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(hidden, target).total
+        torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
