@@ -180,7 +180,7 @@ class Failing(nn.Module):
             if self.way == "forward":
                 raise KeyError("planted")
             scores = Refused.apply(scores)
-        return scores.logsumexp(-1).sum()
+        return (scores.logsumexp(-1) * (target != self.ignore_index)).sum()
 
 
 class Refused(torch.autograd.Function):
