@@ -35,6 +35,7 @@ from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import (
     REPLACED,
     FormulaMatch,
+    NoFormula,
     check_class_weight,
     match_inputs,
     what_formulas_replace,
@@ -92,20 +93,7 @@ def loss_over_devices(
     if given:
         shards = _with_takers(head, shards)
     parts = parts_of(head)
-    match = match_inputs(head, shards[0])
-    count = None
-    if isinstance(match, FormulaMatch):
-        check_parts_replicable(parts.modules)
-        # Before shards are joined, because the errors name shapes and positions of the caller's batch
-        check_width(shards, match.projection.weight.size(1))
-        if len(shards) == 1 and cut.chunk_size is None:
-            # Read when everything else has been prepared; its error names positions in the only shard
-            count = count_late(shards[0].target, match.vocab_size, match.ignore_index)
-        if count is None:
-            check_targets(shards, match.vocab_size)
-        check_class_weight(criterion, match.vocab_size)
-        if not _is_what_runs(match, head, parts, shards, formulas):
-            match = REPLACED
+    match, count = _matched(head, parts, shards, cut, formulas)
     if isinstance(match, FormulaMatch):
         # Time steps are cut from (B, T), which joining shards would flatten
         if cut.chunk_size is None and len(shards) > 1:
@@ -162,6 +150,30 @@ def _adding_up(buffers: Sequence[Tensor], replicas: Sequence[nn.ModuleDict]) -> 
         for buffer, old, copy in zip(buffers, before, parts_of(replica).buffers, strict=True):
             if copy is not buffer and not torch.equal(copy.to(old.device), old):
                 buffer.add_(copy.to(old.device) - old)
+
+
+def _matched(
+    head: nn.ModuleDict,
+    parts: Parts,
+    shards: Sequence[Shard],
+    cut: Cut,
+    formulas: dict[tuple[object, ...], bool],
+) -> tuple[FormulaMatch | NoFormula, LateNumber | None]:
+    """Return the closed form for these inputs, if they have one, and the count of a single shard's targets."""
+    match = match_inputs(head, shards[0])
+    if isinstance(match, NoFormula):
+        return match, None
+    check_parts_replicable(parts.modules)
+    # Before shards are joined, because the errors name shapes and positions of the caller's batch
+    check_width(shards, match.projection.weight.size(1))
+    count = None
+    if len(shards) == 1 and cut.chunk_size is None:
+        # Read when everything else has been prepared; its error names positions in the only shard
+        count = count_late(shards[0].target, match.vocab_size, match.ignore_index)
+    if count is None:
+        check_targets(shards, match.vocab_size)
+    check_class_weight(head["criterion"], match.vocab_size)
+    return (match, count) if _is_what_runs(match, head, parts, shards, formulas) else (REPLACED, None)
 
 
 def _is_what_runs(
