@@ -31,7 +31,14 @@ LIBRARIES = {
         "_compute_score_from_stats",
         "_extract_corpus_statistics",
     },
-    ("torch", "seqpar/core/graphs.py"): {"_C", "_autograd", "_dynamo", "_top_saved_tensors_default_hooks", "_version"},
+    ("torch", "seqpar/core/graphs.py"): {
+        "_C",
+        "_autograd",
+        "_dynamo",
+        "_input_metadata",
+        "_top_saved_tensors_default_hooks",
+        "_will_engine_execute_node",
+    },
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
     ("torch", "seqpar/multi_device/parallel_apply.py"): {
         "_C",
