@@ -86,15 +86,29 @@ def check_description(files: list[Path]) -> None:
     subprocess.run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files], check=True)
 
 
-def check_readme(wheel: Path, work: Path) -> None:
-    """Install the wheel, and with it what it requires, in a bare environment; run the README's Python blocks there."""
-    venv.create(work / "bare", with_pip=True)
-    python = work / "bare/bin/python"
+def fill_index(files: list[Path], index: Path) -> None:
+    """Make a folder that pip can install from without a network: the files, what they require and what builds them."""
+    index.mkdir()
+    for file in files:
+        shutil.copy(file, index)
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = [*needed["project"]["dependencies"], *needed["build-system"]["requires"]]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-c", ROOT / "constraints.txt", "-d", index, *packages], check=True)
+
+
+def check_readme(index: Path, environment: Path, *options: str) -> None:
+    """Install seqpar from an index folder alone into a bare environment, and run the README's Python there."""
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
     pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", wheel], check=True)
-    code = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL))
-    # -I: neither the current folder nor the user's packages
-    subprocess.run([python, "-I", "-c", code], cwd=work, check=True)
+    subprocess.run([*pip, "--no-index", "--find-links", index, *options, "seqpar"], check=True)
+    on_ranks, in_one = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (environment / "train.py").write_text(on_ranks)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    for arguments in (launcher, ["-c", in_one]):
+        # -I: neither the current folder nor the user's packages
+        subprocess.run([python, "-I", *arguments], cwd=environment, check=True)
 
 
 def tag_before() -> str:
@@ -149,8 +163,11 @@ def main() -> None:
     for file in files:
         print(f"[release] SHA-256 {sha256(file)}  {file.name}", flush=True)
     check_description(files)
-    print("[release] the README's Python in a bare environment", flush=True)
-    check_readme(next(file for file in files if file.suffix == ".whl"), WORK)
+    print("[release] an index folder with the files and what they need", flush=True)
+    fill_index(files, WORK / "index")
+    for kind, options in (("wheel", []), ("source distribution", ["--no-binary", "seqpar"])):
+        print(f"[release] the README's Python with the {kind}, installed from that folder alone", flush=True)
+        check_readme(WORK / "index", WORK / kind.replace(" ", "_"), *options)
     if tag := tag_before():
         check_public_names(project["version"], tag)
     else:

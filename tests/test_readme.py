@@ -1,6 +1,9 @@
 """The README's code runs when pasted, and the file map of CONTRIBUTING is true."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.fenced import fenced
@@ -9,8 +12,24 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
 
+def blocks():
+    """Return the README's Python: a program for torchrun, and eight lines for one process."""
+    return [block.code for block in fenced(README) if block.language == "python"]
+
+
+def test_the_first_program_runs_on_two_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(blocks()[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"(\d\.\d\d) nats a token over all 2 ranks", done.stdout)
+    assert len(said) == 2
+    assert said[0] == said[1]
+
+
 def test_the_eight_lines_are_eight_and_run(capsys):
-    code, *_ = (block.code for block in fenced(README) if block.language == "python")
+    code = blocks()[1]
     assert len([line for line in code.splitlines() if line.strip()]) == 8
     exec(compile(code, str(README), "exec"), {})
     assert re.match(r"\d+\.\d\d nats a token, \d+ of \d+ right\n", capsys.readouterr().out)
