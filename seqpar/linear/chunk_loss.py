@@ -14,6 +14,7 @@ picked classes.
 from __future__ import annotations
 
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,7 +138,8 @@ class StoredLoss:
             hidden_KD = hidden_KD.to(self.projection.weight_VD.dtype)
             product_KV = self.projection.product(hidden_KD, self.rows_loss.biased)
             whole = _Block(product_KV, target_K, given, counted_K, weight_K)
-            blocks = [self._block(block, slots) for block in whole.cut(self.rows_loss.rows_at_once(len(target_K)))]
+            cut = whole.cut(self.rows_loss.rows_at_once(len(target_K)))
+            blocks = list(map(self._block, cut, repeat(slots)))
             if slots is not None:
                 self.projection.back(product_KV, hidden_KD, chunk, [found.bias_V for found in blocks], slots)
                 if slots.token_weight is not None:

@@ -1,4 +1,4 @@
-"""How deep a reader has to go: from a public function to its first matrix product."""
+"""How deep a reader has to go: from a public function to its first matrix product, and to its softmax's gradient."""
 
 import sys
 from collections.abc import Callable
@@ -28,13 +28,16 @@ CALLS = {
 }
 
 
-def frames_at_the_first_product(function: Callable[[], object]) -> int:
-    """Return how many frames of seqpar are on the stack when the first matrix product is called; 0 if there is none."""
+PRODUCTS = ("mm", "addmm", "matmul", "linear")
+
+
+def frames_at_the_first(called: tuple[str, ...], function: Callable[[], object]) -> int:
+    """Return how many frames of seqpar are on the stack when torch is first asked for one of these; 0 if never."""
     package = str(Path(seqpar.__file__).parent)
     found: list[int] = []
 
     def seen(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and not found and argument.__name__ in ("mm", "addmm", "matmul", "linear"):
+        if event == "c_call" and not found and argument.__name__ in called:
             inside = 0
             stack: FrameType | None = frame
             while stack is not None:
@@ -54,8 +57,15 @@ def frames_at_the_first_product(function: Callable[[], object]) -> int:
 @pytest.mark.parametrize(("call", "most"), CALLS.values(), ids=CALLS)
 def test_from_a_public_function_to_the_matrix_product_are_at_most_six_frames(call, most):
     call()  # what only a first call does, as the probe, is not counted
-    assert 0 < frames_at_the_first_product(call) <= most
+    assert 0 < frames_at_the_first(PRODUCTS, call) <= most
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "LossCompute"])
+def test_from_a_public_function_to_the_gradient_of_the_softmax_are_at_most_nine_frames(name):
+    call, _ = CALLS[name]
+    call()
+    assert 0 < frames_at_the_first(("scatter_add_",), call) <= 9
 
 
 def test_a_product_outside_the_library_is_not_counted():
-    assert frames_at_the_first_product(lambda: LINEAR(torch.ones(16))) == 0
+    assert frames_at_the_first(PRODUCTS, lambda: LINEAR(torch.ones(16))) == 0
