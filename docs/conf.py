@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,13 +11,21 @@ sys.path.insert(0, str(ROOT))
 
 import seqpar  # noqa: E402
 
+
+def install_line(project) -> str:
+    """Return where to get the library: from the repository's address, once pyproject.toml names it."""
+    address = project.get("urls", {}).get("Repository")
+    return f"`pip install git+{address}`" if address else "`pip install .` in a checkout"
+
+
 project = "seqpar"
 author = "The seqpar developers"
 version = release = seqpar.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["llms.txt"]
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "substitution"]
+myst_substitutions = {"install": install_line(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])}
 html_theme = "furo"
 html_title = "seqpar"
 html_show_sourcelink = False

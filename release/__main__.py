@@ -18,7 +18,11 @@ import venv
 from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.version import Version
+
+from release.conda import recipe
+from release.hub_kernel import write_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/release"
@@ -137,8 +141,12 @@ def check_public_names(version: str, tag: str, checkout: Path = ROOT) -> None:
         )
 
 
-def finish(files: list[Path], project: dict[str, Any], dist: Path) -> None:
-    """Copy the files to dist/ with their hashes in SHA256SUMS; refuse a project without the repository's address."""
+def finish(files: list[Path], pyproject: dict[str, Any], dist: Path) -> None:
+    """Fill dist/: the files with their hashes in SHA256SUMS, and what conda-forge and Hugging Face's Hub take.
+
+    Refuse a project without the repository's address.
+    """
+    project = pyproject["project"]
     address = project.get("urls", {}).get("Repository", "")
     if not re.fullmatch(r"https://[^\s/]+/\S+", address):
         sys.exit(
@@ -150,11 +158,16 @@ def finish(files: list[Path], project: dict[str, Any], dist: Path) -> None:
     for file in files:
         shutil.copy(file, dist)
     (dist / "SHA256SUMS").write_text("".join(f"{sha256(file)}  {file.name}\n" for file in files))
+    sdist = next(file for file in files if file.name.endswith(".tar.gz"))
+    (dist / "recipe.yaml").write_text(yaml.safe_dump(recipe(pyproject, sha256(sdist)), sort_keys=False, width=120))
+    write_kernel(project, ROOT / "seqpar", dist / "kernel")
+    print(f"[release] pip has the tagged commit as: pip install git+{address}@v{project['version']}")
 
 
 def main() -> None:
     """Make the files, check them and print their hashes."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
     commit = last_commit(project["version"])
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
@@ -172,8 +185,10 @@ def main() -> None:
         check_public_names(project["version"], tag)
     else:
         print("[release] no earlier tag: the first release has no public names to compare with")
-    finish(files, project, ROOT / "dist")
-    print("[release] dist/ has the files, and their hashes in SHA256SUMS")
+    finish(files, pyproject, ROOT / "dist")
+    print(
+        "[release] dist/ has the files, and their hashes in SHA256SUMS; conda-forge's recipe.yaml and the Hub's kernel/"
+    )
 
 
 if __name__ == "__main__":

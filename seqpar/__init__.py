@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     if name in ("testing", "integrations", "memory_plan", "step_plan", "objectives"):
         return import_module(f"{__name__}.{name}")
     if name == "__all__" or not name.startswith("_"):
-        names = import_module("seqpar.names")
+        names = import_module(f"{__name__}.names")
         if name == "__all__" or name in names.__all__:
             return getattr(names, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names beside what is loaded."""
-    return sorted({*globals(), *import_module("seqpar.names").__all__})
+    return sorted({*globals(), *import_module(f"{__name__}.names").__all__})

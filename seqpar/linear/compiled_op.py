@@ -78,7 +78,8 @@ def compiled_cross_entropy(inputs: Inputs, settings: Settings, loss_scale: float
     return TokenLoss(results.total, results.tokens, results.nll.detach(), results.correct)
 
 
-@torch.library.custom_op("seqpar::linear_cross_entropy", mutates_args=())
+# In the package's own namespace: another version of it, loaded by Hugging Face's `kernels`, has another name
+@torch.library.custom_op(f"{__name__.partition('.')[0]}::linear_cross_entropy", mutates_args=())
 def _operator(
     hidden: Tensor,
     weight: Tensor,
