@@ -13,11 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
-PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # documented: os._exit, and those of named tuples
+# Documented: os._exit, sys._getframe, and those of named tuples
+PUBLIC = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 MODULES = {
-    "_backward_hooks", "_backward_pre_hooks", "_buffers", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks",
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_is_replica", "_modules", "_orig_mod", "_parameters",
-    "_replicate_for_data_parallel",
+    "_backward_hooks", "_backward_pre_hooks", "_buffers", "_compiled_call_impl", "_forward_hooks",
+    "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_global_forward_hooks", "_global_forward_pre_hooks", "_is_replica", "_modules",
+    "_orig_mod", "_parameters", "_replicate_for_data_parallel",
 }  # fmt: skip
 """What `nn.Module` keeps, by names that are as old as it: any file that copies or asks a module may use them."""
 WORDS = {"_PROJECT", "_enabled", "_fsdp_param_groups", "_global", "_reverse", "_signature", "_token", "_typeshed"}
@@ -35,6 +37,7 @@ LIBRARIES = {
         "_C",
         "_autograd",
         "_dynamo",
+        "_forward_cls",
         "_input_metadata",
         "_top_saved_tensors_default_hooks",
         "_will_engine_execute_node",
@@ -48,7 +51,6 @@ LIBRARIES = {
         "_get_current_function_mode_stack",
         "_python_dispatch",
     },
-    ("torch", "seqpar/multi_device/placement.py"): {"_apply"},
     ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},
     ("torch", "seqpar/distributed/torch_private.py"): {
         "_delay_all_reduce_all_params",
@@ -62,8 +64,10 @@ LIBRARIES = {
         "_use_python_reducer",
     },
     ("torch", "seqpar/engine/loss_compute.py"): {"_Loss"},
+    ("torch", "seqpar/engine/effects.py"): {"_flat_weight_refs", "_flat_weights", "_unsafe_preserve_version_counter"},
+    ("torch", "seqpar/engine/formula_match.py"): {"_C", "_len_torch_function_stack"},
     ("torch", "seqpar/engine/module_calls.py"): {"_cache_enabled"},
-    ("torch", "seqpar/engine/probe.py"): {"_BatchNorm"},
+    ("torch", "seqpar/engine/probe.py"): {"_BatchNorm", "_tensor_name"},
     ("torch", "seqpar/multi_device/replicas.py"): {
         "_flat_weight_refs",
         "_flat_weights",
@@ -75,6 +79,7 @@ LIBRARIES = {
     ("torch", "seqpar/testing/evidence.py"): {"_pytree"},
     ("transformers", "recipes/translation/importing/generation.py"): {"_get_default_generation_params"},
     ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},
+    ("transformers", "seqpar/integrations/transformers_trainer.py"): {"_loss_shifts_labels"},
     ("trl", "seqpar/integrations/trl_distillation.py"): {"_chunked_divergence_loss"},
     ("trl", "seqpar/integrations/trl_options.py"): {"_ChunkedLogProbFunction", "_use_triton"},
 }
