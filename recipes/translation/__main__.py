@@ -2,6 +2,11 @@
 
 import os
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Before the working directory, which may have a package models of its own
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from recipes.translation.errors import missing_package
 from recipes.translation.processes.beginning import end_at_interrupt, end_with_launcher

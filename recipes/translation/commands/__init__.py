@@ -32,7 +32,7 @@ from recipes.translation.errors import (
 )
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.terminal import escaped
-from recipes.translation.settings.options import unknown
+from recipes.translation.settings.options import StoreOnce, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
@@ -116,6 +116,7 @@ def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
     Raises ConfigError for a value that is not a number, and in a process that was launched already.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.register("action", None, StoreOnce)
     parser.add_argument("--processes", type=lambda word: automatic() if word == "auto" else count(word))
     try:
         options, rest = parser.parse_known_args(words)

@@ -20,6 +20,7 @@ from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, add_setting, overrides
+from recipes.translation.settings.paths import expanded
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
@@ -69,7 +70,10 @@ def path(word: str) -> str:
         raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
     if not word:
         raise argparse.ArgumentTypeError("it is empty, perhaps because a shell variable is not set: give a path")
-    return word
+    try:
+        return expanded(word, "it")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).replace(", or give --it", "")) from None
 
 
 SHARED: dict[str, dict[str, Any]] = {

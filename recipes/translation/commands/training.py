@@ -57,13 +57,17 @@ def prepare(argv: Sequence[str]) -> int:
     config = run_config(parser.parse(argv))
 
     from recipes.translation.data.corpora import Corpora
+    from recipes.translation.data.corpus import note_form
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
     from recipes.translation.run_folder.other_model import run_subwords
 
     def make() -> tuple[int, int]:
         with sole_writer(Path(config.run)):
-            source, target = run_subwords(Corpora(config))
+            corpora = Corpora(config)
+            corpora.read()
+            source, target = run_subwords(corpora)
+            note_form(corpora, target)
         return len(source), len(target)
 
     with joined(config.layout.timeout) as ranks:

@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from recipes.translation.commands.arguments import (
     add,
@@ -20,7 +22,7 @@ from recipes.translation.commands.arguments import (
 )
 from recipes.translation.commands.searching import add_search_options, clashing, loaded_ensemble, search_options
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.lines import lines_of, read_lines
+from recipes.translation.files.lines import is_plain, lines_of, read_lines
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
 from recipes.translation.settings.config import LayoutConfig, RunConfig
@@ -72,7 +74,7 @@ def translate(argv: Sequence[str]) -> int:
 
     with joined(LayoutConfig().timeout) as ranks, ExitStack() as held:
         sentences: list[str] = []
-        if not (typing := is_typing(options, ranks)):
+        if not (typing := is_typing(options, ranks)) and not is_streaming(options, ranks):
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
         if options.engine == "ctranslate2":
             config, translated = by_ctranslate2(options, ranks)
@@ -83,13 +85,19 @@ def translate(argv: Sequence[str]) -> int:
             translated = partial(printed, translator, search, options, searching)
         if typing:
             for sentence in typed(f"{config.data.source}> "):
-                print_text("\n".join(translated([sentence])), flush=True)
-        lines = translated(sentences)
-        for line in lines:
-            print_text(line)
+                print_text("\n".join(translated([sentence], 0)), flush=True)
+        for before, block in piped() if is_streaming(options, ranks) else [(0, sentences)]:
+            lines = translated(block, before)
+            print_lines(lines)
         if options.alignments:
             write_alignments(Path(options.alignments), translator, sentences, lines, searching)
     return 0
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print_text(line)
+    sys.stdout.flush()
 
 
 def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
@@ -110,7 +118,45 @@ def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
     return True
 
 
-def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, Callable[[list[str]], list[str]]]:
+def is_streaming(options: argparse.Namespace, ranks: Ranks) -> bool:
+    """Return whether lines of the standard input are translated as they arrive.
+
+    Several processes share all of them, and what goes by line in a file is compared with their number.
+    """
+    by_line = options.prefixes or options.constraints or options.alignments
+    return not (options.sentences or options.file or by_line or ranks.world > 1 or sys.stdin.isatty())
+
+
+def piped() -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines of the standard input, all that have arrived at a time, after the number of those before."""
+    where = "the standard input"
+    before = 0
+    rest = bytearray()
+    stdin = cast(BufferedReader, sys.stdin.buffer)
+    while content := stdin.read1(BLOCK):
+        rest += content
+        if not before and not is_plain(bytes(rest[:8])):
+            rest += stdin.read()
+            break
+        if b"\n" in content:
+            end = rest.rindex(b"\n") + 1
+            lines = lines_of(bytes(rest[:end]), where, before + 1)
+            del rest[:end]
+            yield before, lines
+            before += len(lines)
+    if rest:
+        yield before, lines_of(bytes(rest), where, before + 1)
+
+
+BLOCK = 1 << 24
+"""Bytes that are read at a time, if there are so many; of a file, most often all."""
+
+
+Translate = Callable[[list[str], int], list[str]]
+"""Returns the lines that show the translations of sentences, given the number of those before."""
+
+
+def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, Translate]:
     """Return an exported model's settings, and what translates with it in one process: it has threads of its own."""
     if ranks.world > 1:
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
@@ -124,25 +170,32 @@ def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig
 
 
 def printed(
-    translator: Translator, search: SearchOptions, options: argparse.Namespace, ranks: Ranks, sentences: Sequence[str]
+    translator: Translator,
+    search: SearchOptions,
+    options: argparse.Namespace,
+    ranks: Ranks,
+    sentences: Sequence[str],
+    before: int,
 ) -> list[str]:
     """Return the lines that show the translations."""
-    from recipes.translation.translating.translate import alternatives
+    from recipes.translation.translating.translate import alternatives, note_unfinished
 
-    found = alternatives(translator, sentences, search, ranks, "translate")
+    found = alternatives(translator, sentences, replace(search, before=before), ranks, "translate")
+    if ranks.is_main:
+        note_unfinished([next((one for one in row if not one.finished), row[0]) for row in found], "translate", before)
     if options.mbr:
         from recipes.translation.scores.rerank import chosen_by_mbr
 
         return chosen_by_mbr([[one.text for one in row] for row in found], options.mbr, translator.config.data)
     if options.n_best or options.sample or options.scores:
-        return table(found, options.scores)
+        return table(found, options.scores, before)
     return [row[0].text for row in found]
 
 
-def table(found: Sequence[Sequence[Translation]], scores: bool) -> list[str]:
+def table(found: Sequence[Sequence[Translation]], scores: bool, before: int = 0) -> list[str]:
     """Return a line for each translation: its sentence's number, score and log-probability if wanted, and its text."""
     lines = []
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(found, start=before + 1):
         for one in row:
             columns = [str(number)]
             if scores:

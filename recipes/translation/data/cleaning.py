@@ -7,8 +7,9 @@ copies after Khayrallah and Koehn (2018, "On the impact of various types of nois
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from html.entities import html5
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import CleaningConfig
@@ -20,7 +21,7 @@ Rule = Callable[[Pair], bool]
 
 EMPTY = "an empty side"
 VISIBLE = re.compile(r"[^\s\x01-\x1f\x7f\x8f\x9f\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
-"""A character of which sentencepiece makes a subword; it removes all others, such as zero-width spaces, as blanks."""
+"""A character that can be seen. Of all others, such as zero-width spaces, sentencepiece's own rules make blanks."""
 
 CONTINUATION = (
     "[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00be"
@@ -37,19 +38,46 @@ DAMAGED = re.compile(
 )
 
 
+ENTITY = re.compile(r"&(?: ?amp ?;)? ?(#? ?\w{1,32}) ?;")
+"""&apos; as Moses and HTML write it, also escaped twice or divided into words: &amp;#45; and & quot ;"""
+TAG = re.compile(
+    "<!--|<!\\[CDATA\\[|<[!?][A-Za-z]|</?[A-Za-z][\\w:.-]*(?:\\s+[\\w:.-]+\\s*=\\s*(?:\"[^\"]*\"|'[^']*'|[^\\s<>]+))*\\s*/?>"
+)
+
+
+def markup_in(text: str, symbols: frozenset[str] = frozenset()) -> str:
+    """Return the first tag or character entity of a text that is none of the symbols, or the empty string."""
+    if "<" in text:
+        for tag in TAG.finditer(text):
+            if tag[0] not in symbols:
+                return tag[0]
+    if "&" in text:
+        for entity in ENTITY.finditer(text):
+            name = entity[1].replace(" ", "")
+            if re.fullmatch(r"#(\d+|x[0-9a-fA-F]+)", name) or f"{name};" in html5:
+                return entity[0]
+    return ""
+
+
 class Cleaning:
     """The rules that are set, and how many pairs each of them has removed.
 
     Args:
         settings: which rules; pairs with an empty side are removed without one.
         source, target: the languages, for the rule about scripts.
+        symbols: words such as <url> that are no markup.
 
     Raises:
         ConfigError: `cleaning.script` for a language whose script is not known.
     """
 
-    def __init__(self, settings: CleaningConfig, source: str, target: str) -> None:
-        self._rules = rules(settings, source, target)
+    def __init__(self, settings: CleaningConfig, source: str, target: str, symbols: Sequence[str] = ()) -> None:
+        self._symbols = frozenset(symbols)
+        self._rules = rules(settings, source, target, self._symbols)
+        self._counts_markup = not settings.markup
+        self.markup = 0
+        """Pairs with markup that are kept."""
+        self.example = ""
         self.removed = dict.fromkeys(self._rules, 0)
         self.read = 0
 
@@ -59,6 +87,9 @@ class Cleaning:
             self.read += 1
             broken = next((name for name, breaks in self._rules.items() if breaks(pair)), None)
             if broken is None:
+                if self._counts_markup and (found := _markup_of(pair, self._symbols)):
+                    self.markup += 1
+                    self.example = self.example or found
                 yield pair
             else:
                 self.removed[broken] += 1
@@ -68,11 +99,17 @@ class Cleaning:
         return f"{sum(self.removed.values()):,} of {self.read:,} pairs dropped: {counts}"
 
 
-def rules(settings: CleaningConfig, source: str, target: str) -> dict[str, Rule]:
+def _markup_of(pair: Pair, symbols: frozenset[str]) -> str:
+    return markup_in(pair.source, symbols) or markup_in(pair.target, symbols)
+
+
+def rules(settings: CleaningConfig, source: str, target: str, symbols: frozenset[str] = frozenset()) -> dict[str, Rule]:
     """Return the rules that are set, by the words of the log, in the order in which they are asked."""
     found: dict[str, Rule] = {EMPTY: lambda pair: not all(map(VISIBLE.search, pair))}
     if settings.encoding:
         found["wrong encoding"] = lambda pair: any(map(DAMAGED.search, pair))
+    if settings.markup:
+        found["markup"] = lambda pair: bool(_markup_of(pair, symbols))
     if (words := settings.max_words) is not None:
         found[f"more than {words:,} words"] = lambda pair: any(len(side.split()) > words for side in pair)
     if (characters := settings.max_characters) is not None:

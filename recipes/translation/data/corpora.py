@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,6 +66,39 @@ class CorpusSplit:
         return tokenizer_for(self.data.tokenize, self.data.target)
 
 
+class AlsoHeldOut:
+    """Counts the validation and test pairs that are in the training data as well, either way round."""
+
+    def __init__(self, sets: Sequence[CorpusSplit]) -> None:
+        self._sets = {each.setting: set(map(_without_blanks, each.pairs)) for each in sets}
+        self._all = set().union(*self._sets.values())
+        self._found: set[Pair] = set()
+
+    def passing(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield training pairs, and look for each."""
+        for pair in pairs:
+            key = _without_blanks(pair)
+            for either in (key, Pair(key.target, key.source)):
+                if either in self._all:
+                    self._found.add(either)
+            yield pair
+
+    def note(self, name: str) -> None:
+        """Say on stderr how many there are, of each set that has some."""
+        for setting, pairs in self._sets.items():
+            if there := len(pairs & self._found):
+                print(
+                    f"[data] {name}: {there:,} of the {len(pairs):,} different pairs of {setting} are also in the "
+                    "training data, so that its scores reward memorisation: leave them out of one of the two",
+                    file=sys.stderr,
+                )
+
+
+def _without_blanks(pair: Pair) -> Pair:
+    """Return a pair without blanks that a copy may have lost."""
+    return Pair(" ".join(pair.source.split()), " ".join(pair.target.split()))
+
+
 class Corpora:
     """The corpora of a run, resolved once from its settings.
 
@@ -81,6 +115,8 @@ class Corpora:
         """Those of the section corpora, or else the one of data.train."""
         self._pairs: dict[str, list[Pair]] = {}
         self._hashes: Hashes = {}
+        self._held_out: list[CorpusSplit] = []
+        """What is looked for in the training data; `check` has read it."""
 
     def read(self) -> None:
         """Read the training pairs, unless they are in memory, or are not to be."""
@@ -111,8 +147,13 @@ class Corpora:
         config = self.config
         with named(corpus.name):
             name = corpus.name or "train"
-            lowercase = config.subwords.lowercase
-            yield from each_training_pair(corpus.data, lowercase, config.cleaning, name, self._hashes)
+            pairs = each_training_pair(corpus.data, config.subwords, config.cleaning, name, self._hashes)
+            if not self._held_out:
+                yield from pairs
+                return
+            also = AlsoHeldOut(self._held_out)
+            yield from also.passing(pairs)
+            also.note(name)
 
     @cached_property
     def valid(self) -> list[CorpusSplit]:
@@ -199,7 +240,8 @@ class Corpora:
                     f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
                     "epoch it would be: leave it out"
                 )
-        for each in [*self.valid, *(self.held_out("test") if self.has("test") else [])]:
+        self._held_out = [*self.valid, *(self.held_out("test") if self.has("test") else [])]
+        for each in self._held_out:
             each.pairs  # noqa: B018  (reads them)
 
     def check_training(self) -> None:

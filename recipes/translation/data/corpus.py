@@ -15,13 +15,13 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
-from recipes.translation.data.model_text import check_known, source_text
+from recipes.translation.data.model_text import OtherForm, check_known, source_text
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.split_files import expanded
 from recipes.translation.data.token_store import LAYOUT, TokenStore, check_store, write_store
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.paths import expanded
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 
@@ -81,8 +81,12 @@ def _stored(corpora: Corpora, source: Subwords, target: Subwords, ranks: Ranks) 
         if check_store(folder):
             print(f"[data] tokenised pairs of {folder} reused", flush=True)
             return
-        each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.each_corpus())
+        form = OtherForm(target)
+        each_corpus = (
+            ((corpus.source(pair), pair) for pair in form.passing(pairs)) for corpus, pairs in corpora.each_corpus()
+        )
         write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
+        form.note("data", LEARNED)
         print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
 
     ranks.run_on_all(prepare_on_each_machine)
@@ -104,7 +108,21 @@ def _prepared(
     corpora.read()  # before the subwords, which may be made from it
     source, target = subwords_of(corpora)
     check_known(config, source, target)
+    if not config.data.cache:
+        note_form(corpora, target)
     return source, target
+
+
+LEARNED = "target sentences are learned"
+
+
+def note_form(corpora: Corpora, target: Subwords) -> None:
+    """Say how many target sentences the model learns in another form than they have."""
+    form = OtherForm(target)
+    for _, pairs in corpora.each_corpus():
+        for pair in pairs:
+            form.add(pair.target)
+    form.note("data", LEARNED)
 
 
 def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | None) -> Corpus:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import filecmp
 import re
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.split_files import names_of, paths_of
 from recipes.translation.errors import DataError
+from recipes.translation.files.lines import without_compression
 from recipes.translation.settings.config import DataConfig
 
 WAY = "if that is intended, add --insist"
 
 
 def check_meant(corpora: Corpora) -> None:
-    """Raise DataError for a file that is named for two purposes, or whose name ends in another language."""
+    """Raise DataError for a file that is given for two purposes, or whose name ends in another language."""
+    held_out = [*corpora.valid, *(corpora.held_out("test") if corpora.has("test") else [])]
     for each in [*corpora.training, *corpora.valid]:
         if each.data.format == "text":
             check_sides(each.setting, each.data, paths_of(each.data, each.split))
     for training in corpora.training:
-        for validation in corpora.valid:
-            for ours, theirs in zip(_sources(training), _sources(validation), strict=False):
+        for other in held_out:
+            for ours, theirs in zip(_sources(training), _sources(other), strict=False):
                 if _are_same(ours, theirs):
                     raise DataError(
-                        f"{training.setting} and {validation.setting} are the same data ({ours} and {theirs}), so that "
-                        f"validation would reward memorisation: hold some pairs back; {WAY}"
+                        f"{training.setting} and {other.setting} are the same data ({ours} and {theirs}), so that "
+                        f"its scores would reward memorisation: hold some pairs back; {WAY}"
                     )
 
 
@@ -48,7 +51,7 @@ def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
 
 def ending_of(path: Path) -> str:
     """Return the two letters in which a file's name ends after a dot, most often a language; empty for other names."""
-    found = re.search(r"\.([a-z]{2})$", path.name.removesuffix(".gz").removesuffix(".txt"))
+    found = re.search(r"\.([a-z]{2})$", without_compression(path.name).removesuffix(".txt"))
     return found[1] if found else ""
 
 
@@ -64,4 +67,7 @@ def _sources(corpus: CorpusSplit) -> list[Path]:
 def _are_same(one: Path, other: Path) -> bool:
     if one == other:
         return True
-    return one.is_file() and other.is_file() and one.samefile(other)
+    if not (one.is_file() and other.is_file()):
+        return False
+    # Under another name, or a copy
+    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)

@@ -8,10 +8,13 @@ The tag of the target language, such as <2de>, lets one model translate between 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.schema import shortened
+from recipes.translation.text.pair import Pair
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords
 
@@ -38,14 +41,61 @@ def one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
+def same_text(one: str, other: str) -> bool:
+    """Return whether two texts are the same but for blanks at their ends and runs of blanks, which subwords join."""
+    return one == other or list(filter(None, one.split(" "))) == list(filter(None, other.split(" ")))
+
+
+class OtherForm:
+    """Counts target sentences that a model cannot write as they are, by its subwords' rules of normalisation."""
+
+    def __init__(self, target: Subwords) -> None:
+        self._target = target
+        self.sentences = 0
+        self.changed = 0
+        self._example = ""
+
+    def passing(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield the pairs, and count them."""
+        for pair in pairs:
+            self.add(pair.target)
+            yield pair
+
+    def add(self, sentence: str) -> None:
+        """Count a sentence."""
+        self.sentences += 1
+        written = one_line(self._target.normalized(sentence))
+        if not same_text(sentence, written):
+            self.changed += 1
+            self._example = self._example or f"{shortened(repr(sentence))} as {shortened(repr(written))}"
+
+    def note(self, label: str, what: str) -> None:
+        """Say on stderr how many there are, if there are any, with the first of them."""
+        if self.changed:
+            print(
+                f"[{label}] {self.changed:,} of {self.sentences:,} {what} in another form, by subwords.normalization "
+                f"{self._target.normalization}: {self._example} (docs/data.md)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def _tags_and_rest(config: RunConfig, sentence: str) -> tuple[str, str]:
     """Split a sentence after the tags at its beginning, which may have capitals."""
     known = tags_of(config)
+    tags = ""
     rest = sentence
-    while rest.split(maxsplit=1)[:1] and rest.split(maxsplit=1)[0] in known:
-        tag = rest.split(maxsplit=1)[0]
-        rest = rest[rest.index(tag) + len(tag) :]
-    return sentence[: len(sentence) - len(rest)], rest
+    while tag := next((tag for tag in known if _begins_with(rest, tag)), ""):
+        # The tag of a language may stand before a word without a blank
+        rest = rest.partition(tag)[2].lstrip()
+        tags += f"{tag} "
+    return tags, rest
+
+
+def _begins_with(text: str, tag: str) -> bool:
+    if tag.startswith("<2"):
+        return text.lstrip().startswith(tag)
+    return text.split(maxsplit=1)[:1] == [tag]
 
 
 def corpus_tags(name: str, config: RunConfig) -> tuple[str, ...]:

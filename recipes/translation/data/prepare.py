@@ -16,8 +16,9 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.normalization import normalized, with_rules
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.subwords import Subwords, subword_names, train_subwords
+from recipes.translation.text.subwords import Subwords, normalizations, subword_names, train_subwords
 
 SETTINGS = "settings.json"
 SHAPING = ("vocab_size", "joint", "kind", "lowercase")
@@ -56,10 +57,14 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     """
     config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in (*SHAPING, "train_pairs")}
+    # What is not set is left out: the models of earlier versions, without these settings, are reused as they are
+    if config.subwords.normalization:
+        subwords["normalization"] = list(normalizations(config.subwords))
+    cleaning = {name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name != "markup"}
     return {
         "data": corpora.identity,
         "subwords": {**subwords, "symbols": list(config.subwords.symbols)},
-        "cleaning": dataclasses.asdict(config.cleaning),
+        "cleaning": cleaning,
         "tags": list(tags_of(config)),
     }
 
@@ -76,16 +81,22 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
     pairs = drawn((pair for _, pairs in corpora.each_corpus() for pair in pairs), config.subwords.train_pairs)
-    texts: dict[str, list[str]] = {}
     sides = [pair.source for pair in pairs], [pair.target for pair in pairs]
-    for name, side in zip(subword_names(config), sides, strict=True):
-        texts.setdefault(name, []).extend(side)
+    names = subword_names(config)
     what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
-    print(f"[prepare] {' and '.join(texts)}: {what} from {len(pairs):,} pairs", flush=True)
+    rules = normalizations(config.subwords)
+    print(f"[prepare] {' and '.join(dict.fromkeys(names))}: {what} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:
-        for name, sentences in texts.items():
-            # Only sources have tags
-            train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
+        if config.subwords.joint:
+            both = [normalized(sentence, rule) for side, rule in zip(sides, rules, strict=True) for sentence in side]
+            train_subwords(both, new / names[0], config.subwords, tags, "none")
+            pieces = (new / f"{names[0]}.model").read_bytes()
+            for name, rule in zip(names, rules, strict=True):
+                (new / f"{name}.model").write_bytes(with_rules(pieces, rule))
+        else:
+            for name, side, rule in zip(names, sides, rules, strict=True):
+                # Only sources have tags
+                train_subwords(side, new / name, config.subwords, () if name == "target" else tags, rule)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
 

@@ -20,12 +20,13 @@ from typing import Any
 
 from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
-from recipes.translation.data.split_files import check_named, expanded, names_of, paths_of
+from recipes.translation.data.split_files import check_named, names_of, paths_of
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.lines import Hashes, each_line, hashed
-from recipes.translation.settings.config import DataConfig
+from recipes.translation.settings.config import DataConfig, SubwordConfig
 from recipes.translation.settings.data import CleaningConfig
+from recipes.translation.settings.paths import expanded
 from recipes.translation.settings.schema import shortened
 from recipes.translation.text.pair import Pair, Split
 
@@ -47,23 +48,30 @@ def load_pairs(
     translation has a line for each line of its reference.
     """
     if split == "train":
-        return list(each_training_pair(data, lowercase, cleaning, split))
+        return list(each_training_pair(data, SubwordConfig(lowercase=lowercase), cleaning, split))
     return list(lowercased(_read(data, split), lowercase))
 
 
 def each_training_pair(
-    data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, hashes: Hashes | None = None
+    data: DataConfig, subwords: SubwordConfig, cleaning: CleaningConfig, name: str, hashes: Hashes | None = None
 ) -> Iterator[Pair]:
     """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
     The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory. `hashes`
     gets those of files of lines.
     """
-    rules = Cleaning(cleaning, data.source, data.target)
-    yield from lowercased(rules.kept(_read(data, "train", hashes)), lowercase)
+    rules = Cleaning(cleaning, data.source, data.target, subwords.symbols)
+    yield from lowercased(rules.kept(_read(data, "train", hashes)), subwords.lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         print(f"[data] {name}: {rules}", file=sys.stderr)
+    if rules.markup:
+        print(
+            f"[data] {name}: {rules.markup:,} of {rules.read:,} pairs have tags or character entities, such as "
+            f"{shortened(rules.example)}, and are learned as they are: convert the files (docs/data.md), or set "
+            "cleaning.markup true",
+            file=sys.stderr,
+        )
     if dropped == rules.read:
         if rules.removed[EMPTY] == dropped:
             raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
@@ -146,11 +154,32 @@ def _tsv(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
+    decided = False
     for number, line in enumerate(lines, start=2):  # line 1 is the header
         cells = line.split("\t")
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
+        # A writer that quotes does so wherever there is a quote: the first cell that can tell decides
+        for cell in () if decided else (cells[source], cells[target]):
+            if '"' in cell and not SPOKEN.fullmatch(cell):
+                if QUOTED.fullmatch(cell):
+                    raise quoted(f"{path}:{number}", cell)
+                decided = True
         yield Pair(cells[source], cells[target])
+
+
+QUOTED = re.compile('"(?:[^"]|"")*"')
+"""A cell as csv writers quote it: within the quotes each one is doubled."""
+SPOKEN = re.compile('"[^"]*"')
+"""One that may be so, or direct speech."""
+
+
+def quoted(where: str, cell: str) -> DataError:
+    """Return the error for a cell that is quoted."""
+    return DataError(
+        f"{where} is quoted as by pandas or csv ({shortened(cell)}), and in tsv quotes are text here: write JSON lines "
+        "instead, as with frame.to_json('pairs.jsonl', orient='records', lines=True, force_ascii=False)"
+    )
 
 
 def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
@@ -165,10 +194,15 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     if len(header) > 6:
         there += f", ... ({len(header)} in all)"
     if len(missing) == 2:
+        if {f'"{language}"' for _, language in _languages(data)} <= set(header):
+            raise quoted(f"{path}:1", header[0])
+        names = f"{data.source} and {data.target}"
+        if len(header) > 2:
+            names = f"a name for each of its {len(header)} columns, among them {names}"
         raise DataError(
             f"{path} names neither {data.source!r} (data.source) nor {data.target!r} (data.target) in its first line, "
-            f"which is {there}: if that is a sentence pair, put a line with {data.source}, a tab and {data.target} "
-            "before it; if it is a header, set data.source and data.target to the names of its columns"
+            f"which is {there}: if that is a sentence pair, put a line before it with {names}, separated by tabs; if "
+            "it is a header, set data.source and data.target to the names of its columns"
         )
     setting, language = missing[0]
     raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
@@ -277,12 +311,19 @@ def _pair(record: Any, data: DataConfig, where: str) -> Pair:
 def _lines(path: Path, purpose: str, hashes: Hashes | None) -> Iterator[str]:
     empty = True
     for line in each_line(path, hashes):
+        if empty and (found := DOCUMENT.match(line)):
+            raise DataError(
+                f"{path} is not one sentence a line but a document of markup, as {found[0].strip()} says: take the "
+                "sentences out first (docs/data.md)"
+            )
         empty = False
         yield line
     if empty:
         raise DataError(f"{path} is empty; {purpose} needs sentences")
 
 
+DOCUMENT = re.compile(r"\s*<(\?xml|!DOCTYPE|tmx|xliff|mteval|(src|ref|tst)set|refset|html)\b[^>]*>?", re.IGNORECASE)
+"""How SGML of WMT, TMX, XLIFF and other XML begin."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
 

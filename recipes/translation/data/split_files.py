@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig, named_format
+from recipes.translation.settings.paths import expanded
 from recipes.translation.text.pair import Split
 
 
@@ -75,19 +74,6 @@ def paths_of(data: DataConfig, split: Split) -> list[Path]:
         if not path.is_file():
             raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
     return paths
-
-
-def expanded(path: str, setting: str) -> str:
-    """Replace each ${NAME} in `path` from the environment, and ~ by the home folder."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in os.environ:
-            raise DataError(
-                f"{setting} is {path}, but the environment variable {match[1]} is not set: set it, or give --{setting}"
-            )
-        return os.environ[match[1]]
-
-    return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))
 
 
 @contextmanager

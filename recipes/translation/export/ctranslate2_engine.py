@@ -19,7 +19,7 @@ from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import Task, Translation, in_words, most_steps
+from recipes.translation.translating.translate import Task, Translation, in_words, most_steps, note_unfinished
 
 
 class ExportedTranslator(NamedTuple):
@@ -59,31 +59,36 @@ def _vocabulary(folder: Path, side: str) -> object:
     return noted_in(path)
 
 
-def translate(translator: ExportedTranslator, sentences: Sequence[str]) -> list[str]:
+def translate(translator: ExportedTranslator, sentences: Sequence[str], before: int = 0) -> list[str]:
     """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
     Greedy translations (beam 1) are those of the model in torch, up to rounding. With a wider beam CTranslate2 searches
     until `beam` hypotheses are finished; the best of them by the length normalisation of the settings is taken.
     """
-    return [row[0].text for row in alternatives(translator, sentences, 1)]
+    found = [row[0] for row in alternatives(translator, sentences, 1, before)]
+    note_unfinished(found, "translate", before)
+    return [one.text for one in found]
 
 
-def alternatives(translator: ExportedTranslator, sentences: Sequence[str], n_best: int) -> list[list[Translation]]:
+def alternatives(
+    translator: ExportedTranslator, sentences: Sequence[str], n_best: int, before: int = 0
+) -> list[list[Translation]]:
     """Return the `n_best` translations of each sentence, best first, at most as many as the beam is wide.
 
     An empty sentence has one translation, which is empty.
     """
     decoding = translator.config.decoding
-    ids = source_ids(translator.source, translator.config, sentences)
+    ids = source_ids(translator.source, translator.config, sentences, before)
     rows = [row for row in range(len(ids)) if ids[row]]
-    limits = [most_steps(Task(ids[row]), decoding) for row in rows]
+    most = [most_steps(Task(each), decoding) for each in ids]
+    limits = [most[row] for row in rows]
     pieces = translator.source.pieces()
     sources = [[pieces[token] for token in ids[row]] for row in rows]
     found = search(translator.engine, translator.target, sources, limits, decoding, n_best)
     hypotheses = [[Hypothesis([], 0.0, 0.0)] for _ in ids]
     for row, some in zip(rows, found, strict=True):
         hypotheses[row] = some
-    return in_words(hypotheses, translator.target)
+    return in_words(hypotheses, translator.target, most)
 
 
 def search(

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import hashlib
 import io
+import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from recipes.translation.errors import DataError
 
-GZIP = b"\x1f\x8b"
-"""The first bytes of a compressed file."""
+
+def is_plain(start: bytes) -> bool:
+    """Return whether a file that begins with these bytes has its text as it is, in UTF-8."""
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, *(each.magic for each in COMPRESSIONS))
+    return not start.startswith(marks)
+
+
+class Compression(NamedTuple):
+    """A way to pack a file: the end of its name, its first bytes, and what unpacks it."""
+
+    suffix: str
+    magic: bytes
+    opened: Callable[[io.BufferedReader], io.BufferedIOBase] | None = None
+    """Unpacks while reading; None for what Python cannot unpack line by line."""
+    way: str = ""
+    """The command that unpacks such a file, where it cannot be read."""
+
+
+COMPRESSIONS = (
+    Compression(".gz", b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
+    Compression(".xz", b"\xfd7zXZ\x00", lzma.LZMAFile),
+    Compression(".bz2", b"BZh", bz2.BZ2File),
+    Compression(".zst", b"\x28\xb5\x2f\xfd", way="zstd -d"),
+    Compression(".lz4", b"\x04\x22\x4d\x18", way="lz4 -d"),
+    Compression(".zip", b"PK\x03\x04", way="unzip"),
+    Compression(".7z", b"7z\xbc\xaf\x27\x1c", way="7z x"),
+    Compression(".rar", b"Rar!", way="unrar x"),
+)
+TAR = (257, b"ustar")
+"""Where an archive of files has its mark."""
+
+
+def without_compression(name: str) -> str:
+    """Return a file's name without the end that says how it is packed."""
+    for each in COMPRESSIONS:
+        if name.lower().endswith(each.suffix):
+            return name[: -len(each.suffix)]
+    return name
 
 
 def read_lines(path: Path) -> list[str]:
@@ -21,9 +60,9 @@ def read_lines(path: Path) -> list[str]:
     return list(each_line(path))
 
 
-def lines_of(content: bytes, where: str) -> list[str]:
-    """Return the lines of a file's bytes as `each_line` does; errors name it as `where`."""
-    return list(_lines_in(io.BufferedReader(io.BytesIO(content)), where))
+def lines_of(content: bytes, where: str, first: int = 1) -> list[str]:
+    """Return the lines of a file's bytes as `each_line` does, which begin with line `first` of `where`."""
+    return list(_lines_in(io.BufferedReader(io.BytesIO(content)), where, first))
 
 
 Hashes = dict[Path, tuple[int, bytes]]
@@ -39,7 +78,7 @@ def hashed(file: io.BufferedReader) -> tuple[int, bytes]:
 
 
 def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text file, plain or compressed by gzip, without its byte order mark.
+    """Yield the lines of a UTF-8 text file, plain or compressed by gzip, xz or bzip2, without its byte order mark.
 
     The file is never whole in memory; `hashes` gets that of the very file that is read. Raises OSError, and DataError
     for a damaged file or text in another encoding, whose line it names.
@@ -50,12 +89,25 @@ def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
         yield from _lines_in(file, str(path))
 
 
-def _lines_in(plain: io.BufferedReader, where: str) -> Iterator[str]:
-    file: io.BufferedReader | gzip.GzipFile = plain
-    if plain.peek(len(GZIP)).startswith(GZIP):
-        file = gzip.GzipFile(fileobj=plain)
+def _unpacked(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
+    """Return the text of a file; raise DataError where it is packed in a way that cannot be read, or an archive."""
+    start = plain.peek(8)
+    packed = next((each for each in COMPRESSIONS if start.startswith(each.magic)), None)
+    if packed is None:
+        found: io.BufferedIOBase = plain
+    elif packed.opened is None:
+        raise DataError(f"{where} is a {packed.suffix} file: unpack it first, with {packed.way} {where}")
+    else:
+        found = io.BufferedReader(packed.opened(plain))
+    place, mark = TAR
+    if found.peek(place + len(mark))[place:].startswith(mark):  # type: ignore[attr-defined]
+        raise DataError(f"{where} is an archive of files: unpack it first, with tar -xf {where}, and name its files")
+    return found
+
+
+def _lines_in(plain: io.BufferedReader, where: str, first: int = 1) -> Iterator[str]:
     try:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_unpacked(plain, where), start=first):
             if number == 1:
                 if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise DataError(
@@ -67,7 +119,7 @@ def _lines_in(plain: io.BufferedReader, where: str) -> Iterator[str]:
                 raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
             if text:
                 yield text.removesuffix("\r\n").removesuffix("\n")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
 
 

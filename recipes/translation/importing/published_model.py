@@ -71,8 +71,10 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     model = model_on_meta(sizes, *subwords).to(torch.promote_types(theirs.dtype, torch.float32))
     fill_model(model, our_weights(model, theirs, tokenizer.source_ids, tokenizer.target_ids), folder)
     with reading(settings_file, folder):  # whose values transformers checks when it translates
-        settings = run_config(PUBLISHED[config.model_type], sizes, tokenizer, generation, run)
+        decoding = decoding_of(generation, len(tokenizer.target.symbols.start))
         ignored = lost_settings(generation, tokenizer)
+    given = run_settings(PUBLISHED[config.model_type], sizes, tokenizer, run) | decoding
+    settings = load_config(None, given | _lengths(given, sizes), str(folder / settings_file))
     searches_on = settings.decoding.beam > 1 and generation.get("early_stopping") is not True
     return Imported(Translator(settings, model.eval(), *subwords), ignored, settings_file, searches_on)
 
@@ -103,10 +105,8 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
     return OneByOne(own, made)
 
 
-def run_config(
-    preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, generation: Mapping[str, Any], run: Path
-) -> RunConfig:
-    """Return the settings of the run."""
+def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, run: Path) -> dict[str, Any]:
+    """Return the settings of the run, but for those of translation."""
     usual = PRESETS[preset]
     assert isinstance(usual, TransformerConfig)
     changed = {
@@ -114,7 +114,7 @@ def run_config(
         for field in fields(ModelConfig)
         if field.name != "preset" and getattr(sizes, field.name) != getattr(usual, field.name)
     }
-    given = {
+    return {
         "run": str(run),
         # Not the built-in corpus: whoever trains on names the data
         "data.format": "text",
@@ -125,9 +125,7 @@ def run_config(
         "subwords.kind": kind_of_model(model_of(tokenizer.source.serialized())),
         "model.preset": preset,
         **changed,
-        **decoding_of(generation, len(tokenizer.target.symbols.start)),
     }
-    return load_config(None, given | _lengths(given, sizes))
 
 
 def _lengths(given: Mapping[str, Any], sizes: TransformerConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.translator import model_sizes
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.subwords import Subwords
+from recipes.translation.text.subwords import Subwords, normalizations
 
 
 def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
@@ -86,7 +86,18 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
     if folder is None and not settings.start_from:
         return teacher_subwords(config)
     _, source, target = load_belongings(verified_folder(folder or fitting_start(config)[0], BELONGINGS))
+    check_normalization(config, source, target)
     return source, target
+
+
+def check_normalization(config: RunConfig, source: Subwords, target: Subwords) -> None:
+    """Raise ConfigError where the settings ask for other rules than the subwords of another model have."""
+    has = (source.normalization, target.normalization)
+    if config.subwords.normalization and normalizations(config.subwords) != has:
+        raise ConfigError(
+            f"subwords.normalization is {' '.join(normalizations(config.subwords))} (source, target), but the other "
+            f"model's subwords have {' '.join(has)}, which they keep: leave it out"
+        )
 
 
 def fitting_start(config: RunConfig) -> tuple[Path, RunConfig]:
@@ -145,6 +156,7 @@ def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
                 "subwords: set it to the same"
             )
     _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
+    check_normalization(config, source, target)
     return source, target
 
 

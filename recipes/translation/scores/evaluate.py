@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora, CorpusSplit, HeldOutSplit
+from recipes.translation.data.model_text import OtherForm
 from recipes.translation.data.sentence_pairs import aligned, lowercased
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import noted_in
@@ -25,7 +26,7 @@ from recipes.translation.scores.scores import measure, record_of, scores_in_word
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import best, note_unfinished
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Evaluation:
     """The SHA-256 of the weights of each model that translated."""
     files: tuple[Path, Path] | None = None
     """The files of sources and references; None for the run's data."""
+    unfinished: int | None = None
+    """Translations that are cut; None where it is not known, of translations from a file."""
 
     @cached_property
     def scores(self) -> Mapping[str, Any]:
@@ -55,7 +58,7 @@ class Evaluation:
         made_of = {side: {"sha256": lines_digest(lines)} for side, lines in texts.items()}
         for side, file in zip(texts, self.files or (), strict=False):
             made_of[side]["file"] = str(file.resolve())
-        record = {**self.scores, "weights": list(self.digests), **made_of}
+        record = {**self.scores, "unfinished": self.unfinished, "weights": list(self.digests), **made_of}
         translations, scores = result_files(folder, self.name)
         text = "".join(f"{text}\n" for text in self.translations)
         written = {translations: text, scores: json.dumps(record, indent=2) + "\n"}
@@ -163,10 +166,17 @@ def evaluate_pairs(
         spoken = held_out.spoken(pairs)
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # an error before the work of translating
-    translations = translate(translator, [pair.source for pair in spoken], ranks, label)
+    form = OtherForm(translator.target)
+    for reference in references:
+        form.add(reference)
+    if ranks.is_main:
+        form.note(label or "evaluate", f"references of {name} can be written only")
+    found = best(translator, [pair.source for pair in spoken], ranks, label)
+    unfinished = note_unfinished(found, label or "evaluate") if ranks.is_main else 0
+    translations = [one.text for one in found]
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
-    return Evaluation(name, pairs, translations, measured, translator.digests)
+    return Evaluation(name, pairs, translations, measured, translator.digests, unfinished=unfinished)
 
 
 def evaluate_files(

@@ -15,11 +15,12 @@ from typing import Any
 import yaml
 
 from recipes.translation.errors import ConfigError
+from recipes.translation.files.lines import without_compression
 from recipes.translation.settings.checks import check_together
 from recipes.translation.settings.data import CorpusConfig, DataConfig, SubwordConfig
 from recipes.translation.settings.model import DecodingConfig, ModelConfig
 from recipes.translation.settings.run import RunConfig
-from recipes.translation.settings.schema import Schema
+from recipes.translation.settings.schema import COMMAND_LINE, Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 
 __all__ = [
@@ -41,17 +42,19 @@ __all__ = [
 SCHEMA = Schema(RunConfig)
 
 
-def load_config(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> RunConfig:
+def load_config(
+    path: str | Path | None, overrides: Mapping[str, object] | None = None, location: str = COMMAND_LINE
+) -> RunConfig:
     """Read the YAML file at `path`; `overrides` replace its settings, and defaults are used for all others.
 
     The key of an override is its dotted name (`training.steps`). Its text is read as in a YAML file, except that a text
     setting takes it literally. Any mistake raises ConfigError, which names the key, where it was given (file and line,
-    or the command line), and what to do.
+    or the command line, or the `location` of the overrides), and what to do.
     """
     given = {}
     if path is not None:
         given = SCHEMA.read_file(Path(path))
-    given |= SCHEMA.read_overrides(overrides or {})
+    given |= SCHEMA.read_overrides(overrides or {}, location)
     joint = given.get("subwords.joint")
     tie = given.get("model.tie")
     if joint and tie and tie.value == "all" and not joint.value:
@@ -83,7 +86,7 @@ FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 def named_format(name: str) -> str | None:
     """Return the format of a file by its name; None if the name does not end in a known one."""
-    return FORMATS.get(Path(name.lower().removesuffix(".gz")).suffix)
+    return FORMATS.get(Path(without_compression(name.lower())).suffix)
 
 
 def format_of(data: DataConfig, corpora: bool) -> str:

@@ -10,6 +10,14 @@ from recipes.translation.settings.schema import setting
 TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none", "spm", "flores101", "flores200", "spBLEU-1K")
 """Those of sacreBLEU."""
 
+NORMALIZATIONS = {
+    "nfc": "letters and accents are composed, control characters removed, and all else stays as it is",
+    "none": "nothing changes",
+    "nfkc": "look-alikes are replaced as well, such as full-width signs and superscripts, and U+200C: "
+    "sentencepiece's own nmt_nfkc",
+}
+"""How text is normalised before it is divided into subwords."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -23,7 +31,7 @@ class DataConfig:
     )
     path: str = setting(
         "",
-        "Folder that relative file names below start from; ${NAME} is read from the environment. For hub: "
+        "Folder that relative file names below start from; ~ and ${NAME} are replaced, as in all paths. For hub: "
         "the data set's name, with a branch, tag or commit after @, and its subset after a colon, if it has some "
         "(wmt/wmt14:de-en, wmt/wmt14@main:de-en).",
     )
@@ -114,6 +122,10 @@ class CleaningConfig:
     encoding: bool = setting(
         False, "Remove pairs with replacement or control characters, or with UTF-8 that was read as Latin-1."
     )
+    markup: bool = setting(
+        False,
+        "Remove pairs with tags or character entities (<P>, &apos;); without this rule the log counts them.",
+    )
     copies: bool = setting(False, "Remove pairs with the same text on both sides.")
     duplicates: bool = setting(False, "Keep only the first of several equal pairs.")
 
@@ -143,7 +155,7 @@ class SubwordConfig:
     vocab_size: int = setting(
         1_000,
         "Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included.",
-        at_least=261,  # the 4 special subwords, the 256 bytes, and one to spell with
+        at_least=5,  # imported models may have few; new ones need what `train_subwords` says
     )
     joint: bool = setting(True, "One model for both languages (needed to share embeddings), or one for each.")
     symbols: tuple[str, ...] = setting(
@@ -153,6 +165,13 @@ class SubwordConfig:
         0, "Training pairs from which the subwords are made, drawn at random; 0 takes all of them.", at_least=0
     )
     kind: Literal["unigram", "bpe"] = setting("unigram", "unigram | bpe.")
+    normalization: str | tuple[str, str] | None = setting(
+        None,
+        " | ".join(f"{name} ({what})" for name, what in NORMALIZATIONS.items())
+        + ". One for both sides, or two: the source's and the target's. null is nfc for new subwords; a model that "
+        "another run or an import brings keeps its own.",
+        choices=tuple(NORMALIZATIONS),
+    )
     lowercase: bool = setting(
         False, "Lower-case the text before anything else (BLEU is then computed on lower-case text too)."
     )

@@ -63,9 +63,16 @@ class DecodingConfig:
     )
     max_length: int = setting(
         256,
-        "Most subwords of a translation; for a short sentence the limit is twice its own subwords plus 12. A "
-        "longer sentence is cut to this or to training.max_length, whichever is more.",
+        "Most subwords of a translation; for a short sentence max_ratio is the limit. A longer sentence is cut to "
+        "this or to training.max_length, whichever is more.",
         at_least=1,
+    )
+    max_ratio: float = setting(
+        2.0,
+        "Most subwords of a translation for each subword of the sentence, and 12 for any sentence. Raise it where "
+        "translations are much longer than sentences, and max_length with it.",
+        at_least=0,
+        below=1e6,
     )
     min_length: int = setting(0, "Fewest subwords of a translation.", at_least=0)
     no_repeat_ngram: int = setting(

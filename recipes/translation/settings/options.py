@@ -11,14 +11,35 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import NoReturn, get_origin
+from typing import Any, NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
+from recipes.translation.settings.paths import expanded
 from recipes.translation.settings.schema import SettingType, nearest
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
 METAVARS = {int: "N", float: "X", bool: "true|false"}
+
+
+class StoreOnce(argparse.Action):
+    """Stores the value of an option; a second one, which would take the place of the first, is an error."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Store the values; raise ArgumentError where the option, under any of its names, was given before."""
+        given = vars(options).setdefault(GIVEN, set())
+        if option and self.dest in given:
+            way = "name several corpora in the section `corpora`" if self.dest in OF_CORPORA else "keep one"
+            raise argparse.ArgumentError(self, f"it is given twice: {way}")
+        given.add(self.dest)
+        setattr(options, self.dest, values)
+
+
+GIVEN = "given options"
+"""Where a parser's result has the names of those that were given; no option has this name."""
+OF_CORPORA = ("data.train", "data.valid", "data.test")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,6 +54,8 @@ class OneLineParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # an abbreviation that is unique today need not be so tomorrow
         )
+        for action in (None, "store"):
+            self.register("action", action, StoreOnce)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
@@ -75,7 +98,9 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """Return the options on the command line by dotted name, for `load_config`."""
     given = {name: value for name, value in vars(options).items() if name in SCHEMA.settings and value is not None}
     # A single word may be a YAML list itself, or `auto`
-    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
+    given = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
+    # Some are opened before all settings are read
+    return {name: expanded(value, name) if SCHEMA.settings[name].path else value for name, value in given.items()}
 
 
 def add_setting(

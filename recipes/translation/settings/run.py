@@ -18,7 +18,9 @@ from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 class RunConfig:
     """One run: everything `prepare`, `train`, `evaluate` and `translate` need to know."""
 
-    run: str = setting("runs/demo", "Folder of the run: subword models, checkpoints, metrics, resolved configuration.")
+    run: str = setting(
+        "runs/demo", "Folder of the run: subword models, checkpoints, metrics, resolved configuration.", path=True
+    )
     data: DataConfig = field(default_factory=DataConfig)
     corpora: Mapping[str, CorpusConfig] = field(
         default_factory=dict,

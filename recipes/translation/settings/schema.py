@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 
 from recipes.translation.errors import ConfigError
+from recipes.translation.settings.paths import expanded
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -50,14 +51,22 @@ class Range(NamedTuple):
 
 
 def setting(
-    default: T, help: str, *, at_least: float | None = None, below: float = math.inf, choices: tuple[str, ...] = ()
+    default: T,
+    help: str,
+    *,
+    at_least: float | None = None,
+    below: float = math.inf,
+    choices: tuple[str, ...] = (),
+    path: bool = False,
 ) -> T:
     """Make the field of a configuration dataclass: its default, its help text, and the values that it may have.
 
-    Texts to choose from are a `Literal` in its annotation, or else `choices`, where a table has them.
+    Texts to choose from are a `Literal` in its annotation, or else `choices`, where a table has them. The ~ and ${NAME}
+    of a `path` are replaced when it is read; files of data keep theirs until they are opened.
     """
     limits = None if at_least is None else Range(at_least, below)
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "range": limits})
+    metadata = {"help": help, "choices": choices, "range": limits, "path": path}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class SettingType(NamedTuple):
@@ -70,6 +79,7 @@ class SettingType(NamedTuple):
     choices: tuple[str, ...]
     """The texts that a value may be; empty where it may be any."""
     range: Range | None
+    path: bool
 
     @classmethod
     def of(cls, field: dataclasses.Field[Any], kind: Any) -> SettingType:
@@ -85,7 +95,8 @@ class SettingType(NamedTuple):
                 choices = get_args(inner)
                 alternative = str if inner is alternative else tuple[str, ...]
             kinds.append(alternative)
-        return cls(tuple(kinds), field.metadata["help"], choices, field.metadata.get("range"))
+        known = field.metadata
+        return cls(tuple(kinds), known["help"], choices, known.get("range"), known.get("path", False))
 
 
 class Setting(NamedTuple):
@@ -174,7 +185,7 @@ class Schema:
             try:
                 value = _converted(node, kind)
                 if value is None or self._allows(key, value):
-                    return value
+                    return expanded(value, key) if self.settings[key].path else value
             except _UnfitError as error:
                 reason = f": {error}"
             except ValueError:

@@ -116,6 +116,7 @@ class TrainingConfig:
         "",
         "Learn from the predictions of another run's model (its best), or of a checkpoint folder, and take its "
         "subwords. Empty has no teacher.",
+        path=True,
     )
     teacher_weight: float = setting(
         0.9,
@@ -186,6 +187,7 @@ class TrainingConfig:
         "Begin with the weights and subwords of another run (its best model), or of a checkpoint folder; the data "
         "may be other data. A Transformer with fewer layers begins with some of the other's. Empty begins with "
         "random weights.",
+        path=True,
     )
     freeze: tuple[str, ...] = setting(
         (),

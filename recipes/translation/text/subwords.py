@@ -16,8 +16,9 @@ import sentencepiece
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.text.normalization import composed, normalized, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
-from recipes.translation.text.sentencepiece_file import notes_of
+from recipes.translation.text.sentencepiece_file import model_of, notes_of
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
@@ -46,9 +47,16 @@ ORDINARY = Symbols()
 """Those of every model that is trained from the beginning here."""
 
 
+def normalizations(config: SubwordConfig) -> tuple[str, str]:
+    """Return how the source and the target are normalised where new subwords are made."""
+    given = config.normalization or "nfc"
+    return (given, given) if isinstance(given, str) else given
+
+
 def subword_names(config: RunConfig) -> tuple[str, str]:
-    """Return the names of the source's and the target's subword model."""
-    if config.subwords.joint:
+    """Return the names of the source's and the target's subword model: one file has one rule of normalisation."""
+    source, target = normalizations(config.subwords)
+    if config.subwords.joint and source == target:
         return "joint", "joint"
     return "source", "target"
 
@@ -59,9 +67,11 @@ ones."""
 
 
 def train_subwords(
-    sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = ()
+    sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = (), rule: str = ""
 ) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`.
+
+    `rule` is the row of NORMALIZATIONS by which it normalises text: the source's of the settings unless it is given.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
     (256 of the subwords), so that no text is ever unknown. Each symbol of the settings is one subword, and each of
@@ -69,7 +79,9 @@ def train_subwords(
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
-    sentences = list(sentences)
+    rule = rule or normalizations(config)[0]
+    # A tab is sentencepiece's own mark between sentences
+    sentences = [normalized(sentence, rule).replace("\t", " ") for sentence in sentences]
     _note_long(sentences)
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -82,6 +94,7 @@ def train_subwords(
             eos_id=EOS,
             vocab_size=config.vocab_size,
             user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
+            normalization_rule_name="identity",
             byte_fallback=True,
             character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
@@ -92,7 +105,7 @@ def train_subwords(
         raise _plain_error(str(error), config) from None
     path = path_prefix.with_name(path_prefix.name + ".model")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(model.getvalue())
+    path.write_bytes(with_rules(model.getvalue(), rule))
 
 
 def _note_long(sentences: Sequence[str]) -> None:
@@ -132,6 +145,10 @@ def check_notes(notes: Any, pieces: int) -> None:
     fields(checks, lambda found: bool(found["start"]), "notes with at least one subword in start")(notes, "")
 
 
+TAG = ">>[^<>\\s]+<<"
+"""The tag of a target language before a sentence, in Marian's models."""
+
+
 class Subwords:
     """A trained model: sentences to subword ids and back.
 
@@ -143,6 +160,7 @@ class Subwords:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
+        self._rules: str = model_of(self.serialized()).normalizer_spec.name
         notes = notes_of(self.serialized())
         self.symbols = ORDINARY
         self._size = int(processor.get_piece_size())
@@ -188,10 +206,22 @@ class Subwords:
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
+        sentences = [composed(self._tag_apart(sentence), self._rules) for sentence in sentences]
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
             return ids
         return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        """Return the tags of languages that the model knows as one subword, such as >>fra<<, in imported models."""
+        return frozenset(piece.removeprefix(BLANK) for piece in self.pieces() if re.fullmatch(BLANK + TAG, piece))
+
+    def _tag_apart(self, sentence: str) -> str:
+        """Return a sentence with a blank after its tag: what follows is a word."""
+        if not self.tags:
+            return sentence
+        return re.sub(rf"^\s*({TAG})(?=\S)", r"\1 ", sentence)
 
     def _by_text(self, sentence: str, ids: list[int]) -> list[int]:
         """Return the ids of an imported model's subwords by their text, as those who trained it have found them.
@@ -234,6 +264,20 @@ class Subwords:
             return []
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
         return sentences
+
+    @property
+    def normalization(self) -> str:
+        """Return the name of the model's rules of normalisation: one of NORMALIZATIONS, or sentencepiece's own."""
+        return setting_of(self._rules)
+
+    def normalized(self, sentence: str) -> str:
+        """Return what the subwords of a sentence spell, if each of its characters has some; blanks are joined."""
+        found: str = self._processor.normalize(composed(sentence, self._rules))
+        return found.replace(BLANK, " ").strip(" ")
+
+    def written(self, sentences: Sequence[str]) -> list[str]:
+        """Return each sentence as its subwords spell it."""
+        return self.decode(self.encode(list(sentences)))
 
     def pieces(self) -> list[str]:
         """Return the text of each subword; a blank is written as U+2581."""

@@ -21,13 +21,14 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import language_tags, tags_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import best
 
 FOLDER = "translations"
 """Where a student's folder has the teacher's translations."""
@@ -114,8 +115,9 @@ def write_translations(
     with StatusLine(sys.stdout) as status:
         for first in range(done, len(lines), BLOCK):
             block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
-            found = translate(teacher, block, ranks)
-            written = "".join(f"{text}\n" for text in found).encode()
+            found = best(teacher, block, ranks)
+            # A corpus has no pair with an empty side
+            written = "".join(f"{one.text if one.finished else ''}\n" for one in found).encode()
             ranks.run_on_main(lambda written=written: add_to(target, written))  # type: ignore[misc]
             finished = first + len(block)
             rate = (finished - done) / max(time.monotonic() - began, 1e-9)
@@ -125,6 +127,12 @@ def write_translations(
             )
     taken = duration(time.monotonic() - began)
     print(f"[distil] {target}: {len(lines) - done:,} sentences translated in {taken}", flush=True)
+    if left_out := ranks.run_on_main(lambda: sum(not line for line in read_lines(target))):
+        print(
+            f"[distil] {left_out:,} of {len(lines):,} translations are unfinished (decoding.max_ratio, max_length) or "
+            "empty: their pairs are left out",
+            flush=True,
+        )
     return source, target
 
 

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from models import Phrase
-from recipes.translation.data.model_text import target_text
+from recipes.translation.data.model_text import one_line, same_text, target_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.segmentations import BLANK
@@ -27,14 +27,24 @@ def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> 
 
 def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: str) -> Phrase:
     """Return one phrase as subwords."""
-    ids = translator.target.encode([target_text(translator.config, text)])[0]
-    # As sentencepiece reads it: a letter and its accent may be two characters before, and are one after
-    normal = unicodedata.normalize("NFKC", text)
-    if ids and pieces[ids[0]] == BLANK and not in_words(normal[0]):
+    text = target_text(translator.config, text)
+    ids = translator.target.encode([text])[0]
+    if ids and pieces[ids[0]] == BLANK and not in_words(text.lstrip()[0]):
         ids = ids[1:]
     if not ids:
         raise DataError(f"--constraints: {text!r} of {where} has no subwords, only what sentencepiece leaves out")
-    return Phrase(ids, whole=in_words(normal[-1]))
+    check_letters(translator, text, f"--constraints: {text!r} of {where}")
+    return Phrase(ids, whole=in_words(text.rstrip()[-1]))
+
+
+def check_letters(translator: Translator, text: str, what: str) -> None:
+    """Raise DataError for text that the model would write in another form."""
+    (written,) = translator.target.written([text])
+    if not same_text(text, one_line(written)):
+        raise DataError(
+            f"{what} cannot be written as it is: by its subwords.normalization {translator.target.normalization} this "
+            f"model writes {written!r}; demand that"
+        )
 
 
 def word_boundaries(translator: Translator) -> list[int]:
@@ -53,4 +63,4 @@ def begins_anew(piece: str) -> bool:
 
 def in_words(character: str) -> bool:
     """Return whether a character is of a script that separates its words."""
-    return character.isdecimal() or character.lower() != character.upper()
+    return character.isdigit() or character.lower() != character.upper()

@@ -15,7 +15,7 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.checks import check_decoding
 from recipes.translation.settings.config import SCHEMA
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import Translation, alternatives, translate
+from recipes.translation.translating.translate import Translation, alternatives, best, note_unfinished
 
 
 class LoadedTranslator:
@@ -34,13 +34,15 @@ class LoadedTranslator:
 
         The plain equivalent is `beam_search(model, subwords of the sentences)`, as `python -m recipes.translation
         translate` runs it. Sentences of any number: they are sorted by length and searched in batches. One that is
-        longer than the settings allow is cut, with a note on stderr.
+        longer than the settings allow is cut, with a note on stderr, and so is a translation.
 
         Raises TypeError unless `sentences` is a list of str, DataError for text that is not Unicode, and ConfigError
         for an option that does not exist or has an invalid value.
         """
         check_sentences(sentences)
-        return translate(self._with(options), sentences)
+        found = best(self._with(options), sentences)
+        note_unfinished(found, "translate")
+        return [one.text for one in found]
 
     def n_best(self, sentences: Sequence[str], n: int, **options: object) -> list[list[Translation]]:
         """Return up to `n` translations of each sentence, the best first.

@@ -35,6 +35,8 @@ class SearchOptions:
     constraints: Sequence[Sequence[str]] | None = None
     """For each sentence the phrases that its translation must contain, perhaps none."""
     sampling: Sampling | None = None
+    before: int = 0
+    """Sentences of the same text that came before these: they have other numbers, and other random ones."""
 
     def check(self, sentences: Sequence[str], decoding: DecodingConfig) -> None:
         """Raise ConfigError or DataError, as one line, for options that contradict the settings or the sentences."""

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 
 from recipes.translation.data.model_text import source_text, tags_of
 from recipes.translation.errors import DataError
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.subwords import UNK, Subwords
+from recipes.translation.text.subwords import TAG, UNK, Subwords
 
 
-def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
+def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str], before: int = 0) -> list[list[int]]:
+    """Return the subwords of each sentence, as in training, cut to the longest length of the settings.
+
+    What is said of a sentence names its number, after those `before`.
+    """
     longest = longest_source(config)
-    check_unicode(sentences)
+    check_unicode(sentences, before)
+    for number, sentence in enumerate(sentences, start=before + 1):
+        if reason := unknown_tag(subwords, config, sentence):
+            raise DataError(f"sentence {number:,} {reason}")
     ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
     tags = {tag for row in subwords.encode(list(tags_of(config))) for tag in row} - {UNK}
     # Of a line without subwords (of control characters, say) nothing is left but its tag
     ids = [row if any(subword not in tags for subword in row) else [] for row in ids]
-    cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
+    cut = [number for number, row in enumerate(ids, start=before + 1) if len(row) > longest]
     if cut:
         first = cut[0]
         subject = f"{len(cut):,} sentences are"
@@ -28,7 +36,7 @@ def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str]) 
         print(
             f"[translate] {subject} cut to {longest:,} "
             f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
-            f"{len(ids[first - 1]):,}; split what is longer into sentences",
+            f"{len(ids[first - before - 1]):,}; split what is longer into sentences",
             file=sys.stderr,
         )
     return [row[:longest] for row in ids]
@@ -41,7 +49,11 @@ def longest_source(config: RunConfig) -> int:
 
 def refusals(subwords: Subwords, config: RunConfig, lines: Sequence[str]) -> dict[int, str]:
     """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
-    found = {place: reason for place, line in enumerate(lines) if (reason := not_unicode(line))}
+    found = {
+        place: reason
+        for place, line in enumerate(lines)
+        if (reason := not_unicode(line) or unknown_tag(subwords, config, line))
+    }
     readable = [place for place in range(len(lines)) if place not in found]
     longest = longest_source(config)
     ids = subwords.encode([source_text(config, lines[place]) for place in readable])
@@ -54,9 +66,19 @@ def refusals(subwords: Subwords, config: RunConfig, lines: Sequence[str]) -> dic
     return found
 
 
-def check_unicode(sentences: Sequence[str]) -> None:
+def unknown_tag(subwords: Subwords, config: RunConfig, sentence: str) -> str:
+    """Return what is wrong with a sentence that begins with a tag of a language that the model does not have."""
+    known = subwords.tags | {tag for tag in tags_of(config) if tag.startswith("<2")}
+    found = re.match(rf"\s*({TAG}|<2[\w-]+>)", sentence)
+    if not found or found[1] in known or not any(tag[:2] == found[1][:2] for tag in known):
+        return ""
+    near = difflib.get_close_matches(found[1], known, n=3, cutoff=0) or sorted(known)[:3]
+    return f"begins with {found[1]}, and the model has no such language: it has {len(known)}, such as {', '.join(near)}"
+
+
+def check_unicode(sentences: Sequence[str], before: int = 0) -> None:
     """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
-    for number, sentence in enumerate(sentences, start=1):
+    for number, sentence in enumerate(sentences, start=before + 1):
         if reason := not_unicode(sentence):
             raise DataError(f"sentence {number:,} {reason}")
 

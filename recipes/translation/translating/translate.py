@@ -21,7 +21,6 @@ from models import (
     Phrase,
     beam_search,
     constrained_beam_search,
-    default_limit,
     greedy,
     sample,
 )
@@ -33,7 +32,7 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
-from recipes.translation.translating.demands import phrases_of, word_boundaries
+from recipes.translation.translating.demands import check_letters, phrases_of, word_boundaries
 from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
@@ -55,6 +54,8 @@ class Translation(NamedTuple):
     score: float
     """The log-probability over the length normaliser of the settings; of a sample, the log-probability."""
     log_probability: float
+    finished: bool = True
+    """Whether it ends before the most steps that it may have: others are cut."""
 
 
 def translate(translator: Translator, sentences: Sequence[str], ranks: Ranks = ALONE, label: str = "") -> list[str]:
@@ -62,12 +63,35 @@ def translate(translator: Translator, sentences: Sequence[str], ranks: Ranks = A
 
     A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut to the larger of them,
     with a note on stderr. Each rank translates some sentences of every length, and returns the translations of all.
-    With a `label`, a line on stderr that begins with it says how far the work is.
+    With a `label`, lines on stderr that begin with it say how far the work is, and how many translations are cut.
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
-    found = alternatives(translator, sentences, SearchOptions(scores=False), ranks, label)
-    return [row[0].text for row in found]
+    found = best(translator, sentences, ranks, label)
+    if label and ranks.is_main:
+        note_unfinished(found, label)
+    return [one.text for one in found]
+
+
+def best(translator: Translator, sentences: Sequence[str], ranks: Ranks = ALONE, label: str = "") -> list[Translation]:
+    """Do the same without a note about those that are cut; of each translation this is known."""
+    return [row[0] for row in alternatives(translator, sentences, SearchOptions(scores=False), ranks, label)]
+
+
+def note_unfinished(found: Sequence[Translation], label: str, before: int = 0) -> int:
+    """Say on stderr how many translations are cut, if any are; return their number.
+
+    Sentences are counted after those `before`.
+    """
+    cut = [number for number, one in enumerate(found, start=before + 1) if not one.finished]
+    if cut:
+        print(
+            f"[{label}] {len(cut):,} of {len(found):,} translations are unfinished, the first that of sentence "
+            f"{cut[0]:,}: they have as many subwords as decoding.max_ratio and decoding.max_length allow (--max-ratio, "
+            "--max-length)",
+            file=sys.stderr,
+        )
+    return len(cut)
 
 
 def alternatives(
@@ -92,23 +116,32 @@ def alternatives(
     note_unmet(found, options.constraints or [])
     empty = [Hypothesis([], 0.0, 0.0)]
     rows = [found.get(row, empty) for row in range(len(sentences))]
-    return in_words(rows, translator.target)
+    return in_words(rows, translator.target, [most_steps(task, translator.config.decoding) for task in tasks])
 
 
-def in_words(rows: Sequence[Sequence[Hypothesis]], subwords: Subwords) -> list[list[Translation]]:
-    """Return the translations of each sentence as text."""
+def in_words(
+    rows: Sequence[Sequence[Hypothesis]], subwords: Subwords, limits: Sequence[int]
+) -> list[list[Translation]]:
+    """Return the translations of each sentence as text; `limits` are the most steps of each."""
     texts = iter(subwords.decode([one.tokens for row in rows for one in row]))
-    return [[Translation(one_line(next(texts)), one.score, one.log_probability) for one in row] for row in rows]
+    return [
+        # The end takes a step, too
+        [Translation(one_line(next(texts)), one.score, one.log_probability, len(one.tokens) < limit) for one in row]
+        for row, limit in zip(rows, limits, strict=True)
+    ]
 
 
 def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOptions) -> list[Task]:
     """Return sentences and demands in subwords; raise DataError for a beginning that leaves no step to go on."""
-    sources = source_ids(translator.source, translator.config, sentences)
+    sources = source_ids(translator.source, translator.config, sentences, options.before)
     longest = translator.config.decoding.max_length
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:
-        prefixes = translator.target.encode([target_text(translator.config, prefix) for prefix in options.prefixes])
+        texts = [target_text(translator.config, prefix) for prefix in options.prefixes]
+        for number, text in enumerate(texts, start=1):
+            check_letters(translator, text, f"--prefixes: {text!r} of line {number:,}")
+        prefixes = translator.target.encode(texts)
     if options.constraints is not None:
         phrases = phrases_of(translator, options.constraints)
     for number, (source, prefix, demanded) in enumerate(zip(sources, prefixes, phrases, strict=True), start=1):
@@ -128,11 +161,10 @@ def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOp
 def most_steps(task: Task, decoding: DecodingConfig) -> int:
     """Return the most steps of a translation.
 
-    They are twice the sentence's subwords and 12, or what is demanded if that is more, but never above
-    `decoding.max_length`; the end symbol takes one.
+    They are `decoding.max_ratio` times the sentence's subwords and 12, or what is demanded if that is more, but never
+    above `decoding.max_length`; the end symbol takes one.
     """
-    # The end symbol is a token of the source too
-    usual = default_limit(len(task.source) + 1)
+    usual = math.ceil(decoding.max_ratio * len(task.source)) + 12
     phrases = sum(len(phrase.tokens) for phrase in task.phrases)
     return min(max(usual, decoding.min_length + 1, len(task.prefix) + 1) + phrases, decoding.max_length)
 
@@ -162,7 +194,7 @@ def search_rows(
     try:
         if how := options.sampling:
             # Another number for each pair of seed and sentence
-            seeds = [how.seed * 2**32 + row for row in rows]
+            seeds = [how.seed * 2**32 + options.before + row for row in rows]
             drawn = {name: value for name, value in asdict(how).items() if name != "seed"}
             return sample(models, src, seeds=seeds, **drawn, **shared)
         if options.constraints is not None:
@@ -174,9 +206,9 @@ def search_rows(
         return beam_search(models, src, **by_beam)
     except DeadEndError as error:
         raise DataError(
-            f"sentence {rows[error.sentence] + 1:,} has no translation under these options: after some subword, "
-            "decoding.min_length, decoding.no_repeat_ngram and --prefixes together forbid every next one; loosen one "
-            "of them"
+            f"sentence {options.before + rows[error.sentence] + 1:,} has no translation under these options: after "
+            "some subword, decoding.min_length, decoding.no_repeat_ngram and --prefixes together forbid every next "
+            "one; loosen one of them"
         ) from None
 
 

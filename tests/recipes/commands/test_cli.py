@@ -303,6 +303,8 @@ def test_the_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) 
 
 def test_several_values_of_one_setting_stand_after_one_option(tmp_path: Path) -> None:
     words = options(tmp_path / "run", {"training.steps": 1})
+    for name in {"--training.devices", "--training.betas"} & set(words):
+        del words[words.index(name) : words.index(name) + 2]
     assert main(["train", *words, "--training.devices", "cpu", "cpu", "--training.betas", "0.8", "0.9"]) == 0
     saved = load_config(saved_file(tmp_path / "run", "last", "config.yaml")).training
     assert (saved.devices, saved.betas) == (("cpu", "cpu"), (0.8, 0.9))

@@ -18,7 +18,7 @@ import pytest
 from recipes.translation.data import sentence_pairs
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.errors import DataError
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.pair import Pair
 
@@ -163,9 +163,8 @@ def test_the_environment_is_read_in_the_path_and_a_missing_name_is_explained(
     monkeypatch.setenv("CORPORA", str(tmp_path))
     assert load_pairs(data, "train") == PAIRS
     monkeypatch.delenv("CORPORA")
-    answer = refusal(data)
-    assert "CORPORA is not set" in answer
-    assert "--data.path" in answer
+    with pytest.raises(ConfigError, match=r"CORPORA is not set.*--data\.path"):
+        load_pairs(data, "train")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_a_missing_language_is_answered_with_those_there_are(tmp_path: Path) -> 
     ("first", "parts"),
     [
         ("A dog.\tEin Hund.", ["names neither 'en' (data.source) nor 'de' (data.target)", "'A dog.', 'Ein Hund.'"]),
-        ("A dog.\tEin Hund.", ["put a line with en, a tab and de before it"]),
+        ("A dog.\tEin Hund.", ["put a line before it with en and de, separated by tabs"]),
         ("one column", ["neither 'en'", "which is 'one column'"]),
         (f"{'long ' * 50}\tx", ["(250 characters)"]),
         ("\t".join("abcdefgh"), ["'f', ... (8 in all)"]),

@@ -14,7 +14,7 @@ from recipes.translation.commands import main
 from recipes.translation.export import ctranslate2_model
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import exported_from, weights_digest
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import best
 from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 
@@ -42,7 +42,7 @@ def replacing(run: Path, function: Callable[..., Any]) -> Callable[..., Any]:
 def test_scores_are_of_the_model_that_translated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text").write_text("Two trains.\n")
     first = weights_digest(run / "best")
-    monkeypatch.setattr("recipes.translation.scores.evaluate.translate", replacing(run, translate))
+    monkeypatch.setattr("recipes.translation.scores.evaluate.best", replacing(run, best))
     files = ["--sources", str(tmp_path / "text"), "--references", str(tmp_path / "text")]
     assert main(["evaluate", "--run", str(run), *files, "--ensemble", str(run)]) == 0
     scores = json.loads((run / "text.ensemble.scores.json").read_text())

@@ -234,6 +234,7 @@ def test_an_evaluation_scores_its_split_and_writes_what_it_translated(
     assert json.loads(scores.read_text()) == {
         **found.scores,
         "intervals": {name: list(bounds) for name, bounds in found.scores["intervals"].items()},
+        "unfinished": found.unfinished,
         "weights": ["abc", "def"],
         "sources": {"sha256": sha256_of_lines([pair.source for pair in pairs])},
         "references": {"sha256": sha256_of_lines(references)},

@@ -204,7 +204,7 @@ def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callab
         ("training: {betas: 0.9}", ["a list of 2"]),
         ("training: {label_smoothing: 1}", ["below 1"]),
         ("subwords: {joint: 1}", ["subwords.joint", "true or false"]),
-        ("subwords: {vocab_size: 100}", ["from 261 up"]),
+        ("subwords: {vocab_size: 4}", ["from 5 up"]),
         ("subwords: {kind: word}", ["subwords.kind (", "run.yaml:1", "unigram, bpe"]),
         ("data: {streaming: true}", ["data.streaming (", "run.yaml:1", "of an earlier version", "`import` reads"]),
         ("data: {format: txt}", ["data.format", "builtin, text, tsv", "did you mean text?"]),

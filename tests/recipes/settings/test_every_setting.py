@@ -93,6 +93,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "cleaning.max_ratio": [Change(9.0, beside=DIRTY)],
     "cleaning.script": [Change(True, beside=DIRTY)],
     "cleaning.encoding": [Change(True, beside=DIRTY)],
+    "cleaning.markup": [Change(True, beside=DIRTY)],
     "cleaning.copies": [Change(True, beside=DIRTY)],
     "cleaning.duplicates": [Change(True, beside=DIRTY)],
     "noise.case": [Change(0.5, keeps=("subwords",))],
@@ -112,6 +113,11 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.sampling": [
         Change(0.3, ("weights", "metrics"), ("subwords",)),
         Change(0.1, ("weights", "metrics"), ("subwords",), beside={"subwords.kind": "bpe"}),
+    ],
+    "subwords.normalization": [
+        Change("nfkc", ("subwords",)),
+        Change(("nfkc", "none"), ("subwords",)),
+        Change("nfc", keeps=("weights", "subwords", "metrics"), moves=()),
     ],
     "subwords.sampled": [
         Change(value, ("weights", "metrics"), ("subwords",), beside={"subwords.sampling": 0.3})
@@ -233,6 +239,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     ],
     "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
     "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
+    "decoding.max_ratio": [
+        Change(0.1, ("translations",), ("weights", "metrics")),
+        Change(0.1, ("metrics",), ("weights",), beside={"training.validate_bleu": 8}),
+    ],
     "decoding.min_length": [Change(7, ("translations that could end anywhere",), ("weights",))],
     "decoding.no_repeat_ngram": [
         Change(1, ("translations", "metrics"), ("weights",), beside={"training.validate_bleu": 8})
@@ -392,6 +402,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "see https://a.org/b.\tsiehe https://a.org/b.",
         "ü\tÃ¼",
         "yes\tжд",
+        "<P> yes\tja",
         f"yes\t{ten}",
         f"{ten * 7}\t{ten * 7}is seventy",
     ]

@@ -36,7 +36,8 @@ RANGES: dict[tuple[float, float], str] = {
         noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
         training.label_smoothing training.ema""",
     (1, 1_001): "decoding.beam",
-    (261, math.inf): "subwords.vocab_size",
+    (5, math.inf): "subwords.vocab_size",
+    (0, 1e6): "decoding.max_ratio",
     (0.01, 1000): "training.teacher_temperature",
     (0.01, 1e6): "training.lora_alpha",
     (0, 2**63): "training.seed",

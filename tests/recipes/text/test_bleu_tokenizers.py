@@ -24,7 +24,7 @@ from recipes.translation.settings.config import SCHEMA, RunConfig, load_config
 from recipes.translation.text.bleu_tokenizers import tokenizer_for, tokenizer_of, tokenizer_of_text
 from recipes.translation.training import validation as validation_module
 from recipes.translation.training.validation import Validation, nothing, validate
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import Translation, translate
 from tests.recipes.scores.scored import score
 from tests.recipes.tiny import tiny
 
@@ -241,8 +241,9 @@ def test_evaluation_scores_what_the_model_says_against_the_references(
     config = tiny(tmp_path / "run", {"subwords.lowercase": lowercase})
     config = replace(config, data=replace(config.data, format="tsv", path=str(tmp_path), test=("t.tsv",)))
     said = ["Der rote Zug nach Prag und dann weiter.", "ein kleiner Hund bellt laut."]
-    monkeypatch.setattr(evaluate_module, "translate", lambda *_: said)
-    found = evaluate(Translator(config, *[None] * 3), "test")  # type: ignore[arg-type]
+    target = load_corpus(tiny(tmp_path / "other")).target
+    monkeypatch.setattr(evaluate_module, "best", lambda *_: [Translation(text, 0.0, 0.0) for text in said])
+    found = evaluate(Translator(config, None, target, target), "test")  # type: ignore[arg-type]
     references = ["Der rote Zug nach Wien.", "Ein kleiner Hund bellt laut."]
     if lowercase:
         references = [text.lower() for text in references]

@@ -34,7 +34,7 @@ from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.validation import Validation
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import Translation, translate
 from tests.recipes.saved import load_weights
 from tests.recipes.scores.scored import score
 from tests.recipes.tiny import tiny
@@ -274,11 +274,11 @@ def test_test_sets_are_translated_under_their_tags_and_scored_in_their_languages
 ) -> None:
     seen: list[str] = []
 
-    def repeated(_: Any, sentences: list[str], *__: Any) -> list[str]:
+    def repeated(_: Any, sentences: list[str], *__: Any) -> list[Translation]:
         seen.extend(sentences)
-        return sentences
+        return [Translation(sentence, 0.0, 0.0) for sentence in sentences]
 
-    monkeypatch.setattr(evaluate, "translate", repeated)
+    monkeypatch.setattr(evaluate, "best", repeated)
     forward, back = Corpora(both).held_out("test")
     chinese = replace(forward, name="zh", data=replace(forward.data, target="zh"), tags=("<2zh>",))
     translator = load_translator(Path(both.run) / "last")

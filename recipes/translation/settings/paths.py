@@ -1,0 +1,34 @@
+"""Paths as a user may write them, in files of settings and on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from recipes.translation.errors import ConfigError
+
+VARIABLE = re.compile(r"\$\{(\w+)\}|(?<![^/])\$(\w+)(?![^/])")
+"""${NAME} anywhere, and $NAME as a folder's whole name: a $ inside a name may be meant."""
+
+
+def expanded(path: str, setting: str) -> str:
+    """Replace each ${NAME} in `path` from the environment, and ~ at its beginning by the home folder.
+
+    Raises ConfigError, which names the setting, for a variable that is not set and for an unknown user's home.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise ConfigError(
+                f"{setting} is {path}, but the environment variable {name} is not set: set it, or give --{setting}"
+            )
+        return os.environ[name]
+
+    found = os.path.expanduser(VARIABLE.sub(value, path))
+    if re.match(r"~\w*(/|$)", found):
+        raise ConfigError(
+            f"{setting} is {path}, but there is no home folder of {found.partition('/')[0]}: write ./{path} for a "
+            "file of that name"
+        )
+    return found
