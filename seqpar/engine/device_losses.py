@@ -34,6 +34,7 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import (
     REPLACED,
+    Asked,
     FormulaMatch,
     NoFormula,
     check_class_weight,
@@ -74,7 +75,7 @@ def loss_over_devices(
     head: nn.ModuleDict,
     cut: Cut,
     known: dict[Situation, LogitFacts],
-    formulas: dict[tuple[object, ...], bool],
+    formulas: dict[Asked, bool],
     hidden: OneOrScattered,
     target: OneOrScattered,
     loss_scale: float | Tensor,
@@ -157,7 +158,7 @@ def _matched(
     parts: Parts,
     shards: Sequence[Shard],
     cut: Cut,
-    formulas: dict[tuple[object, ...], bool],
+    formulas: dict[Asked, bool],
 ) -> tuple[FormulaMatch | NoFormula, LateNumber | None]:
     """Return the closed form for these inputs, if they have one, and the count of a single shard's targets."""
     match = match_inputs(head, shards[0])
@@ -181,11 +182,11 @@ def _is_what_runs(
     head: nn.ModuleDict,
     parts: Parts,
     shards: Sequence[Shard],
-    formulas: dict[tuple[object, ...], bool],
+    formulas: dict[Asked, bool],
 ) -> bool:
     """Return whether the closed form is what a call of the pair gives; it is called once, on a few rows."""
     hidden = shards[0].hidden
-    key = what_formulas_replace(head["criterion"], hidden)
+    key = (what_formulas_replace(head["criterion"]), hidden.dtype, torch.is_autocast_enabled(hidden.device.type))
     known = formulas.get(key)
     if known is not None or recording(hidden.device):
         return known is not False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.token_loss import wide
-from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
+from seqpar.engine.formula_match import REPLACED, Asked, FormulaMatch, NoFormula, match_formula, was_replaced
 from seqpar.engine.situation import LogitFacts
 from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
 from seqpar.linear.leaves import product_dtype
@@ -26,6 +27,7 @@ class LatestCall(NamedTuple):
 
 def explanation(
     head: nn.ModuleDict,
+    formulas: Mapping[Asked, bool],
     facts: LogitFacts | None,
     latest: LatestCall | None,
     tokens: int,
@@ -35,11 +37,14 @@ def explanation(
     """Return what `LossCompute.explain` says.
 
     Args:
+        formulas: whether calls so far have given the loss of the closed form.
         facts: those that the latest call found about the logits of a pair without a closed form; None if there was
             none.
         latest: the latest call, of any pair.
     """
     match = match_formula(head["generator"], head["criterion"])
+    if isinstance(match, FormulaMatch) and was_replaced(head["criterion"], formulas):
+        match = REPLACED
     device_type = next((p.device.type for p in head["generator"].parameters()), "cpu")
     how = how_it_is_computed(match, head, device_type)
     if chunk_size is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ def match_inputs(head: nn.ModuleDict, shard: Shard) -> FormulaMatch | NoFormula:
 REPLACED = NoFormula("a call of the pair gives another loss than the formula: something that it calls was replaced")
 
 
-def what_formulas_replace(criterion: nn.Module, hidden: Tensor) -> tuple[object, ...]:
+def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
     """Return what a pair with a closed form would call, for comparison with another time: it may be replaced."""
     return (
         F.cross_entropy,
@@ -108,9 +108,17 @@ def what_formulas_replace(criterion: nn.Module, hidden: Tensor) -> tuple[object,
         nn.CrossEntropyLoss.forward,
         type(criterion).forward,
         torch._C._len_torch_function_stack(),
-        hidden.dtype,
-        torch.is_autocast_enabled(hidden.device.type),
     )
+
+
+Asked = tuple[tuple[object, ...], torch.dtype, bool]
+"""When a pair was compared with its closed form: what it called, hidden's dtype, and whether under autocast."""
+
+
+def was_replaced(criterion: nn.Module, formulas: Mapping[Asked, bool]) -> bool:
+    """Return whether a pair, as it would be called now, has given another loss than its closed form."""
+    called = what_formulas_replace(criterion)
+    return any(earlier == called and not same for (earlier, _, _), same in formulas.items())
 
 
 def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMatch:

@@ -22,7 +22,7 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices, sum_on_first
 from seqpar.engine.explanation import LatestCall, explanation
-from seqpar.engine.formula_match import FormulaMatch, match_formula, match_split
+from seqpar.engine.formula_match import Asked, FormulaMatch, match_formula, match_split
 from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
 from seqpar.engine.situation import LogitFacts, Situation
@@ -92,7 +92,7 @@ class LossCompute(nn.Module):
             match_split(self.head)
             _check_split(devices, chunk_size)
         self._facts: dict[Situation, LogitFacts] = {}
-        self._formulas: dict[tuple[object, ...], bool] = {}
+        self._formulas: dict[Asked, bool] = {}
         self._latest: LatestCall | None = None
 
     def forward(
@@ -262,7 +262,7 @@ class LossCompute(nn.Module):
             tokens = self._tokens_of_a_device()
         # The facts that the latest call found, if there was one
         facts = next(reversed(self._facts.values()), None)
-        return explanation(self.head, facts, self._latest, tokens, self.chunk_tokens, self.chunk_size)
+        return explanation(self.head, self._formulas, facts, self._latest, tokens, self.chunk_tokens, self.chunk_size)
 
     def _tokens_of_a_device(self) -> int:
         if self._latest is None:

@@ -326,8 +326,12 @@ def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first:
         mine, plain = engine(hidden, target).total, criterion(generator(hidden), target)
         torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
         grads = [torch.autograd.grad(total, [hidden, generator.weight]) for total in (mine, plain)]
+        assert engine.explain().startswith("by autograd, chunk by chunk (")
     for own, other in zip(*grads, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
+    monkeypatch.undo()
+    engine(hidden, target)
+    assert engine.explain().startswith("by formula (") == (kind != "call")
 
 
 class CountingRows(nn.Linear):

@@ -336,6 +336,25 @@ def test_every_fact_that_a_forward_may_branch_on_is_in_the_key_of_its_check(nest
         assert key_of(nested, {}) != before
 
 
+class CountingSteps(hf.LlamaForCausalLM):
+    """A model that counts its steps, as those do that warm something up."""
+
+    steps, forwards = 0, 0
+
+    def forward(self, *args, **kwargs):
+        self.steps += 1
+        type(self).forwards += 1
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_counts_its_steps_runs_once_more_in_the_first_step_only():
+    model = CountingSteps(hf.LlamaConfig(**DECODER)).train()
+    with apply_seqpar_loss(model):
+        for _ in range(10):
+            model(**batch_of(model, [6, 4])).loss.backward()
+    assert (model.steps, CountingSteps.forwards) == (10, 11)
+
+
 def test_every_hook_is_in_the_key_of_a_check_and_not_only_the_first(nested):
     head = nested.get_output_embeddings()
     keys = [key_of(nested, {})]
