@@ -122,12 +122,17 @@ TINY = torch.finfo(torch.float32).tiny
 
 def rounding_of(result: Tensor, least: torch.dtype) -> float:
     """Return what rounding may make of a result: by the least precise dtype in its graph, else by `least`."""
+    eps = eps_of(result, least)
+    # Half of the digits, where so many roundings are more
+    return min(ROUNDINGS * eps, eps**0.5)
+
+
+def eps_of(result: Tensor, least: torch.dtype) -> float:
+    """Return one rounding of the least precise dtype in the graph of a result, else of `least`."""
     dtypes = {result.dtype, *dtypes_of_graph(result)}
     if result.grad_fn is None:
         dtypes.add(least)
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-    # Half of the digits, where so many roundings are more
-    return float(min(ROUNDINGS * eps, eps**0.5))
+    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:

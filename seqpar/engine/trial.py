@@ -17,11 +17,17 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
-from seqpar.core.row_independence import rounding_of
+from seqpar.core.row_independence import eps_of, largest_difference, rounding_of
 from seqpar.engine.effects import kept
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
 from seqpar.multi_device.replicas import bind
+
+PROBE_ROWS = 4
+"""Two sequences of two time steps."""
+
+REPEATS = 16
+"""How often the same rows must give the same result before a module counts as deterministic."""
 
 
 class Outcome(NamedTuple):
@@ -32,8 +38,16 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
     """Those of the total times the factor, by name: of hidden, the per-token tensors and the parameters."""
     rounding: float
+    eps: float
+    """One rounding of the least precise dtype."""
     written: list[str]
     """What backward has written into, besides its result."""
+
+    def is_same(self, other: Outcome) -> bool:
+        """Return whether another call gave the same scores, loss and gradients, up to rounding."""
+        pairs = [(self.scores, other.scores), (self.total, other.total)]
+        pairs += [(grad, other.gradients[name]) for name, grad in self.gradients.items() if name in other.gradients]
+        return all(x.shape == y.shape and largest_difference(x, y) <= self.rounding for x, y in pairs)
 
 
 class Trial:
@@ -103,8 +117,9 @@ class Trial:
             scores = self.scores(copy, self.shape(len(own[0])), own)
             total = criterion_loss(copy["criterion"], scores, self.target_K[some], of_criterion).total.sum()
             rounding = rounding_of(total, torch.bfloat16)
+            eps = eps_of(total, torch.bfloat16)
             if not total.requires_grad:
-                return Outcome(scores.detach(), total.detach(), {}, rounding, [])
+                return Outcome(scores.detach(), total.detach(), {}, rounding, eps, [])
             refuse_reentrant(total)
             params = dict(copy.named_parameters())
             named = {**of_criterion, **given, **params}
@@ -115,7 +130,7 @@ class Trial:
         written = [name for name, version in before.items() if after.get(name) != version]
         written += [name for name in after if name not in before]
         gradients = {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
-        return Outcome(scores.detach(), total.detach(), gradients, rounding, written)
+        return Outcome(scores.detach(), total.detach(), gradients, rounding, eps, written)
 
 
 def _opened(gate: Tensor) -> Tensor:

@@ -365,3 +365,13 @@ def test_what_hangs_on_a_parameter_hangs_on_its_copies() -> None:
     for devices in (None, ["cpu"] * 2):
         loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(hidden, target).total
         torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_of_which_only_rounding_is_left_is_no_fault(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        # Width 1: its direction is a sign, whose gradient is 0
+        generator = nn.Sequential(nn.Linear(3, 1), nn.utils.parametrizations.weight_norm(nn.Linear(1, V))).to(dtype)
+        hidden = torch.randn(12, 3, dtype=dtype, requires_grad=True)
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=5)(hidden, torch.randint(V, (12,)))

@@ -733,9 +733,9 @@ class Part:
 def test_chunks_are_sized_by_the_logits_that_will_exist(own, autocast, most, monkeypatch):
     found = []
 
-    def recorded(kept_N, rows):
+    def recorded(kept_N, rows, *count):
         found.append(rows)
-        return cut_rows(kept_N, rows)
+        return cut_rows(kept_N, rows, *count)
 
     monkeypatch.setattr("seqpar.engine.device_losses.cut_rows", recorded)
     monkeypatch.setattr("seqpar.linear.inputs.cut_rows", recorded)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from seqpar.engine.probe import PROBE_ROWS
+from seqpar.engine.trial import PROBE_ROWS
 from seqpar.integrations.opennmt import apply_seqpar_loss
 from tests.seqpar.integrations.small_seq2seq import VOCAB as WORDS
 from tests.seqpar.integrations.small_seq2seq import Trunk

@@ -1,0 +1,173 @@
+"""Ask whether a criterion is a sum over rows, each of which has its loss alone, and which targets it ignores.
+
+What rarely acts is not found.
+
+Shape suffixes: K probed rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.chunks import CPU_BUDGET
+from seqpar.core.graphs import graph_of_its_own
+from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
+from seqpar.core.token_loss import TokenLoss
+from seqpar.engine.pair import counts_itself, criterion_loss
+from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
+from seqpar.linear.leaves import product_dtype
+from seqpar.multi_device.replicas import bind
+from seqpar.rows.criteria import ignored_target
+
+MOST_COMPANY = 128
+"""The most rows in whose company a criterion is asked for each row: a hundredth, that it may leave out, is one."""
+
+COMPANY_BYTES = CPU_BUDGET
+"""The most bytes of these rows' scores; of a large vocabulary there are fewer."""
+
+BESIDE = "a loss that joins rows (CTC, contrastive, the hardest of a batch) is a second term beside the engine's"
+
+
+def criterion_adds_up(trial: Trial, logits_KV: Tensor) -> bool:
+    """Raise ValueError unless the loss is a sum over rows; return False if these rows cannot show it.
+
+    That is so if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
+    be asked, and passes.
+    """
+    criterion, rows = _widened(trial.copy()["criterion"], _criterion_rows(trial, logits_KV), trial.of_criterion)
+    rows[0].requires_grad_(trial.wanted)
+    least = product_dtype(rows[0])
+
+    def total(rows: Sequence[Tensor]) -> Tensor:
+        return _loss_of_rows(criterion, rows, trial.of_criterion).total.sum()
+
+    # Once as it is, and if it is random, for example by dropout, once more without that
+    for _ in range(2):
+        alone = ask_alone(total, rows, least)
+        for company_K in _companies(len(rows[1]), rows[0]):
+            some = [t[company_K] for t in rows]
+            together = ask(total, some, least)
+            if not together.values.isfinite() or not any(t.any() for t in (together.values, *together.gradients)):
+                return False
+            change = change_in_company(together, alone, company_K)
+            if change.is_rounding:
+                continue
+            again = (ask(total, some, least) for _ in range(REPEATS))
+            if all(change_in_company(together, other).is_rounding for other in again):
+                raise ValueError(_not_a_sum(together, alone, company_K, change))
+            break
+        else:
+            return True
+        criterion.eval()
+    return True
+
+
+def _criterion_rows(trial: Trial, logits_KV: Tensor) -> list[Tensor]:
+    """Return different rows for the criterion, of which some have the same target: it may join just those.
+
+    The others are between two rows each, and nearer to 0: of a batch of one token they differ as well.
+    """
+    nearer_1 = torch.linspace(0.9, 0.5, PROBE_ROWS - 1, device=logits_KV.device).to(logits_KV).unsqueeze(1)
+    between_KV = (logits_KV[1:] + logits_KV[:-1]) / 2 * nearer_1
+    targets_K = [trial.target_K, trial.target_K[:1].expand(len(between_KV))]
+    others = [torch.cat([t, t[: len(between_KV)]]) for t in trial.of_criterion.values()]
+    return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K), *others]
+
+
+def check_ignored(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
+    """Raise ValueError unless the criterion ignores the target that it says, and no other that is common here."""
+    rows = [logits_KV, trial.target_K, *trial.of_criterion.values()]
+    criterion, (logits_KV, *_) = _widened(trial.copy()["criterion"], rows, trial.of_criterion)
+    named = ignored_target(criterion)
+    classes = logits_KV.size(1)
+    lowest_K1 = logits_KV.where(logits_KV.isfinite(), torch.inf).argmin(1, keepdim=True)
+
+    def is_ignored(target: int) -> bool | None:
+        """Return whether loss and gradient are 0 though the target has the least score; None if not finite."""
+        class_K1 = torch.full_like(lowest_K1, target)
+        # The numbers stay those of the row, which may be probabilities
+        swapped_KV = logits_KV.scatter(1, class_K1, logits_KV.gather(1, lowest_K1))
+        swapped_KV.scatter_(1, lowest_K1, logits_KV.gather(1, class_K1))
+        with torch.set_grad_enabled(trial.wanted), graph_of_its_own():
+            answer = ask(
+                lambda rows: criterion_loss(criterion, rows[0], class_K1.squeeze(1), trial.of_criterion).total.sum(),
+                [swapped_KV.requires_grad_(trial.wanted)],
+            )
+        if not answer.values.isfinite():
+            return None
+        return not any(t.any() for t in (answer.values, *answer.gradients))
+
+    if named is not None and 0 <= named < classes and is_ignored(named) is False:
+        raise ValueError(
+            f"the criterion's ignore_index is {named}, but its loss of target {named} is not 0; rows with that "
+            "target are left out, so set the attribute to the target that it ignores, or to -100"
+        )
+    usual = {0, 1, 2, 3, *trial.target_K.tolist(), *common} - {named}
+    ignored = {target: is_ignored(target) for target in sorted(usual) if 0 <= target < classes}
+    silent = [target for target, is_so in ignored.items() if is_so]
+    # Where nothing has a loss there is no padding either
+    if silent and False in ignored.values() and not _counts_none(trial, criterion, logits_KV, silent[0]):
+        raise ValueError(
+            f"the criterion ignores target {silent[0]} but has no ignore_index: its loss and gradient are 0, and "
+            f"its rows would be counted as tokens; set criterion.ignore_index = {silent[0]}"
+        )
+
+
+def _counts_none(trial: Trial, criterion: nn.Module, logits_KV: Tensor, target: int) -> bool:
+    """Return whether the criterion itself counts no tokens with this target."""
+    loss = criterion_loss(criterion, logits_KV, torch.full_like(trial.target_K, target), trial.of_criterion)
+    return counts_itself(criterion) and not loss.tokens
+
+
+def _companies(rows: int, logits_KV: Tensor) -> list[Tensor]:
+    """Return the companies in which so many different rows are asked: each of them once, and each many times.
+
+    In the one no quantile is a row's own; in the other there are enough for a share of the rows.
+    """
+    place_K = torch.arange(MOST_COMPANY, device=logits_KV.device)
+    many = min(MOST_COMPANY, max(2 * rows, COMPANY_BYTES // (4 * logits_KV.size(1))))
+    return [place_K[:rows], place_K[:many] % rows]
+
+
+def _loss_of_rows(criterion: nn.Module, rows: Sequence[Tensor], names: Iterable[str]) -> TokenLoss:
+    """Return the criterion's loss of scores, targets, and its keywords of these names."""
+    logits_KV, target_K, *extra = rows
+    return criterion_loss(criterion, logits_KV, target_K, dict(zip(names, extra, strict=True)))
+
+
+def _widened(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tuple[nn.Module, list[Tensor]]:
+    """Return the criterion and its rows in float32 where they are narrower, if it takes that.
+
+    There rounding is far below what a criterion may do to rows.
+    """
+    if rows[0].dtype.itemsize >= 4:
+        return criterion, rows
+    wide = [rows[0].float(), *rows[1:]]
+    tensors = [*criterion.parameters(), *criterion.buffers()]
+    copy = bind(criterion, {id(t): t.detach().float() for t in tensors if t.is_floating_point()})
+    # A tensor that is neither a parameter nor a buffer keeps its dtype
+    with contextlib.suppress(Exception):
+        _loss_of_rows(copy, wide, names)
+        return copy, wide
+    return criterion, rows
+
+
+def _not_a_sum(together: Answer, alone: Answer, company: Tensor, change: Change) -> str:
+    """Return what is wrong with a criterion that gives rows something else in company, in words."""
+    size = len(company)
+    separately = alone.values[company].sum()
+    # The most likely mistake has a message of its own
+    if largest_difference(together.values * size, separately) <= together.rounding:
+        wrong = "it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
+    elif change.value <= change.rounding:
+        wrong = f"but {change}, so it does not add up; it must return a sum of one term per row; {BESIDE}"
+    else:
+        wrong = f"it does not add up; it must return a sum of one term per row that depends on that row alone; {BESIDE}"
+    return (
+        f"the criterion gives {float(together.values):.6g} for {size} rows and {float(separately):.6g} as the sum over "
+        f"each of them alone, so {wrong}"
+    ).replace(", so but ", ", but ")

@@ -1,0 +1,177 @@
+"""Ask what a pair keeps between calls: buffers that add up over rows may be, anything else that it reads again may not.
+
+A histogram of predictions adds up; a buffer that is replaced is lost with the copy, and a moving average or a power
+iteration would run once for each chunk.
+
+Shape suffixes: K probed rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from seqpar.engine.effects import OF_A_COPY, Held, graphs_held, random_states_kept
+from seqpar.engine.module_calls import parts_of
+from seqpar.engine.pair import criterion_loss
+from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
+
+CLOSE = 1e-3
+"""The relative difference of a buffer's sum that rounding may make, in any dtype."""
+
+
+def has_same_attributes(called: nn.Module, original: nn.Module) -> bool:
+    """Return whether the modules of a copy that was called have the original's attributes still, object by object."""
+    copies = parts_of(called).modules
+    originals = parts_of(original).modules
+    return len(copies) == len(originals) and all(map(_has_attributes_of, copies, originals))
+
+
+def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
+    """Return whether a structural copy has the attributes of the module, and no others."""
+    own = vars(copy)
+    others = {name: value for name, value in vars(module).items() if name not in OF_A_COPY}
+    return own.keys() - OF_A_COPY == others.keys() and all(own[name] is value for name, value in others.items())
+
+
+def buffers_add_up(trial: Trial) -> bool:
+    """Return whether calls change buffers; raise unless by sums over rows that the scores do not depend on."""
+    called = trial.copy()
+    before = _buffers_of(called)
+    if not before:
+        return False
+    _called(trial, called, slice(0, PROBE_ROWS))
+    # With other weights, as after a step of training. With these the power iteration of spectral_norm may have
+    # converged, and would look like a sum that the scores do not depend on
+    moved = {id(p): p.detach() * (1 + torch.rand_like(p)) for p in trial.head.parameters() if p.requires_grad}
+    whole, in_halves = trial.copy(moved), trial.copy(moved)
+    tensors = _buffers_of(whole)
+    rows = slice(0, PROBE_ROWS)
+    scores = _called(trial, whole, rows)
+    at_once = _buffers_of(whole)
+    after = _buffers_of(called)
+    changed = [
+        name
+        for name, old in before.items()
+        if not (old.is_same(after.get(name)) and tensors[name].is_same(at_once.get(name)))
+    ]
+    if not changed:
+        return False
+    again = _called(trial, whole, rows)
+    for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
+        _called(trial, in_halves, some)
+    added = _buffers_of(in_halves)
+    repeated = _is_repeated(trial, scores, again)
+    for name in changed:
+        kept = name in at_once and at_once[name].tensor is tensors[name].tensor
+        if kept and _close(at_once[name].numbers, added[name].numbers) and repeated:
+            continue
+        raise ValueError(
+            f"the buffer {name} changes when the {name.split('.')[0]} is called, which happens once for each chunk "
+            "and on copies, so that it would depend on the chunks: set the module to evaluation mode (.eval()), or "
+            "compute what changes before the engine"
+        )
+    return True
+
+
+def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:
+    """Return whether both calls gave the same scores; up to rounding, where no two calls give the same numbers."""
+    if torch.equal(scores, again):
+        return True
+    first, second = (_called(trial, trial.copy(), slice(0, PROBE_ROWS)) for _ in range(2))
+    return not torch.equal(first, second) and _close(scores, again)
+
+
+def _called(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
+    """Call both modules with some rows, always with the same random numbers; return the scores."""
+    rows = [t[some] for t in trial.rows]
+    with random_states_kept(trial.target_K.device, Held(trial.head).generators):
+        logits_KV = trial.scores(copy, trial.shape(len(rows[0])), rows)
+        own = {name: t[some] for name, t in trial.of_criterion.items()}
+        criterion_loss(copy["criterion"], logits_KV, trial.target_K[some], own)
+    return logits_KV
+
+
+def _observed(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
+    """Return what so many calls of one copy with the same rows and random numbers give, and what it then holds."""
+    outcome = None
+    with trial.kept():
+        copy = trial.copy()
+        for _ in range(calls):
+            with random_states_kept(trial.target_K.device, Held(copy).generators):
+                outcome = trial.call(copy)
+        return outcome, Held(copy, *trial.originals)
+
+
+def refuse_state(trial: Trial) -> None:
+    """Raise ValueError if the pair changes what it reads again, or keeps a graph: the copies of chunks lose both.
+
+    What is written and never read, such as attention that is kept for a picture, is the same after a second call
+    with the same rows.
+    """
+    _, before = _observed(trial, 0)
+    outcome, first = _observed(trial, 1)
+    assert outcome is not None
+    if outcome.written:
+        raise ValueError(
+            f"backward writes into {outcome.written[0]}, which would happen for each chunk and before the loss is "
+            "divided: return the gradient instead (without a fused gradient accumulation)"
+        )
+    if graphs := [name for name in graphs_held(first) if not _is_made_by_a_hook(trial, name)]:
+        raise ValueError(
+            f"{graphs[0]} holds a tensor with a graph after a call, which would be one chunk's, on a copy: add it "
+            "to the loss that the criterion returns, or compute it beside the engine"
+        )
+    if not before.changed(first):
+        return
+    second, settled = _observed(trial, 2)
+    fresh, again = _observed(trial, 1)
+    assert second is not None
+    assert fresh is not None
+    # What differs between two first calls is random, such as a time
+    evolving = sorted(set(first.changed(settled)) - set(first.changed(again)))
+    depends = not outcome.is_same(second) and outcome.is_same(fresh)
+    if evolving or depends:
+        name = evolving[0] if evolving else before.changed(first)[0]
+        raise ValueError(
+            f"{name} changes with every call and is not a buffer that adds up; the pair is called once for each "
+            "chunk, on copies, so that it would depend on the chunks or be lost: change it outside, once a step, "
+            "or register it as a buffer if it is a sum over rows"
+        )
+
+
+def _is_made_by_a_hook(trial: Trial, name: str) -> bool:
+    """Return whether a hook makes this attribute from parameters before each call, as that of weight_norm does."""
+    owner, _, attribute = name.rpartition(".")
+    module = trial.head.get_submodule(owner)
+    made = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values())
+    return attribute in made
+
+
+class Buffer(NamedTuple):
+    """A buffer of a module, and a copy of its numbers."""
+
+    tensor: Tensor
+    numbers: Tensor
+
+    def is_same(self, other: Buffer | None) -> bool:
+        """Return whether it is the same tensor, with the same numbers; nan is the same as nan."""
+        if other is None or other.tensor is not self.tensor or other.numbers.shape != self.numbers.shape:
+            return False
+        a, b = self.numbers, other.numbers
+        return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _buffers_of(head: nn.Module) -> dict[str, Buffer]:
+    """Return all buffers but those of batch normalisation, whose fault in training mode is that it mixes rows."""
+    owners = ((name, module) for name, module in head.named_modules() if not isinstance(module, _BatchNorm))
+    named = ((f"{owner}.{name}", b) for owner, module in owners for name, b in module.named_buffers(recurse=False))
+    return {name: Buffer(b, b.clone()) for name, b in named}
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape and, up to rounding, the same numbers."""
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=CLOSE, atol=0, equal_nan=True)
