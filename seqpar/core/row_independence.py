@@ -124,7 +124,7 @@ def rounding_of(result: Tensor, least: torch.dtype) -> float:
     """Return what rounding may make of a result: by the least precise dtype in its graph, else by `least`."""
     eps = eps_of(result, least)
     # Half of the digits, where so many roundings are more
-    return min(ROUNDINGS * eps, eps**0.5)
+    return float(min(ROUNDINGS * eps, eps**0.5))
 
 
 def eps_of(result: Tensor, least: torch.dtype) -> float:
