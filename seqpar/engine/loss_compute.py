@@ -129,7 +129,7 @@ class LossCompute(nn.Module):
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
                 criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
-        refuse_transforms((hidden,) if isinstance(hidden, Tensor) else hidden)
+        refuse_transforms(hidden if isinstance(hidden, (list, tuple)) else (hidden,))
         check_loss_scale(loss_scale)
         _check_reduction(self.head["criterion"])
         if self.vocab is not None:
@@ -238,7 +238,7 @@ class LossCompute(nn.Module):
         options: dict[str, Any],
     ) -> Any:
         """Return `over_devices`, inside the generator's unit if FSDP2 has one."""
-        refuse_transforms((hidden,) if isinstance(hidden, Tensor) else hidden)
+        refuse_transforms(hidden if isinstance(hidden, (list, tuple)) else (hidden,))
         given = {name: value for name, value in per_token.items() if value is not None}
         options = {"chunk_tokens": self.chunk_tokens, **options}
         if isinstance(temperature, Tensor):
