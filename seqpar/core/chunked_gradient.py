@@ -25,13 +25,12 @@ from seqpar.core.checks import (
     check_loss_scale,
     check_shapes,
     check_type,
-    refuse_reentrant,
     refuse_second_backward,
     refuse_second_derivative,
     refuse_transforms,
     refuse_unknown_leaves,
 )
-from seqpar.core.chunks import Chunk, noting_rows, recording
+from seqpar.core.chunks import Chunk, note_rows, recording
 from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
 from seqpar.core.row_independence import ask, ask_alone, change_in_company
 from seqpar.core.stored_gradients import Gradients
@@ -347,26 +346,31 @@ class AutogradChunkLoss:
     def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """Return the chunk's summed loss; store its gradient in `gradients` unless that is None."""
         given = tuple(t for t in rows if t is not None)
-        if gradients is None:
-            with noting_rows(chunk):
+        try:
+            if gradients is None:
                 return _checked(self.function(self.params, given, chunk))
+            return self._with_gradient(given, chunk, gradients)
+        except Exception as error:
+            note_rows(error, chunk)
+            raise
+
+    def _with_gradient(self, given: tuple[Tensor, ...], chunk: Chunk, gradients: Gradients) -> TokenLoss:
+        """Return the chunk's summed loss, and store its gradient."""
         # The rows are detached, so they are leaves of this chunk's graph, and so are the parameters
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)
         leaves = (*given, *self.params)
         # `differentiable_sum` runs under no_grad
-        with torch.enable_grad(), graph_of_its_own(), noting_rows(chunk):
+        with torch.enable_grad(), graph_of_its_own():
             # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
             own = tuple(t.clone() if t.requires_grad else t for t in given)
             loss = _checked(self.function(self.params, own, chunk))
         # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
-            refuse_reentrant(loss.total)
             refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
             self.graph_is_checked = True
         gradients.detached_chunks += not loss.total.requires_grad
-        with noting_rows(chunk):
-            grads = _gradients(loss.total, leaves, gradients.scale)
+        grads = _gradients(loss.total, leaves, gradients.scale)
         # `grads` is in the order of `leaves`: first the rows, then the parameters
         for slot, grad in zip(gradients.per_token, grads[: len(given)], strict=True):
             if slot is not None:

@@ -5,9 +5,8 @@ Shape suffixes: B batch, T time, N = B*T rows, K counted rows (their target is n
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -41,14 +40,9 @@ Chunk = slice | Tensor
 """The rows of a chunk: a slice where they are adjacent (a view, no copy), else their int64 indices."""
 
 
-@contextlib.contextmanager
-def noting_rows(chunk: Chunk) -> Iterator[None]:
+def note_rows(error: Exception, chunk: Chunk) -> None:
     """Add to an error which rows were being computed."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in the chunk of {_described(chunk)}")
-        raise
+    error.add_note(f"in the chunk of {_described(chunk)}")
 
 
 def _described(chunk: Chunk) -> str:

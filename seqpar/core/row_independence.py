@@ -135,6 +135,12 @@ def eps_of(result: Tensor, least: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
 
+def smallest_of(result: Tensor) -> float:
+    """Return the smallest number that every dtype in the graph of a result has: below it gradients underflow."""
+    floating = [dtype for dtype in {result.dtype, *dtypes_of_graph(result)} if dtype.is_floating_point]
+    return max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in floating)
+
+
 def largest_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference relative to the largest number, over numbers that are finite in both."""
     wider = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from seqpar.core.row_independence import largest_difference
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
+from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
 
 HALVES = "the gradient of a half of the rows plus that of the other"
 
@@ -42,43 +44,66 @@ def refuse_nonlinear(trial: Trial, is_scaled: bool) -> None:
 
 def _nonlinear(trial: Trial, copy: nn.ModuleDict, is_scaled: bool) -> str:
     """Return which gradient is not what it must be, in words; "" if all are."""
+    whole = _outcome(trial, copy)
+    by_factor = "" if is_scaled else _changed_by_a_factor(trial, copy, whole)
+    return by_factor or _changed_by_halves(trial, copy, whole)
 
-    def gradients(some: slice = slice(None), factor: float = 1.0) -> dict[str, Tensor]:
-        with trial.kept():
-            outcome = trial.call(copy, some, factor)
-        roundings.append(outcome.rounding)
-        epses.append(outcome.eps)
-        return outcome.gradients
 
-    roundings: list[float] = []
-    epses: list[float] = []
-    whole = gradients()
-    if not is_scaled:
-        for factor in (0.125, -1.0):
-            other = gradients(factor=factor)
-            for name, grad in whole.items():
-                by = largest_difference(other[name] / factor, grad) if name in other else 1.0
-                if by > max(roundings):
-                    return f"the gradient of {name} of {factor:g} x loss is off by {by:.2g} from {factor:g} x gradient"
-    half = PROBE_ROWS // 2
-    halves = [gradients(some) for some in (slice(0, half), slice(half, PROBE_ROWS))]
-    of_rows = ("hidden", *trial.names, *trial.of_criterion)
-    for name, grad in whole.items():
-        parts = [part[name] for part in halves if name in part]
-        if not parts:
-            continue
-        joined = torch.cat(parts) if name in of_rows else torch.stack(parts).sum(0)
-        by = largest_difference(joined, grad)
-        if by > max(roundings):
-            if name not in of_rows and _is_cancelled(joined - grad, whole, max(epses)):
-                continue
-            return f"{HALVES} is off by {by:.2g} from that of all rows, for {name}"
+def _changed_by_a_factor(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
+    """Return which gradient of a multiple of the loss is not that multiple, in words; "" if none."""
+    for factor in (0.125, -1.0):
+        other = _outcome(trial, copy, factor=factor)
+        for name, grad in whole.gradients.items():
+            by = 1.0
+            if name in other.gradients:
+                by = _change(other.gradients[name] / factor, grad, [whole, other], factor)
+            if by > max(whole.rounding, other.rounding):
+                return f"the gradient of {name} of {factor:g} x loss is off by {by:.2g} from {factor:g} x gradient"
     return ""
 
 
-def _is_cancelled(difference: Tensor, gradients: dict[str, Tensor], eps: float) -> bool:
+def _changed_by_halves(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
+    """Return which gradient of the rows is not that of their halves together, in words; "" if none."""
+    half = PROBE_ROWS // 2
+    halves = [_outcome(trial, copy, some) for some in (slice(0, half), slice(half, PROBE_ROWS))]
+    outcomes = [whole, *halves]
+    of_rows = ("hidden", *trial.names, *trial.of_criterion)
+    for name, grad in whole.gradients.items():
+        parts = [outcome.gradients[name] for outcome in halves if name in outcome.gradients]
+        if not parts:
+            continue
+        joined = torch.cat(parts) if name in of_rows else torch.stack(parts).sum(0)
+        by = _change(joined, grad, outcomes)
+        if by <= max(outcome.rounding for outcome in outcomes):
+            continue
+        if name not in of_rows and _is_cancelled(joined - grad, outcomes):
+            continue
+        return f"{HALVES} is off by {by:.2g} from that of all rows, for {name}"
+    return ""
+
+
+def _outcome(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
+    """Return what the copy gives, and leave what it keeps as it was."""
+    with trial.kept():
+        return trial.call(copy, some, factor)
+
+
+def _change(found: Tensor, expected: Tensor, outcomes: Sequence[Outcome], factor: float = 1.0) -> float:
+    """Return the largest difference relative to the largest number, and 0 for what underflow leaves.
+
+    In float16 a small gradient, divided by the factor again, is some multiple of the smallest number.
+    """
+    by = largest_difference(found, expected)
+    smallest = max(outcome.smallest for outcome in outcomes) / abs(factor)
+    if by and float((found - expected).abs().max()) <= CANCELLED * smallest:
+        return 0.0
+    return by
+
+
+def _is_cancelled(difference: Tensor, outcomes: Sequence[Outcome]) -> bool:
     """Return whether a difference of a parameter's gradient is what rounding leaves of terms that cancel."""
-    largest = max(float(grad.abs().max()) for grad in gradients.values() if grad.numel())
+    eps = max(outcome.eps for outcome in outcomes)
+    largest = max(float(grad.abs().max()) for grad in outcomes[0].gradients.values() if grad.numel())
     return float(difference.abs().max()) <= CANCELLED * eps * largest
 
 

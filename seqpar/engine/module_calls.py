@@ -14,8 +14,8 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its hooks; torch keeps those of all modules under the same names, beginning with _global."""
-GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in HOOKS)
-"""Registered by torch.nn.modules.module.register_module_forward_hook and its siblings."""
+OF_ALL = tuple((f"_global{hooks}", getattr(torch_modules, f"_global{hooks}")) for hooks in HOOKS)
+"""Registered by torch.nn.modules.module.register_module_forward_hook and its siblings; torch keeps these dicts."""
 SWITCHES = (bool, str, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -71,10 +71,11 @@ def extra_in_call(module: nn.Module) -> str:
 def hooks_of_all() -> tuple[tuple[str, int], ...]:
     """Return the hooks of all modules by their numbers, which torch uses once, but those that only note what runs."""
     found = []
-    for hooks in GLOBAL_HOOKS:
-        for number, hook in getattr(torch_modules, hooks).items():
+    for name, hooks in OF_ALL:
+        # Asked twice a call, and empty nearly always
+        for number, hook in hooks.items() if hooks else ():
             if type(getattr(hook, "__self__", None)).__module__ not in TRACKERS:
-                found.append((hooks, number))
+                found.append((name, number))
     return tuple(found)
 
 

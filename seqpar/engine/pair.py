@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,18 +86,13 @@ def _keywords(function: Any, after: int) -> tuple[frozenset[str], bool]:
     return found
 
 
-@contextlib.contextmanager
-def noting(role: str, module: nn.Module, given: Mapping[str, Tensor]) -> Iterator[None]:
+def _note_call(error: Exception, role: str, module: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Add to an error of the caller's module what it was called with."""
-    try:
-        yield
-    except Exception as error:
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
-        error.add_note(
-            f"raised in the {role} ({type(module).__name__}), called with {shapes}: "
-            "the engine calls it on a chunk of the batch at a time, without padding"
-        )
-        raise
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+    error.add_note(
+        f"raised in the {role} ({type(module).__name__}), called with {shapes}: "
+        "the engine calls it on a chunk of the batch at a time, without padding"
+    )
 
 
 def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
@@ -109,8 +104,11 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
     # (K, ...) -> (*shape, ...), and back to (K, V) at the end
     hidden, *extra = (t.reshape(*shape, *t.shape[1:]) for t in rows)
     keywords = dict(zip(names, extra, strict=True))
-    with noting("generator", generator, {"hidden": hidden, **keywords}):
+    try:
         logits = generator(hidden, **keywords)
+    except Exception as error:
+        _note_call(error, "generator", generator, {"hidden": hidden, **keywords})
+        raise
     if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
         returned = f"a {type(logits).__name__}"
         if isinstance(logits, Tensor):
@@ -147,12 +145,17 @@ def criterion_loss(
     Raises:
         TypeError: it does not return a tensor, or its `token_loss` does not return a `TokenLoss`.
     """
-    if counts_itself(criterion):
-        with noting("criterion", criterion, {"scores": logits, "target": target, **per_token}):
+    counts = counts_itself(criterion)
+    try:
+        if counts:
             loss = criterion.token_loss(logits, target, **per_token)  # type: ignore[operator]
+        else:
+            total = criterion(logits, target, **per_token)
+    except Exception as error:
+        _note_call(error, "criterion", criterion, {"scores": logits, "target": target, **per_token})
+        raise
+    if counts:
         return _checked_token_loss(loss)
-    with noting("criterion", criterion, {"scores": logits, "target": target, **per_token}):
-        total = criterion(logits, target, **per_token)
     check_type(total, "the criterion", Tensor, "a tensor, the summed loss", verb="returned")
     # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
-from seqpar.core.row_independence import eps_of, largest_difference, rounding_of
+from seqpar.core.row_independence import eps_of, largest_difference, rounding_of, smallest_of
 from seqpar.engine.effects import kept
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
@@ -40,6 +40,8 @@ class Outcome(NamedTuple):
     rounding: float
     eps: float
     """One rounding of the least precise dtype."""
+    smallest: float
+    """What every dtype can tell from 0."""
     written: list[str]
     """What backward has written into, besides its result."""
 
@@ -118,8 +120,9 @@ class Trial:
             total = criterion_loss(copy["criterion"], scores, self.target_K[some], of_criterion).total.sum()
             rounding = rounding_of(total, torch.bfloat16)
             eps = eps_of(total, torch.bfloat16)
+            smallest = smallest_of(total)
             if not total.requires_grad:
-                return Outcome(scores.detach(), total.detach(), {}, rounding, eps, [])
+                return Outcome(scores.detach(), total.detach(), {}, rounding, eps, smallest, [])
             refuse_reentrant(total)
             params = dict(copy.named_parameters())
             named = {**of_criterion, **given, **params}
@@ -130,7 +133,7 @@ class Trial:
         written = [name for name, version in before.items() if after.get(name) != version]
         written += [name for name in after if name not in before]
         gradients = {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
-        return Outcome(scores.detach(), total.detach(), gradients, rounding, eps, written)
+        return Outcome(scores.detach(), total.detach(), gradients, rounding, eps, smallest, written)
 
 
 def _opened(gate: Tensor) -> Tensor:

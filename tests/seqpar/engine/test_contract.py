@@ -375,3 +375,14 @@ def test_a_gradient_of_which_only_rounding_is_left_is_no_fault(dtype: torch.dtyp
         generator = nn.Sequential(nn.Linear(3, 1), nn.utils.parametrizations.weight_norm(nn.Linear(1, V))).to(dtype)
         hidden = torch.randn(12, 3, dtype=dtype, requires_grad=True)
         seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=5)(hidden, torch.randint(V, (12,)))
+
+
+@pytest.mark.parametrize("size", [1e-4, 2e-6, 2e-7])
+def test_small_gradients_in_float16_are_no_fault_of_the_pair(size):
+    """A GradScaler multiplies them before they underflow; the check of the factor divides them."""
+    generator = nn.Sequential(nn.Linear(8, 11), nn.Identity()).half()
+    with torch.no_grad():
+        generator[0].weight.mul_(size)
+    hidden, target = torch.randn(12, 8).half().requires_grad_(), torch.randint(11, (12,))
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy())(hidden, target)
+    assert loss.total.isfinite()
