@@ -106,7 +106,9 @@ def check_ignored(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
             f"the criterion's ignore_index is {named}, but its loss of target {named} is not 0; rows with that "
             "target are left out, so set the attribute to the target that it ignores, or to -100"
         )
-    usual = {0, 1, 2, 3, *trial.target_K.tolist(), *common} - {named}
+    seen = {*trial.target_K.tolist(), *common}
+    # Scores may be wider than the vocabulary, as those of two dropout masks side by side
+    usual = {*range(min(4, max(seen) + 1)), *seen} - {named}
     ignored = {target: is_ignored(target) for target in sorted(usual) if 0 <= target < classes}
     silent = [target for target, is_so in ignored.items() if is_so]
     # Where nothing has a loss there is no padding either

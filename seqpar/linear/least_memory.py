@@ -81,11 +81,15 @@ class _Rows:
         counted_N = None if ignored is None else target_N != ignored
         self.which = _all_of(self.chunks, len(target_N))
         dtype = wide(projection.weight_VD.dtype)
+        if given.class_weight is not None:
+            # Read again in backward: a copy, which the caller cannot change in between
+            given = given._replace(class_weight=given.class_weight.clone())
         weights, gold_weight_N = weights_of_classes(given, target_N, split, dtype)
         self.loss = CrossEntropyOfScores(given.q, weights)
         self.gold_weight_M = [] if gold_weight_N is None else [gold_weight_N[self.which]]
         self.counted_M = None if counted_N is None else counted_N[self.which]
-        picked_N = target_N if counted_N is None else target_N.where(counted_N, 0)
+        # The same
+        picked_N = target_N.clone() if counted_N is None else target_N.where(counted_N, 0)
         function = RowFunction(weights=weights, correct=True, split=split)
         self.formula = RecomputedScores(ProjectedRows(projection, function), picked_N.unsqueeze(1), None, counted_N)
 

@@ -56,6 +56,12 @@ CALLS_HERE = {
         lambda weight, **given: seqpar.LossCompute(Affine(), nn.CrossEntropyLoss(weight, reduction="sum"))(**given),
         lambda: {"hidden": leaf(1, 6, D), "target": TARGET, "weight": t(3, V).abs()},
     ),
+    "class weights in the least memory": Call(
+        lambda weight, **given: seqpar.linear_cross_entropy(
+            **given, weight=leaf(2, V, D), class_weight=weight, label_smoothing=0.3, memory="least"
+        ),
+        lambda: {"hidden": leaf(1, 6, D), "target": TARGET, "weight": t(3, V).abs()},
+    ),
     "class weights by formula": Call(
         lambda weight, **given: seqpar.LossCompute(linear(1), nn.CrossEntropyLoss(weight, reduction="sum"))(**given),
         lambda: {"hidden": leaf(1, 6, D), "target": TARGET, "weight": t(3, V).abs()},
@@ -76,6 +82,7 @@ OPTIONS_HERE: dict[str, dict[str, Option]] = {
     "lora_scores": {"bias": LINEAR["bias"], "temperature": TEMPERATURE},
     "class weights by autograd": {"target": LINEAR["target"], "loss_scale": SCALE},
     "class weights by formula": {"target": LINEAR["target"], "loss_scale": SCALE},
+    "class weights in the least memory": {"target": LINEAR["target"]},
 }
 INSIDE = {"SparseTarget", "TeacherHidden", "TeacherLogProbs", "TeacherTopK"}
 """Arguments of the losses, among whose options they are; their own calls make all that has a gradient."""

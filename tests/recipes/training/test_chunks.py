@@ -49,6 +49,8 @@ def rows_at_once(kind: str, model: EncoderDecoder, settings: TrainingConfig) -> 
     hidden, more = found if isinstance(found, tuple) else (found, {})
     target = tgt.roll(-1, 1).where(tgt != EOS, EOS)
     loss = one.loss(model, None, None)
+    # The first call asks the pair about rows of its own
+    loss(hidden.detach().requires_grad_(), target, **more)
     with Largest() as largest:
         loss(hidden, target, **more).total.backward()
     return largest.rows

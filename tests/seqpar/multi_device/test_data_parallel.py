@@ -160,7 +160,7 @@ def test_caches_of_the_replicas_are_joined_and_can_be_continued(name):
     out = seqpar.DataParallel(model, ["cpu"] * 3)(first)
     torch.testing.assert_close(out.logits, plain.logits, rtol=1e-12, atol=1e-14)
     assert type(out.past_key_values) is type(plain.past_key_values)
-    found, expected = (model(second, past_key_values=o.past_key_values).logits for o in (out, plain))
+    found, expected = (model(second, cache=o.past_key_values).logits for o in (out, plain))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -169,9 +169,9 @@ def test_a_cache_that_several_replicas_would_fill_together_is_refused():
 
     model, tokens = caching("whole"), torch.randint(37, (4, 9))
     with pytest.raises(TypeError, match=r"a cache of transformers, which all replicas would fill together: leave"):
-        seqpar.DataParallel(model, ["cpu"] * 2)(tokens, past_key_values=DynamicCache())
+        seqpar.DataParallel(model, ["cpu"] * 2)(tokens, cache=DynamicCache())
     cache = DynamicCache()
-    out = seqpar.DataParallel(model, ["cpu"])(tokens, past_key_values=cache)
+    out = seqpar.DataParallel(model, ["cpu"])(tokens, cache=cache)
     torch.testing.assert_close(out.logits, model(tokens).logits)
     assert cache.get_seq_length() == 9
 
