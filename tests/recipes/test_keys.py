@@ -36,7 +36,7 @@ def all_of(section: str) -> set[str]:
 
 TEXT = {"data.format", "data.path", "data.train", "data.source", "data.target", "data.builtin_pairs"}
 TEXT |= {"data.language_tags", "corpora", *all_of("cleaning"), "subwords.lowercase"}
-SPELLING = {f"subwords.{name}" for name in ("vocab_size", "kind", "joint", "symbols", "train_pairs")}
+SPELLING = {f"subwords.{name}" for name in ("vocab_size", "kind", "joint", "symbols", "normalization", "train_pairs")}
 OF_CORPUS = {"train", "format", "path", "source", "target", "tag"}
 
 

@@ -19,6 +19,7 @@ from recipes.translation.files.lines import without_compression
 from recipes.translation.settings.checks import check_together
 from recipes.translation.settings.data import CorpusConfig, DataConfig, SubwordConfig
 from recipes.translation.settings.model import DecodingConfig, ModelConfig
+from recipes.translation.settings.paths import LITERAL, is_expanded
 from recipes.translation.settings.run import RunConfig
 from recipes.translation.settings.schema import COMMAND_LINE, Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
@@ -128,11 +129,27 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
     return format
 
 
+class _LiteralPath(str):
+    """A path that is read again as it is: its variables were replaced when it was given."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """What writes these paths with their tag, and all else as ever."""
+
+
+_Dumper.add_representer(_LiteralPath, lambda dumper, path: dumper.represent_scalar(LITERAL, path))
+
+
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write all settings as YAML, from which `load_config` reads an equal configuration."""
     settings = json.loads(json.dumps(dataclasses.asdict(config)))  # with lists for tuples, which YAML does not have
+    for key in [key for key, setting in SCHEMA.settings.items() if setting.path]:
+        section, _, name = key.rpartition(".")
+        holder = settings[section] if section else settings
+        if holder[name] and is_expanded(holder[name]):
+            holder[name] = _LiteralPath(holder[name])
     # Without allow_unicode, with which PyYAML writes U+0085 as a line break that it reads as a blank
-    text = yaml.safe_dump(settings, sort_keys=False, width=1_000)
+    text = yaml.dump(settings, Dumper=_Dumper, sort_keys=False, width=1_000)
     Path(path).write_text(text, encoding="utf-8")
 
 

@@ -10,6 +10,14 @@ from recipes.translation.errors import ConfigError
 VARIABLE = re.compile(r"\$\{(\w+)\}|(?<![^/])\$(\w+)(?![^/])")
 """${NAME} anywhere, and $NAME as a folder's whole name: a $ inside a name may be meant."""
 
+LITERAL = "!literal"
+"""The YAML tag of a path that is saved as it is, because a reader would replace a part of it."""
+
+
+def is_expanded(path: str) -> bool:
+    """Return whether `expanded` would replace a part of the path, or refuse it."""
+    return bool(path.startswith("~") or VARIABLE.search(path))
+
 
 def expanded(path: str, setting: str) -> str:
     """Replace each ${NAME} in `path` from the environment, and ~ at its beginning by the home folder.

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import LITERAL, expanded
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -159,7 +159,7 @@ class Schema:
             if key in self.sections:
                 given |= self._read(value, key, path)
             else:
-                given[key] = Setting(self._value(key, value, location), location)
+                given[key] = Setting(self._value_of_file(key, value, location), location)
         return given
 
     def _check_known(self, key: str, location: str) -> None:
@@ -173,6 +173,15 @@ class Schema:
             hint = f"known: {', '.join(self.sections.get(section) or next(iter(self.sections.values())))}"
         raise ConfigError(f"unknown setting {key} ({location}); {hint}")
 
+    def _value_of_file(self, key: str, node: yaml.Node, location: str) -> Any:
+        """Read a value and expand a path: those of the command line are expanded already, and so are those saved."""
+        if not self.settings[key].path:
+            return self._value(key, node, location)
+        if node.tag == LITERAL:
+            return self._value(key, yaml.ScalarNode(f"{YAML_TAG}str", node.value), location)
+        value = self._value(key, node, location)
+        return expanded(value, key) if value else value
+
     def _value(self, key: str, node: yaml.Node, location: str) -> Any:
         alternatives = self.settings[key].kinds
         if get_origin(alternatives[0]) is Mapping:
@@ -185,7 +194,7 @@ class Schema:
             try:
                 value = _converted(node, kind)
                 if value is None or self._allows(key, value):
-                    return expanded(value, key) if self.settings[key].path else value
+                    return value
             except _UnfitError as error:
                 reason = f": {error}"
             except ValueError:

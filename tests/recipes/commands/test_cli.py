@@ -369,14 +369,14 @@ def test_typing_ends_with_an_empty_line_ctrl_d_or_ctrl_c(
     assert list(typed("> ")) == [SENTENCE]
 
 
-def test_ctrl_c_ends_a_command_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_command_with_130(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
+        def read1(self, size: int | None = -1) -> bytes:
             signal.raise_signal(signal.SIGINT)
-            return super().read(size)
+            return super().read1(size)
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Interrupted()))
-    assert main(["translate"]) == 130
+    assert main(["translate", "--run", str(run)]) == 130
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "error: rank 1 ended\n"), ("1", "")])

@@ -25,7 +25,7 @@ from recipes.translation.run_folder.checkpoint import load_translator, save_mode
 from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.evaluate import Evaluation
 from recipes.translation.scores.scores import scores_in_words
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import best, translate
 from tests.recipes.command_line import SENTENCE, refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.scores.scored import score
@@ -236,8 +236,11 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     texts = translate(translator, [SENTENCE, "", "The number is six."])
     assert (run / "wmt.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
     expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
+    unfinished = sum(not one.finished for one in best(translator, [SENTENCE, "", "The number is six."]))
+    assert unfinished == 1
     assert json.loads((run / "wmt.en.scores.json").read_text()) == {
         **expected,
+        "unfinished": unfinished,
         "intervals": {name: list(bounds) for name, bounds in expected["intervals"].items()},
         "weights": [weights_digest(run / "best")],
         "sources": {"file": str(tmp_path / "wmt.en"), "sha256": sha256(tmp_path / "wmt.en")},

@@ -14,7 +14,7 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.commands.arguments import path
 from recipes.translation.data.model_text import source_text
-from recipes.translation.errors import DataError
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import load_config
@@ -68,6 +68,10 @@ def test_paths_are_expanded_wherever_they_are_given(monkeypatch: pytest.MonkeyPa
     given = overrides(parser.parse(["--run=~/x", "--training.teacher=${SCRATCH}/t"]))
     assert given == {"run": f"{tmp_path}/x", "training.teacher": "/scratch/t"}
     assert path("~/x") == f"{tmp_path}/x"
+    (tmp_path / "a.yaml").write_text("run: ${ABSENT}/x\n")
+    monkeypatch.delenv("ABSENT", raising=False)
+    with pytest.raises(ConfigError, match=r"^run is .*, but the environment variable ABSENT is not set"):
+        load_config(tmp_path / "a.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.translation.commands import main
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.processes.status_line import SentenceProgress
 from recipes.translation.run_folder.checkpoint import TrainingState, load_translator, save_model
+from recipes.translation.text.subwords import EOS
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.in_batches import in_batches
@@ -62,6 +64,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     translator = random_translator(folder.parent)
     config = translator.config
     config = replace(config, decoding=replace(config.decoding, batch_sentences=1))
+    with torch.no_grad():
+        translator.model.generator.bias[EOS] = 50  # none is cut, which is said
     save_model(folder / "best", replace(translator, config=config), {"step": 1})
     (folder.parent / "sentences.txt").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
     return folder

@@ -209,7 +209,7 @@ MAY_CHANGE = (
         "decoding.length_norm",
     ),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
-    *("decoding.min_length", "decoding.no_repeat_ngram"),
+    *("decoding.max_ratio", "decoding.min_length", "decoding.no_repeat_ngram"),
 )
 
 
@@ -274,8 +274,8 @@ def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, 
 def test_fresh_removes_nothing_where_the_new_run_cannot_begin(
     changes: dict[str, Any], message: str, run: Path, tmp_path: Path
 ) -> None:
-    for name in ("a.en", "a.de"):
-        (tmp_path / name).write_text("one\n")
+    (tmp_path / "a.en").write_text("one\n")
+    (tmp_path / "a.de").write_text("eins\n")
     given = {"data.path": str(tmp_path)} if "data.train" in changes else {}
     given |= {name: value.format(run=run) if isinstance(value, str) else value for name, value in changes.items()}
     before = contents(run)
@@ -485,7 +485,7 @@ def test_a_change_of_the_search_is_refused_where_it_would_change_the_scores_that
     now = replace(before, decoding=replace(before.decoding, **{name: other}))
     monkeypatch.setattr(resume, "saved_config", lambda folder: before)
     refusal: AbstractContextManager[object] = nullcontext()
-    if best_by == "bleu" and name in ("max_length", "min_length", "no_repeat_ngram"):
+    if best_by == "bleu" and name in ("max_length", "max_ratio", "min_length", "no_repeat_ngram"):
         refusal = pytest.raises(ConfigError, match=rf"^decoding\.{name} is {other} but .* was trained with ")
     with refusal:
         resume.check_same_settings(now, tmp_path / "last")

@@ -88,6 +88,8 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
         return [[Translation(source_text(translator.config, line), 0.0, 0.0)] for line in lines]
 
     class Counting:
+        tags = frozenset[str]()
+
         def encode(self, lines: Sequence[str]) -> list[list[int]]:
             return [[4] * len(line.split()) for line in lines]
 

@@ -102,6 +102,7 @@ def test_without_file_and_overrides_the_defaults_hold() -> None:
     assert load_config(None) == load_config(None, {}) == RunConfig()
 
 
+@example(RunConfig(run="$0", training=TrainingConfig(start_from="~/${x}")))
 @example(RunConfig(run="\u2028", data=DataConfig(train=("\u2029", " \xa0"))))
 @given(configs)
 def test_a_saved_configuration_is_read_back_exactly(config: RunConfig) -> None:
@@ -112,6 +113,7 @@ def test_a_saved_configuration_is_read_back_exactly(config: RunConfig) -> None:
         assert list(path.parent.iterdir()) == [path]
 
 
+@example(RunConfig(run="$0"))
 @given(configs)
 def test_values_given_as_overrides_come_out_exactly(config: RunConfig) -> None:
     values: dict[str, Any] = {"run": config.run}

@@ -240,8 +240,13 @@ CHANGES: dict[str, Sequence[Change]] = {
     "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
     "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
     "decoding.max_ratio": [
-        Change(0.1, ("translations",), ("weights", "metrics")),
-        Change(0.1, ("metrics",), ("weights",), beside={"training.validate_bleu": 8}),
+        Change(0.1, ("translations",), ("weights", "metrics"), beside={"decoding.max_length": 40}),
+        Change(
+            0.1,
+            ("metrics",),
+            ("weights",),
+            beside={"decoding.max_length": 40, "decoding.no_repeat_ngram": 1, "training.validate_bleu": 8},
+        ),
     ],
     "decoding.min_length": [Change(7, ("translations that could end anywhere",), ("weights",))],
     "decoding.no_repeat_ngram": [

@@ -312,10 +312,10 @@ def test_resuming_with_a_setting_that_makes_it_another_run_names_it(
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        lines = "".join(f"{word} {number} houses\n" for number in range(60) for word in ("red", "blue"))
+    for split, numbers in (("train", range(60)), ("valid", range(60, 70))):
+        lines = "".join(f"{word} {number} houses\n" for number in numbers for word in ("red", "blue"))
         (tmp_path / f"{split}.en").write_text(lines)
-        (tmp_path / f"{split}.de").write_text(lines)
+        (tmp_path / f"{split}.de").write_text(lines.replace("houses", "shoes"))
     text = {
         "data.format": "text",
         "data.path": str(tmp_path),

@@ -25,7 +25,7 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.settings.options import OneLineParser
 from recipes.translation.training.student_data import write_translations
 from recipes.translation.translating.loaded import LoadedTranslator
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import best, translate
 from tests.recipes.random_translator import random_translator
 
 PAIRS = pairs(6, 5, "test")
@@ -115,7 +115,10 @@ def test_the_service_a_teacher_and_python_follow_a_setting_as_translate_does(
     assert [line.translations[0].text for line in model.translate(SENTENCES, 1, False)] == wanted
     teacher: Translator = load_translator(runs[0] / "best", overrides={f"decoding.{field_of(rule)}": value})
     _, translations = write_translations(teacher, SENTENCES, tmp_path, "1")
-    assert read_lines(translations) == wanted
+    kept = [one.text if one.finished else "" for one in best(teacher, SENTENCES)]  # what is cut is not taught
+    assert [text for text in kept if text] == [text for text, taught in zip(wanted, kept, strict=True) if taught]
+    assert any(kept)
+    assert read_lines(translations) == kept
     loaded = LoadedTranslator(load_translator(runs[0] / "best"))
     assert loaded.translate(SENTENCES, **{field_of(rule): int(value)}) == wanted
 
