@@ -263,7 +263,8 @@ def write_text(name: str) -> None:
     if path.suffix == ".tsv":
         lines = ["sechs"] * SENTENCES
     else:
-        english = ".en" in path.suffixes or path.name == "sentences.txt"
+        # Two languages, whatever they are called: a corpus whose sides are equal is refused
+        english = not {".en", ".he"}.isdisjoint(path.suffixes) or path.name == "sentences.txt"
         lines = [pair.source if english else pair.target for pair in some]
     text = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)

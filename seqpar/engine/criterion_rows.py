@@ -78,7 +78,7 @@ def _criterion_rows(trial: Trial, logits_KV: Tensor) -> list[Tensor]:
     return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K), *others]
 
 
-def check_ignored(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
+def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
     """Raise ValueError unless the criterion ignores the target that it says, and no other that is common here."""
     rows = [logits_KV, trial.target_K, *trial.of_criterion.values()]
     criterion, (logits_KV, *_) = _widened(trial.copy()["criterion"], rows, trial.of_criterion)

@@ -106,7 +106,7 @@ def _observed(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
         return outcome, Held(copy, *trial.originals)
 
 
-def refuse_state(trial: Trial) -> None:
+def ask_about_state(trial: Trial) -> None:
     """Raise ValueError if the pair changes what it reads again, or keeps a graph: the copies of chunks lose both.
 
     What is written and never read, such as attention that is kept for a picture, is the same after a second call

@@ -17,7 +17,7 @@ CANCELLED = 16
 normalised weight of width 1."""
 
 
-def refuse_nonlinear(trial: Trial, is_scaled: bool) -> None:
+def ask_about_backward(trial: Trial, is_scaled: bool) -> None:
     """Raise ValueError unless gradients are linear in the factor of the loss, and those of all rows a sum.
 
     With a `loss_scale` the factor is known, and need not be tried.

@@ -29,12 +29,12 @@ from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import largest_difference, rounding_of
 from seqpar.engine.at_fault import first_scores
-from seqpar.engine.criterion_rows import check_ignored, criterion_adds_up
+from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight
-from seqpar.engine.kept_state import buffers_add_up, has_same_attributes, refuse_state
-from seqpar.engine.linear_backward import refuse_nonlinear
+from seqpar.engine.kept_state import ask_about_state, buffers_add_up, has_same_attributes
+from seqpar.engine.linear_backward import ask_about_backward
 from seqpar.engine.pair import criterion_loss
-from seqpar.engine.row_mixing import refuse_mixing
+from seqpar.engine.row_mixing import ask_about_rows
 from seqpar.engine.shards import Shard, check_targets
 from seqpar.engine.situation import LogitFacts, Situation
 from seqpar.engine.trial import PROBE_ROWS, Trial
@@ -101,12 +101,12 @@ def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classe
     with trial.kept(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
         is_checked = criterion_adds_up(trial, logits_KV)
     with trial.kept(), torch.no_grad():
-        check_ignored(trial, logits_KV, common)
+        ask_about_padding(trial, logits_KV, common)
     with trial.kept(), torch.no_grad():
         adds_up = buffers_add_up(trial)
-    refuse_mixing(trial)
-    refuse_state(trial)
-    refuse_nonlinear(trial, situation.is_scaled)
+    ask_about_rows(trial)
+    ask_about_state(trial)
+    ask_about_backward(trial, situation.is_scaled)
     return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up)
 
 

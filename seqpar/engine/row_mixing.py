@@ -21,7 +21,7 @@ from seqpar.core.row_independence import largest_difference, rounding_of
 from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
 
 
-def refuse_mixing(trial: Trial) -> None:
+def ask_about_rows(trial: Trial) -> None:
     """Raise ValueError if a row's scores depend on other rows, by gradient or by value."""
     with trial.kept():
         mixed = _mixed_by_gradient(trial)
