@@ -164,7 +164,12 @@ def test_translating_by_an_export_older_than_the_best_model_says_so(
         (tmp_path / "other" / name).rename(tmp_path / "run" / name)
     assert main(translating) == 0
     line = f"[translate] {exported} was made from an earlier model than {best}: export it again\n"
-    assert line == capsys.readouterr().err
+    assert line == without_unfinished(capsys.readouterr().err)
+
+
+def without_unfinished(err: str) -> str:
+    """What was said besides that an untrained model's translation does not end."""
+    return "".join(line for line in err.splitlines(keepends=True) if "are unfinished" not in line)
 
 
 def test_an_export_of_a_model_that_is_named_by_its_own_folder_is_current(
@@ -177,7 +182,7 @@ def test_an_export_of_a_model_that_is_named_by_its_own_folder_is_current(
     translating = ["translate", *words, "--engine", "ctranslate2", "Two trains leave."]
     capsys.readouterr()
     assert main(translating) == 0
-    assert capsys.readouterr().err == ""
+    assert without_unfinished(capsys.readouterr().err) == ""
     train(tiny(tmp_path / "other", {"training.seed": 9, "training.steps": 1}))
     shutil.copytree(model_in(tmp_path / "other", "best"), best, dirs_exist_ok=True)
     assert main(translating) == 0

@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     ),
     "a beam without end": (
         setting("num_beams", 2**31 - 1, "generation_config.json"),
-        "generation_config.json in FOLDER cannot be read (ConfigError: decoding.beam ",
+        "decoding.beam (FOLDER/generation_config.json) expects a whole number from 1 to below 1001; got '2147483647'",
     ),
     "no padding": (renamed_pad("<blank>"), "the vocabulary of FOLDER has no <pad>, which every model needs"),
     "one id twice": (vocabulary_with(be=7), "has id 7: it must be its own, and one of the 480 rows of the model"),

@@ -103,6 +103,8 @@ TIMM = "its vision tower is timm's, which is not installed"
 CODEBOOKS = "its labels have a dimension of codebooks"
 PARTS = "it has no forward of its own; its parts are tried"
 NOT_TINY = {
+    "Apertus1p5ForConditionalGeneration": "its audio tokenizer's sizes are checked against each other one by one",
+    "DoryForCausalLM": "the layers of its three parts are checked against their sum",
     "ClvpModelForConditionalGeneration": "its loss is contrastive, between speech and text",
     "CsmForConditionalGeneration": CODEBOOKS,
     "DiaForConditionalGeneration": CODEBOOKS,
