@@ -20,6 +20,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import yaml
@@ -28,6 +29,7 @@ from recipes.translation.commands import main
 from recipes.translation.commands.arguments import run_config
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.settings.options import OneLineParser
+from recipes.translation.translating.translate import Translation, best
 from tests.fenced import fenced
 from tests.recipes.tiny import options as tiny_options
 
@@ -172,7 +174,14 @@ def of_recipe(words: Sequence[str], base: Path, *, train: bool) -> None:
     if name in TRAINS:
         rest = shortened(name, rest)
         shutil.rmtree(after("--run", rest) or "runs/demo", ignore_errors=True)
-    succeed(name, rest)
+    # A teacher of three steps ends no translation, and a student is not trained on cut ones
+    with patch("recipes.translation.training.student_data.best", all_finished):
+        succeed(name, rest)
+
+
+def all_finished(*given: Any) -> list[Translation]:
+    """Translate, and take every translation for one that has ended."""
+    return [one._replace(finished=True) for one in best(*given)]
 
 
 def succeed(name: str, words: Sequence[str]) -> None:
@@ -182,9 +191,7 @@ def succeed(name: str, words: Sequence[str]) -> None:
             status = main([name, *words])
         except SystemExit as error:
             status = error.code
-    # A teacher of three steps ends no translation, and its student is not trained on cut ones
-    taught_nothing = name == "distil" and "no pair with text on both sides (250 pairs read)" in said.getvalue()
-    assert status == 0 or taught_nothing, f"{name} {' '.join(words)}: {said.getvalue()}"
+    assert status == 0, f"{name} {' '.join(words)}: {said.getvalue()}"
 
 
 @contextlib.contextmanager
