@@ -164,12 +164,14 @@ def _not_a_sum(together: Answer, alone: Answer, company: Tensor, change: Change)
     separately = alone.values[company].sum()
     # The most likely mistake has a message of its own
     if largest_difference(together.values * size, separately) <= together.rounding:
-        wrong = "it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
+        wrong = "so it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
     elif change.value <= change.rounding:
         wrong = f"but {change}, so it does not add up; it must return a sum of one term per row; {BESIDE}"
     else:
-        wrong = f"it does not add up; it must return a sum of one term per row that depends on that row alone; {BESIDE}"
+        wrong = (
+            f"so it does not add up; it must return a sum of one term per row that depends on that row alone; {BESIDE}"
+        )
     return (
         f"the criterion gives {float(together.values):.6g} for {size} rows and {float(separately):.6g} as the sum over "
-        f"each of them alone, so {wrong}"
-    ).replace(", so but ", ", but ")
+        f"each of them alone, {wrong}"
+    )
