@@ -254,7 +254,11 @@ def sum_over_chunks(
     for chunk in chunks:
         # (K, ...) of each (N, ...): a view if the chunk is a slice, else a copy
         rows = tuple([t if t is None else t.detach()[chunk] for t in per_token])
-        losses.append(chunk_loss(rows, chunk, gradients))
+        try:
+            losses.append(chunk_loss(rows, chunk, gradients))
+        except Exception as error:
+            note_rows(error, chunk)
+            raise
     return sum_of_parts(losses)
 
 
@@ -346,16 +350,8 @@ class AutogradChunkLoss:
     def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """Return the chunk's summed loss; store its gradient in `gradients` unless that is None."""
         given = tuple(t for t in rows if t is not None)
-        try:
-            if gradients is None:
-                return _checked(self.function(self.params, given, chunk))
-            return self._with_gradient(given, chunk, gradients)
-        except Exception as error:
-            note_rows(error, chunk)
-            raise
-
-    def _with_gradient(self, given: tuple[Tensor, ...], chunk: Chunk, gradients: Gradients) -> TokenLoss:
-        """Return the chunk's summed loss, and store its gradient."""
+        if gradients is None:
+            return _checked(self.function(self.params, given, chunk))
         # The rows are detached, so they are leaves of this chunk's graph, and so are the parameters
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)

@@ -36,7 +36,8 @@ class Outcome(NamedTuple):
     scores: Tensor
     total: Tensor
     gradients: dict[str, Tensor]
-    """Those of the total times the factor, by name: of hidden, the per-token tensors and the parameters."""
+    """Those of the total times the factor, by name: of hidden and the per-token tensors, and, in short, of the
+    parameters (`_in_short`)."""
     rounding: float
     eps: float
     """One rounding of the least precise dtype."""
@@ -128,11 +129,16 @@ class Trial:
             named = {**of_criterion, **given, **params}
             wanted = {name: t for name, t in named.items() if t.requires_grad}
             before = _written(params, has_custom_nodes(total))
-            found = torch.autograd.grad(total, list(wanted.values()), total.new_tensor(factor), allow_unused=True)
+            grads = torch.autograd.grad(total, list(wanted.values()), total.new_tensor(factor), allow_unused=True)
+            found = dict(zip(wanted, grads, strict=True))
+            del grads
         after = _written(params, False)
         written = [name for name, version in before.items() if after.get(name) != version]
         written += [name for name in after if name not in before]
-        gradients = {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+        gradients = {}
+        for name in wanted:
+            if (grad := found.pop(name)) is not None:
+                gradients[name] = _in_short(grad) if name in params else grad
         return Outcome(scores.detach(), total.detach(), gradients, rounding, eps, smallest, written)
 
 
@@ -140,6 +146,18 @@ def _opened(gate: Tensor) -> Tensor:
     """Return random numbers in the place of zeros, of the size of weights."""
     width = max([1, *gate.shape[-1:]])
     return torch.rand_like(gate).add_(0.5).div_(width**0.5)
+
+
+def _in_short(grad: Tensor) -> Tensor:
+    """Return one number for each row of a gradient, linear in it: several gradients of a projection are much memory.
+
+        (V, D) -> (V,):  sum_d grad_vd r_d,  with r of length 1 and no two entries alike
+    """
+    if grad.dim() < 2 or grad.is_sparse or not grad.numel():
+        return grad
+    rows = grad.flatten(1)
+    r = torch.arange(1, rows.size(1) + 1, dtype=torch.float32, device=rows.device).cos()
+    return rows @ (r / r.norm()).to(rows)
 
 
 def _written(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tuple[int, int]]:
