@@ -32,7 +32,7 @@ from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import Translator, model_on_meta, model_sizes, tensors_of
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import Subwords, train_subwords
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 SIZES = {"model.preset": "base", "model.d_ff": 9_300}
 

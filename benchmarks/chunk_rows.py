@@ -21,7 +21,7 @@ from benchmarks.loss.results import hardware
 from benchmarks.loss.timing import wall_seconds
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.kernels.row_kernel import width_for_kernel
-from seqpar.testing.markdown_table import markdown_row, markdown_table
+from seqpar.markdown_table import markdown_row, markdown_table
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SHAPES = {

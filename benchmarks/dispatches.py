@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import seqpar
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 from tests.emulated import NAME, register
 
 CHUNK_ROWS = 64

@@ -34,7 +34,7 @@ from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 TEACHER = "teacher, torch"
 HEADER = ("", "beam", "BLEU", "of the teacher's", "sentences/s", "x the teacher's", "MB", "of the teacher's")

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.distributed.vocab_parallel import span_number
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 BATCH = 2
 """Sentences of one rank."""

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.loss.results import hardware
+from conformance.peak_memory import FORGET_PEAK, RESET, process_peak_bytes
 from models.sharding import cut
 from models.transformer import Layer, make_transformer
 from recipes.translation import train as training
@@ -44,9 +45,8 @@ from recipes.translation.run_folder.saving import Saver
 from recipes.translation.settings.config import RunConfig, load_config
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.training.layout import Layout
+from seqpar.markdown_table import markdown_table
 from seqpar.memory_plan import memory_plan
-from seqpar.testing.markdown_table import markdown_table
-from seqpar.testing.peak_memory import FORGET_PEAK, RESET, process_peak_bytes
 
 PARTS = ("begin", "step", "validation", "save", "resume", "export")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -36,8 +36,8 @@ from benchmarks.loss.results import hardware
 from models import DecoderOnlyConfig, make_decoder_only
 from models.sharding import split_weights
 from seqpar.links import LINKS, Link
+from seqpar.markdown_table import markdown_table
 from seqpar.step_plan import Layout, Training, rate_of, step_plan
-from seqpar.testing.markdown_table import markdown_table
 from seqpar.testing.ranks import ranks
 
 # Published trainings

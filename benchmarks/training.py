@@ -43,7 +43,7 @@ from benchmarks.seq2seq_peers import (
 from models import beam_search, evaluating, make_transformer
 from recipes.translation.data.batches import Batch
 from recipes.translation.text.subwords import BOS, EOS, PAD
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 TOKENS = 4_000
 """Target tokens of a step, about."""

@@ -25,7 +25,7 @@ from seqpar.core.checks import FLOATING, check_choice, check_integer, check_size
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.stored_gradients import PRODUCT_ROWS
 from seqpar.core.token_loss import wide
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "vocab"]
 Loss = Literal["plain", "LossCompute", "linear_cross_entropy"]

@@ -44,7 +44,7 @@ import torch
 from seqpar.core.checks import check_choice, check_integer, check_number, check_size
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.links import LINKS, NCCL_START, Collective, Link, parse_link, seconds_of
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "hsdp", "data-vocab", "vocab", "pipeline"]
 """The simplest first. "hsdp" shards over the devices of a host; "vocab" splits matrices and vocabulary over all

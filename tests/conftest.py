@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from seqpar.testing import ranks as ranks_module
 from seqpar.testing.ranks import close_all
 from tests.on_device import Nowhere
 
@@ -44,6 +45,15 @@ torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each 
 @pytest.fixture(autouse=True, scope="module")
 def ranks_of_a_file() -> Iterator[None]:
     """Ranks end with the file that used them: the threads of every group that was made in them take time."""
+    yield
+    close_all()
+
+
+@pytest.fixture
+def impatient_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks that wait three seconds for each other, for this test alone."""
+    monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT", 3.0)
+    close_all()
     yield
     close_all()
 

@@ -92,6 +92,7 @@ def test_the_source_distribution_holds_what_a_checkout_does(built):
         "tests",
         "examples",
         "benchmarks",
+        "conformance",
         "deploy",
         "docs",
         "release",

@@ -79,7 +79,7 @@ def timeout_of_the_group(rank, world):
 
 def test_none_starts_before_all_have_loaded_the_function(monkeypatch):
     monkeypatch.setattr(module, "COLLECTIVE_TIMEOUT", 3.0)
-    slow = "tests.seqpar.testing.loaded_slowly"
+    slow = "tests.conformance.loaded_slowly"
     sys.modules.pop(slow, None)
     pool = module.Pool(2)
     pool.call(returns_its_rank)  # so that the ranks are there before this process loads the file

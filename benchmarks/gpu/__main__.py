@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.gpu.parts import PYTEST, Step, out, parts
 from benchmarks.loss.results import hardware
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 SHOWN = re.compile(r"^(\||- |FAILED|ERROR|\d+ (passed|failed|skipped|error|deselected))")
 """Lines of a log that belong to the part's summary: tables, remarks, and what pytest says at the end."""

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import seqpar
 from benchmarks.loss.results import hardware
+from seqpar.markdown_table import markdown_table
 from seqpar.rows.scores import Scores
-from seqpar.testing.markdown_table import markdown_table
 from seqpar.testing.precision import TWICE, error
 
 BLOCK = 2048

@@ -29,8 +29,8 @@ from torch import Tensor
 from benchmarks.loss.results import hardware
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, RowKernel, aligned
+from seqpar.markdown_table import markdown_table
 from seqpar.rows.scores import ClassWeights, RowFunction, RowSums, Upstream
-from seqpar.testing.markdown_table import markdown_table
 
 ROWS = 2048
 VOCABULARIES = (32_768, 50_257, 151_936)

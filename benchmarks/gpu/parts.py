@@ -49,7 +49,7 @@ def parts() -> dict[str, list[Step]]:
     """Return the steps of every part."""
     marked = ("-m", "gpu", "tests/seqpar")
     kernels = ("-m", "not gpu", "tests/seqpar/kernels")
-    conformance = (PYTHON, "-m", "seqpar.testing.conformance")
+    conformance = (PYTHON, "-m", "conformance")
     return {
         "tests": [
             _tests("marked gpu", 110, ("-n", "4", *marked), marked),
@@ -65,7 +65,8 @@ def parts() -> dict[str, list[Step]]:
         "loss": [
             _own("loss", 210, "benchmarks.loss", "--out", str(out() / "loss-cuda.json")),
             _own("scores", 100, "benchmarks.scores", "--out", str(out() / "scores-cuda.json")),
-            Step("conformance", 220, (*conformance, "--part", "both"), (*conformance, "torch")),
+            Step("conformance of losses", 120, (*conformance, "losses"), (*conformance, "losses", "torch")),
+            Step("conformance of scores", 100, (*conformance, "scores"), (*conformance, "scores", "torch")),
         ],
         "recipe": [
             _demo("[cuda:0]", 100),

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from benchmarks.loss.results import hardware
-from seqpar.testing.markdown_table import markdown_row, markdown_table
+from seqpar.markdown_table import markdown_row, markdown_table
 
 PAD = 0
 VOCAB = 211

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu.parts import RECIPE, out
 from benchmarks.loss.results import hardware
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 CONFIG = "recipes/translation/configs/multi30k_en_de_published.yaml"
 SEEDS = (1, 2, 3)

@@ -25,7 +25,7 @@ from benchmarks.loss.results import hardware
 from benchmarks.loss.timing import wall_seconds
 from benchmarks.seq2seq_peers import SIZES, Ours, batches
 from benchmarks.training import TOKENS, placed
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 TRACED = 5
 """Steps in a trace."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+import conformance
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import CHECK, TIME, Inputs, Problem
-from seqpar.testing import conformance
-from seqpar.testing.conformance import problem as kit
-from seqpar.testing.conformance.adapter import Feature
-from seqpar.testing.conformance.checks import factor_errors
-from seqpar.testing.conformance.inputs import Inputs as KitInputs
+from conformance import problem as kit
+from conformance.adapter import Feature
+from conformance.checks import factor_errors
+from conformance.inputs import Inputs as KitInputs
 from seqpar.testing.precision import TWICE
 
 

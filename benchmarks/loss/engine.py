@@ -21,7 +21,7 @@ from benchmarks.loss.memory import in_fresh_process, peak_of
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results
 from benchmarks.loss.timing import forward_and_backward, interleaved, runs_in_a_row, seconds
-from seqpar.testing.peak_memory import peak_bytes
+from conformance.peak_memory import peak_bytes
 
 FEWEST_ROUNDS = 3
 MOST_ROUNDS = 7

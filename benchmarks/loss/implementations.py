@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from benchmarks.loss import ours, peers, plain_ways
 from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs, Problem
-from seqpar.testing.conformance.adapter import why_missing
+from conformance.adapter import why_missing
 
 PLAIN = "plain"
 COMPILED = "torch.compile"

@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.timing import forward_and_backward
+from conformance import peak_memory
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.kernels.row_kernel import width_for_kernel
-from seqpar.testing import peak_memory
 
 LIMIT = 600
 """Seconds a process may take."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs
-from seqpar.testing.conformance.adapter import quietly
+from conformance.adapter import quietly
 
 
 def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:

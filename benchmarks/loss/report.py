@@ -27,7 +27,7 @@ from benchmarks.loss.results import (
     read,
     stem,
 )
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 GLOSSARY = """\
 `LossCompute` has a gradient in closed form; with its "own generator", a projection of yours, it uses autograd. "Three

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.loss.problems import Problem
+from conformance.report import installed_version
 from recipes.translation.training.machine import processor
-from seqpar.testing.conformance.report import installed_version
 
 Results = dict[str, Any]
 Entry = dict[str, Any]

@@ -10,7 +10,7 @@ from benchmarks.loss.report import check_table, how_measured
 from benchmarks.loss.results import MIB, Entry, Results, entries_of, peak, problem_of, read, stem
 from benchmarks.loss.timing import CHUNKED, WHOLE
 from benchmarks.scores.ways import BY_HAND, CASES, FLOAT32, INVARIANT, OURS, TRL_TILES, WAYS, Case
-from seqpar.testing.markdown_table import markdown_table
+from seqpar.markdown_table import markdown_table
 
 QUIET = 1.0
 """Load average above which something else ran when a measurement began."""

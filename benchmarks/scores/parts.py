@@ -18,9 +18,9 @@ from benchmarks.loss.results import Entry, Results, entries_of
 from benchmarks.loss.timing import PRODUCTS, Products, sizes_of_products
 from benchmarks.scores import page
 from benchmarks.scores.ways import CASES, FLOAT32, INVARIANT, OURS, SCORED, WAYS, Case, Way
+from conformance.score_adapter import ScoreAdapter, ScoreOptions
+from conformance.score_inputs import ScoreInputs
 from seqpar import TokenScores
-from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
-from seqpar.testing.conformance.score_inputs import ScoreInputs
 
 SHAPES = [
     Problem(4096, 512, 32_000, bias=False),

@@ -22,7 +22,7 @@ import torch
 from benchmarks.loss.memory import in_fresh_process
 from benchmarks.loss.results import MIB, hardware
 from benchmarks.trainers.steps import KINDS, Size, step_peak
-from seqpar.testing.markdown_table import markdown_row, markdown_table
+from seqpar.markdown_table import markdown_row, markdown_table
 
 HEADER = ("trainer", "as it comes, MiB", "seqpar, MiB", "times less")
 

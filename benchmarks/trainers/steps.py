@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from seqpar.testing import peak_memory
+from conformance import peak_memory
 
 
 class Size(NamedTuple):

@@ -7,7 +7,6 @@
   option, in a few lines of torch without chunks; `plain_rank`: that of `token_scores(..., rank=True)`.
 - `seqpar.testing.strategies` (needs hypothesis) draws the cases.
 - `rank_pool`, a pytest fixture (`seqpar.testing.plugin`), and `seqpar.testing.ranks`: live ranks over gloo.
-- `python -m seqpar.testing.conformance`: the same checks for any linear cross-entropy, token scores or step over ranks.
 """
 
 from importlib import import_module

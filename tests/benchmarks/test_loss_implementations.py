@@ -13,7 +13,7 @@ from benchmarks.loss.parts import Loss
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import floors
 from benchmarks.seq2seq_peers import plain_loss
-from seqpar.testing.conformance.problem import deviations
+from conformance.problem import deviations
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
 WAYS = {

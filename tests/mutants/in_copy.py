@@ -19,7 +19,8 @@ def run_tests(copy: str, tests: Sequence[str], *options: str) -> None:
     os.setsid()
     os.chdir(copy)
     sys.path[:] = [copy, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "seqpar", "models", "recipes")]:
+    ours = ("tests", "seqpar", "models", "recipes", "conformance", "planning")
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
     os.environ["PYTHONPATH"] = copy
     sys.dont_write_bytecode = True  # a file that is changed twice in a second would be taken from the cache

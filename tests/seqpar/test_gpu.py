@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import seqpar
+from conformance.peak_memory import peak_bytes
 from seqpar.core import chunked_gradient
 from seqpar.core.stored_gradients import SummedGradient
-from seqpar.testing.peak_memory import peak_bytes
 from tests.seqpar.linear.score_cases import assert_scores, plain_scores
 from tests.seqpar.linear.scored_cases import LOSSES, plain_scored
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import seqpar
+from conformance.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
-from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 
 CASES = [
     ("ddp", 1, "plain", "float32", 2048, 256, 16_000, 0),

@@ -15,9 +15,9 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
+from conformance.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_trainer import facts_of
-from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     MODELS,

@@ -1,0 +1,49 @@
+"""Run the same checks on any implementation of linear + cross-entropy; a failure comes with five lines of code.
+
+    python -m conformance losses torch seqpar my_module:my_adapter
+    python -m conformance scores torch seqpar my_module:my_score_adapter
+    python -m conformance layouts torch seqpar my_module:my_layout_adapter
+
+The first part checks a loss: `Adapter` describes an implementation, and `CHECKS` are the checks. The second checks the
+scores of tokens (log-probability, entropy, top-k): `ScoreAdapter` and `SCORE_CHECKS`. The third checks a training step
+over several ranks: `LayoutAdapter` and `LAYOUT_CHECKS`. `run` runs any.
+"""
+
+from conformance.adapter import EVERYTHING, Adapter, Options
+from conformance.adapters import KNOWN
+from conformance.checks import CHECKS
+from conformance.finding import Check, Finding
+from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter, Work
+from conformance.layout_cases import Case
+from conformance.layout_checks import LAYOUT_CHECKS, answers
+from conformance.layout_known import KNOWN_LAYOUTS
+from conformance.parts import adapter_of, layout_adapter_of, run, score_adapter_of
+from conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreOptions
+from conformance.score_adapters import KNOWN_SCORES
+from conformance.score_checks import SCORE_CHECKS
+
+__all__ = [
+    "ALL_SCORES",
+    "CHECKS",
+    "EVERYTHING",
+    "EVERY_LAYOUT",
+    "KNOWN",
+    "KNOWN_LAYOUTS",
+    "KNOWN_SCORES",
+    "LAYOUT_CHECKS",
+    "SCORE_CHECKS",
+    "Adapter",
+    "Case",
+    "Check",
+    "Finding",
+    "LayoutAdapter",
+    "Options",
+    "ScoreAdapter",
+    "ScoreOptions",
+    "Work",
+    "adapter_of",
+    "answers",
+    "layout_adapter_of",
+    "run",
+    "score_adapter_of",
+]

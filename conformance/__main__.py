@@ -1,0 +1,74 @@
+"""Check implementations of a loss, of token scores or of a step over ranks: who passes what, and how to see it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance import page, report
+from conformance.finding import Checked, Finding
+from conformance.parts import LAYOUTS, PARTS, Part, run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print versions, the table, notes and reproductions; exit with 1 if a named implementation could not run."""
+    given = _parse(arguments)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts products says when it starts and stops
+    sys.path.insert(0, os.getcwd())  # where module:object is looked for
+    try:
+        if given.part == "page":
+            path = Path(given.names[0])
+            path.write_text(page.fill(path))
+            return
+        part = PARTS[given.part]
+        adapters: dict[str, Checked] = {name: part.adapter_of(name) for name in given.names or part.known}
+    except (ValueError, OSError) as error:
+        sys.exit(f"conformance: {error}")
+    # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
+    for adapter in sorted(adapters.values(), key=lambda adapter: "TRITON_INTERPRET" not in adapter.imports):
+        adapter.why_not()
+    print(_report(part, adapters, given.json))
+    missing = [f"{name} ({adapter.why_not()})" for name, adapter in adapters.items() if adapter.why_not()]
+    if given.names and missing:
+        sys.exit(f"conformance: not run: {', '.join(missing)}")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the part, the names and the file."""
+    parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
+    made = "page runs nothing, and makes the tables of a page from the JSON files beside it: PAGE-losses.json, ..."
+    parser.add_argument("part", choices=[*PARTS, "page"], help=f"what to check; {made}")
+    known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in PARTS.values())
+    parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own (default: all); the page")
+    where = "write verdicts and reproductions to this file, beside those of other implementations in it"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=where)
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.part == "page" and (len(parsed.names) != 1 or parsed.json):
+        parser.error("page takes one file, and nothing else")
+    return parsed
+
+
+def _report(part: Part[Any], adapters: dict[str, Checked], path: Path | None) -> str:
+    """Return the report of one part; with a path, the verdicts of all that the file has."""
+    findings: dict[str, dict[str, Finding]] = {}
+    for name, adapter in adapters.items():
+        print(f"[{part.name}: {name}]", file=sys.stderr)
+        findings[name] = run(adapter)  # type: ignore[type-var]
+    columns = [*adapters.values()]
+    if path:
+        return page.table(part, page.keep(path, findings, columns))
+    said = [
+        report.heading(columns, part.name),
+        report.by_layout(findings) if part is LAYOUTS else report.table(findings, part.checks),
+        report.notes(columns),
+        report.reproductions(findings),
+    ]
+    return "\n\n".join(filter(None, said))
+
+
+if __name__ == "__main__":
+    main()

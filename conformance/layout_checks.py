@@ -1,0 +1,200 @@
+"""Run an implementation's training step in the ranks of a layout, and compare it with the plain loss of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import re
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from conformance.adapter import loaded
+from conformance.finding import Check, Finding
+from conformance.layout_adapter import LAYOUTS, Layout, LayoutAdapter
+from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, SPLIT, Answer, Case, cases
+from conformance.layout_causes import Evidence, likely_cause
+from conformance.layout_known import KNOWN_LAYOUTS
+from seqpar.core.checks import is_dtensor
+from seqpar.testing.precision import EXACT, error
+from seqpar.testing.ranks import RankError, ranks
+
+FLOAT32 = 1e-5
+"""The relative error allowed to an implementation that computes in float32."""
+HANGS = re.compile("Timed out|were silent")
+"""What a `RankError` says of ranks that wait for others which never come."""
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
+"""What torch loads where it is first needed."""
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+"""How the line of a traceback begins that says which error it is."""
+
+
+class Fault(NamedTuple):
+    """What is wrong with a step."""
+
+    cause: str
+    numbers: str
+    worst: str
+    """The gradient that is farthest off, or "loss"."""
+
+
+def layout_check(adapter: LayoutAdapter, layout: Layout, name: str, seed: int = 0) -> Finding:
+    """Return the finding of one case of a layout, over 2 and over 4 ranks; a failure is made smaller."""
+    for case in cases(layout, seed)[name]:
+        try:
+            found = fault(adapter, case)
+        except RankError as raised:
+            said = _ended(str(raised))
+            if name in MAY_RAISE and " raises " in said:
+                return Finding("pass", said.partition(" raises ")[2].partition(":")[0])
+            return Finding("fail", f"{case.ranks} ranks: {said}", shown(adapter, case), is_raised=True)
+        if found:
+            case, found = _smallest(adapter, case, found)
+            figure = f"{case.ranks} ranks: {found.cause}; {found.numbers}"
+            return Finding("fail", figure, shown(adapter, case, found.worst))
+    return Finding("pass")
+
+
+def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
+    """Return what is wrong with an implementation's step; None if every rank has the right loss and gradients."""
+    allowed = EXACT if "float64" in adapter.offers else FLOAT32
+    found = answers(adapter.spec, case)
+    size = case.ranks // case.groups
+    for group in range(case.groups):
+        right, got = case.right(group), found[group * size : (group + 1) * size]
+        errors = {n: [error(a.gradients[n], g) for a in got] for n, g in right.gradients.items()}
+        if case.reduction == "sum":
+            errors["loss"] = [abs(a.loss / right.loss - 1) for a in got]
+        # Not `> allowed`, which is false for nan
+        wrong = [name for name, each in errors.items() if not all(one <= allowed for one in each)]
+        if wrong:
+            worst = max(wrong, key=lambda name: max(errors[name]))
+            losses = ""
+            if "loss" in errors:
+                losses = f"loss {', '.join(f'{a.loss:.4g}' for a in got)} ({right.loss:.4g} is right), "
+            numbers = f"by rank: {losses}{worst} off by {', '.join(f'{one:.2g}' for one in errors[worst])}"
+            return Fault(likely_cause(Evidence(case, group, got, right)), numbers, worst)
+    return None
+
+
+def answers(name: str, case: Case) -> list[Answer]:
+    """Return the loss and the gradients of each rank, given an adapter's name; a split generator's rows are joined."""
+    # Before the ranks are forked from this process, because each of them would take a second for it
+    _load(0, case.ranks, name)
+    # And in ranks that were there before, while none waits for another: on a busy machine this outlasts a collective
+    ranks(case.ranks, _load, name)
+    found = ranks(case.ranks, _step, name, case)
+    return [_joined(found, rank, case) for rank in range(case.ranks)]
+
+
+def _load(rank: int, world: int, name: str) -> None:
+    """Load in one rank what a step may need."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    _adapter(name)
+
+
+def _adapter(name: str) -> LayoutAdapter:
+    """Return the adapter of that name."""
+    adapter = KNOWN_LAYOUTS.get(name) or loaded(name)
+    assert isinstance(adapter, LayoutAdapter)
+    return adapter
+
+
+def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str, Tensor | None]]:
+    """Run the training step of one rank."""
+    torch.manual_seed(rank)
+    adapter = _adapter(name)
+    work, model = case.work(rank)
+    loss = adapter.step(work)
+    gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+    return math.nan if loss is None else float(loss), gradients
+
+
+def _whole(gradient: Tensor | None) -> Tensor | None:
+    """Return all rows of a gradient that FSDP2 has sharded."""
+    if not is_dtensor(gradient):
+        return gradient
+    sharded: Any = gradient
+    whole: Tensor = sharded.full_tensor()
+    return whole
+
+
+def _joined(found: list[tuple[float, dict[str, Tensor | None]]], rank: int, case: Case) -> Answer:
+    """Return a rank's answer, completed by those that have other classes or layers of the same tokens."""
+    first = rank - rank % case.inner
+    together = found[first : first + case.inner]
+    loss, own = found[rank]
+    complete: dict[str, Tensor] = {}
+    for name, right in case.model().named_parameters():
+        if not right.requires_grad:
+            continue
+        gradient = own[name]
+        if case.layout == "pipeline":
+            gradient = next((g[name] for _, g in together if g[name] is not None), None)
+        if case.layout in SPLIT and not case.whole_head and name == ("embed.weight" if case.tied else "head.weight"):
+            rows = [case.rows_of(place) for place in range(case.inner)]
+            parts = [g[name] for _, g in together]
+            shapes = [(end - start, right.size(1)) for start, end in rows]
+            gradient = torch.cat([torch.zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)])
+        complete[name] = torch.zeros_like(right) if gradient is None else gradient.to(right)
+    if case.layout == "pipeline":
+        loss = together[-1][0]
+    return Answer(loss, complete)
+
+
+def _smallest(adapter: LayoutAdapter, case: Case, found: Fault) -> tuple[Case, Fault]:
+    """Return the smallest case that fails for the same reason: with few tokens, and first with one micro-batch."""
+    few = [tuple(min(2 - (place > 0), n) for n in part) for place, part in enumerate(case.tokens)]
+    smaller = [replace(case, tokens=tuple(few))]
+    if case.layout != "pipeline":
+        smaller.insert(0, replace(case, tokens=tuple(part[:1] for part in few)))
+    for one in smaller:
+        # An error for so few tokens is another problem
+        with contextlib.suppress(RankError):
+            again = fault(adapter, one)
+            # The number of times that a gradient is too large is another for fewer tokens
+            if again and again.cause.partition(": all")[0] == found.cause.partition(": all")[0]:
+                return one, again
+    return case, found
+
+
+def shown(adapter: LayoutAdapter, case: Case, worst: str = "loss") -> str:
+    """Return the lines that print the ranks' loss and a gradient's norm beside the right ones."""
+    given = ", ".join(f"{f.name}={getattr(case, f.name)!r}" for f in fields(case) if getattr(case, f.name) != f.default)
+    norm = "" if worst == "loss" else f", {{}}.gradients[{worst!r}].norm()"
+    return "\n".join(
+        [
+            "from conformance import Case, answers",
+            f"case = Case({given})",
+            f"for rank, got in enumerate(answers({adapter.spec!r}, case)):",
+            f"    print(rank, got.loss{norm.format('got')})",
+            f"right = case.right(); print('right', right.loss{norm.format('right')})",
+        ]
+    )
+
+
+def _ended(message: str) -> str:
+    """Return in a line which rank raised which error, or that the step hangs."""
+    said = {}
+    for text in message.split("\nrank "):
+        rank = text.removeprefix("rank ").partition(":")[0]
+        said[rank] = next(filter(ERROR.match, reversed(text.splitlines())), text.strip().splitlines()[-1])
+    own = [f"rank {rank} raises {line:.120}" for rank, line in said.items() if not HANGS.search(line)]
+    if own:
+        return own[0]
+    return f"it hangs: rank {', '.join(said)} waited for the others until the time-out"
+
+
+def _check(layout: Layout, name: str) -> Check[LayoutAdapter]:
+    """Return the check of one case of a layout."""
+    needs = {layout, NEEDS.get(name, layout)}
+    return Check(f"{layout}: {name}", partial(layout_check, layout=layout, name=name), frozenset(needs))
+
+
+LAYOUT_CHECKS = tuple(_check(layout, name) for layout in LAYOUTS for name in NAMES[layout])
+"""All checks of layouts, in the order of the table."""

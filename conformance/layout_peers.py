@@ -1,0 +1,241 @@
+"""Train one step over several ranks with other projects' losses, as these document it; imported before they run."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from conformance.layout_adapter import Work
+from conformance.layout_adapters import Both, accumulated, counted, run_micro_batches, wrapped
+from seqpar.distributed.collectives import copy_to_group, group_sum, rank_in, world_size
+
+
+class PeerLoss(nn.Module):
+    """Another project's loss of a model's generator, summed."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.head, self.work = work.model.head, work
+
+
+class Megatron(PeerLoss):
+    """`vocab_parallel_cross_entropy`, after `copy_to_tensor_model_parallel_region` as in its linear layers."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
+        tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
+        ranks = world_size(self.work.vocab_group)
+        is_ready = parallel_state.model_parallel_is_initialized()
+        if is_ready and parallel_state.get_tensor_model_parallel_world_size() != ranks:
+            parallel_state.destroy_model_parallel()
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+        logits = F.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden), self.head.weight)
+        kept = target != self.work.ignore_index
+        return (self.losses(logits, target.where(kept, 0)) * kept).sum()
+
+    def losses(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return each token's loss."""
+        tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
+        # It gives the other classes eps / (V - 1); torch gives every class eps / V
+        eps = self.work.label_smoothing * (self.work.vocab_size - 1) / self.work.vocab_size
+        losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, target, eps)
+        return losses
+
+
+class VerlVocabulary(Megatron):
+    """verl's `vocab_parallel_log_probs_from_logits`, of the logits of its Megatron engine."""
+
+    def losses(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return each token's loss."""
+        verl: Any = importlib.import_module("verl.utils.megatron.tensor_parallel")
+        log_probs: Tensor = verl.vocab_parallel_log_probs_from_logits(logits, target)
+        return -log_probs
+
+
+class Verl(PeerLoss):
+    """verl's `agg_loss` of `logprobs_from_logits`, with a split sequence gathered as in its FSDP engine."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.count = int(group_sum(counted(work), work.token_group))
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        kept = target != self.work.ignore_index
+        found = importlib.import_module("verl.utils.torch_functional").logprobs_from_logits(
+            self.head(hidden), target.where(kept, 0)
+        )
+        log_probs, mask = found.flatten(), kept.flatten().to(found)
+        if self.work.sequence_group is not None:
+            ulysses: Any = importlib.import_module("verl.utils.ulysses")
+            group = self.work.sequence_group
+            log_probs, mask = (ulysses.gather_outputs_and_unpad(t, 0, group=group) for t in (log_probs, mask))
+        ranks = world_size(self.work.data_group)
+        algorithms: Any = importlib.import_module("verl.trainer.ppo.core_algos")
+        mean: Tensor = algorithms.agg_loss(-log_probs, mask, "token-mean", ranks, self.count)
+        return mean
+
+
+def verl_step(work: Work) -> Tensor:
+    """Train as verl's FSDP engine does, or with a split vocabulary as its Megatron engine does."""
+    if work.vocab_group is not None:
+        return of_vocabulary(VerlVocabulary, work)
+    total = run_micro_batches(work, wrapped(Both(work.model, Verl(work)), work))
+    return group_sum(total, work.data_group) / world_size(work.data_group)
+
+
+class NemoRl(PeerLoss):
+    """NeMo-RL's `from_parallel_logits_to_logprobs`, which shifts its targets itself."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        kept = target != self.work.ignore_index
+        # The token before the first target, and a last position, which has none
+        tokens, longer = F.pad(target.where(kept, 0), (1, 0)), F.pad(hidden, (0, 0, 0, 1))
+        rows = self.work.start, self.work.start + len(self.head.weight)
+        return -(self.log_probs(copy_to_group(longer, self.work.vocab_group), tokens, *rows) * kept).sum()
+
+    def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
+        """Return the log-probability of each token but the first of a sentence."""
+        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
+        logits = F.linear(hidden, self.head.weight)
+        found: Tensor = nemo.from_parallel_logits_to_logprobs(logits, tokens, start, end, self.work.vocab_group)
+        return found
+
+
+class NemoRlFused(NemoRl):
+    """Its `from_parallel_hidden_states_to_logprobs`, of hidden states of which each rank has some time steps."""
+
+    def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
+        """Return the log-probability of each token but the first of a sentence."""
+        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
+        group = self.work.vocab_group
+        # Time first, as in Megatron; 4 steps, which 2 and 4 ranks divide
+        own = hidden.transpose(0, 1).chunk(world_size(group))[rank_in(group)].contiguous()
+        found: Tensor = nemo.from_parallel_hidden_states_to_logprobs(
+            own, self.head.weight, False, tokens, start, end, group, chunk_size=3
+        )
+        return found
+
+
+class Liger(PeerLoss):
+    """`LigerVocabParallelCrossEntropy`; its kernels need a GPU, or Triton's interpreter."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        liger: Any = importlib.import_module("liger_kernel.transformers")
+        group = self.work.vocab_group
+        logits = F.linear(copy_to_group(hidden, group), self.head.weight).float()
+        losses: Tensor = liger.LigerVocabParallelCrossEntropy(label_smoothing=self.work.label_smoothing)(
+            logits, target, group
+        )
+        return losses.sum()
+
+
+class TitanVocabulary(PeerLoss):
+    """torchtitan's `cross_entropy_loss` of DTensor logits."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        titan: Any = importlib.import_module("torchtitan.components.loss")
+        importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+        assert self.work.vocab_group is not None
+        mesh = DeviceMesh.from_group(self.work.vocab_group, "cpu", mesh_dim_names=("tp",))
+        whole = torch.Size([self.work.vocab_size, hidden.size(-1)])
+        weight = DTensor.from_local(self.head.weight, mesh, [Shard(0)], shape=whole, stride=(hidden.size(-1), 1))
+        logits = F.linear(DTensor.from_local(hidden, mesh, [Replicate()]), weight)
+        summed: Tensor = titan.cross_entropy_loss(logits, target)
+        return summed
+
+
+def of_vocabulary(loss: type[PeerLoss], work: Work) -> Tensor:
+    """Return the mean loss of a step with a loss over a split vocabulary, under DDP where there are data ranks."""
+    return accumulated(work, wrapped(Both(work.model, loss(work)), work))
+
+
+def tied_modules(model: Any) -> list[nn.Module]:
+    """Return the modules that have the generator's weight, which must be one unit of FSDP2."""
+    if model.head.weight is model.embed.weight:
+        return [model.head, model.embed]
+    return [model.head]
+
+
+def titan_step(work: Work) -> Tensor:
+    """Train with torchtitan's `ChunkedLossWrapper` under FSDP2, or its loss of a split vocabulary."""
+    if work.vocab_group is not None:
+        return of_vocabulary(TitanVocabulary, work)
+    from torch.distributed.fsdp import fully_shard
+
+    titan: Any = importlib.import_module("torchtitan.components.loss")
+    group = work.token_group
+    assert group is not None
+    model, mesh = work.model, DeviceMesh.from_group(group, "cpu")
+    fully_shard(tied_modules(model), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    # As its trainer: gradients are summed over the ranks, and the loss is divided by all tokens before
+    for unit in (model.head, model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    chunked = titan.ChunkedLossWrapper
+    loss = chunked(chunked.Config(num_chunks=3, loss_fn=titan.CrossEntropyLoss.Config()))
+    loss.set_lm_head(model.head)
+    count = group_sum(counted(work), group).clamp(min=1)
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens, target in work.micro_batches:
+        mean, _ = loss(model(tokens), target, count)
+        (mean * work.loss_scale).backward()
+        total += mean.detach()
+    return group_sum(total, group)
+
+
+class CausalModel(nn.Module):
+    """What TRL asks of a model of transformers, and no more."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.backbone = model
+        text_config = SimpleNamespace(num_experts=0)
+        self.config = SimpleNamespace(get_text_config=lambda: text_config)
+
+    def get_output_embeddings(self) -> nn.Module:
+        head: nn.Module = self.backbone.head
+        return head
+
+    @property
+    def base_model(self) -> Any:
+        return lambda tokens, use_cache: SimpleNamespace(last_hidden_state=self.backbone(tokens))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits, as without TRL's head."""
+        logits: Tensor = self.backbone.head(self.backbone(tokens))
+        return logits
+
+
+class TrlSum(nn.Module):
+    """The summed loss of TRL's fused head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        log_probs: Tensor = self.model(tokens, shift_labels=target, fused_lm_head=True).log_probs
+        return -log_probs.sum()
+
+
+def trl_step(work: Work, is_head_a_unit: bool = False) -> Tensor:
+    """Train with the log-probabilities of TRL's `add_fused_lm_head`, whose trainers call it inside DDP or FSDP2."""
+    trl: Any = importlib.import_module("trl.trainer.utils")
+    model: Any = CausalModel(work.model)
+    trl.add_fused_lm_head(model)
+    if is_head_a_unit:
+        from torch.distributed.fsdp import fully_shard
+
+        assert work.token_group is not None
+        fully_shard(tied_modules(work.model), mesh=DeviceMesh.from_group(work.token_group, "cpu"))
+    return accumulated(work, wrapped(TrlSum(model), work))

@@ -1,0 +1,77 @@
+"""Measure how the peak memory of one forward and backward grows with the rows, each in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from conformance.adapter import DEVICE
+from conformance.finding import Finding
+from conformance.peak_memory import can_measure_cpu, run_in_fresh_process
+from conformance.problem import Problem
+
+TIMES = 4
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Two peaks in bytes, above the inputs."""
+
+    small: int
+    large: int
+    # More than a chunk of ours at VOCAB classes
+    ROWS: ClassVar[int] = 1024 if DEVICE == "cpu" else 16_384
+    WIDTH: ClassVar[int] = 64
+    VOCAB: ClassVar[int] = 8192
+    ALLOWED: ClassVar[float] = 0.25
+
+    @property
+    def of_logits(self) -> float:
+        """Return the growth of the peak, less hidden's gradient, relative to that of one float32 copy of the logits."""
+        # Of one float32 column of the rows added: growth / (3 x ROWS x V x 4 bytes), without hidden's gradient
+        more_bytes = (TIMES - 1) * self.ROWS * 4
+        return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
+
+
+def growth(spec: str, part: str = "losses") -> Growth | str:
+    """Return the two peaks of a part's adapter, by the name it is found by, or why they could not be measured."""
+    if DEVICE == "cpu" and not can_measure_cpu():
+        return "needs Linux's /proc"
+    peaks = []
+    for rows in (Growth.ROWS, TIMES * Growth.ROWS):
+        peak = _peak(part, spec, rows)
+        if isinstance(peak, str):
+            return peak
+        peaks.append(peak)
+    return Growth(*peaks)
+
+
+def _peak(part: str, spec: str, rows: int) -> int | str:
+    """Return the peak in a process of its own, or how that process ended."""
+    # By name: that file knows the parts, which know the checks, which know this one
+    done = run_in_fresh_process("-m", "conformance.one_peak", part, spec, str(rows))
+    if done.returncode:
+        return f"its process ended with {done.returncode}"
+    return int(done.stdout)
+
+
+def growth_finding(x: Problem, part: str) -> Finding:
+    """Return the verdict on the growth of the peak in a problem of `Growth.ROWS` rows, from fresh processes."""
+    found = growth(x.adapter.spec, part)
+    if isinstance(found, str):
+        return Finding("not measured", found)
+    grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
+    if found.of_logits <= found.ALLOWED:
+        return Finding("pass", grows)
+    peak = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024"
+    forget = "open('/proc/self/clear_refs', 'w').write('5'); before = peak()"
+    if DEVICE != "cpu":
+        peak = "peak = lambda: torch.cuda.max_memory_allocated() // 2**20"
+        forget = "torch.cuda.reset_peak_memory_stats(); before = peak()"
+    tensors = x.code.replace(str(found.ROWS), "rows")
+    lines = [
+        f"{x.imports}; {peak}",
+        f"for rows in ({found.ROWS}, {found.ROWS}, {TIMES * found.ROWS}):  # the first warms up",
+    ]
+    lines += [f"    {tensors}; {forget}", f"    {x.step_code}", "    print(rows, peak() - before, 'MiB')"]
+    return Finding("fail", grows, "\n".join(lines))

@@ -1,0 +1,23 @@
+"""Print the peak memory of one forward and backward, in bytes above the inputs, in the process that this file starts.
+
+`python -m conformance.one_peak PART NAME ROWS`
+"""
+
+from __future__ import annotations
+
+import sys
+
+from conformance.adapter import DEVICE, quietly
+from conformance.parts import PARTS
+from conformance.peak_memory import peak_bytes
+
+
+def main(part: str, name: str, rows: str) -> None:
+    """Print this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
+    step = PARTS[part].step(name, int(rows))
+    quietly(step)
+    print(peak_bytes(lambda: quietly(step), DEVICE))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,419 @@
+"""Training steps over several ranks, each with a mistake that was published, written anew from its description."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter
+from conformance.layout_adapters import Both, TorchLoss, accumulated, pipelined, torch_step, wrapped
+from seqpar.distributed.collectives import (
+    copy_to_group,
+    group_gather,
+    group_max,
+    group_sum,
+    rank_in,
+    sum_from_group,
+    world_size,
+)
+
+HEAD = "head.weight"
+
+
+def counted(work):
+    """The targets of each micro-batch that count."""
+    return [(target != work.ignore_index).sum() for _, target in work.micro_batches]
+
+
+def stepped(work, both, factor):
+    """Add up the gradients of every micro-batch's sum times `factor(number)`; the step's mean loss as it should be."""
+    group, total = work.token_group, torch.zeros((), dtype=torch.float64)
+    for number, batch in enumerate(work.micro_batches):
+        loss = both(*batch)
+        (loss * factor(number) * work.loss_scale).backward()
+        total += loss.detach()
+    return group_sum(total, group) / group_sum(sum(counted(work)), group).clamp(min=1)
+
+
+def both_of(work):
+    return Both(work.model, TorchLoss(work.model.head, work))
+
+
+def mean_of_ranks_means(work):
+    own = sum(counted(work)).clamp(min=1)
+    return stepped(work, wrapped(both_of(work), work), lambda number: 1 / own)
+
+
+def mean_of_micro_batches_means(work):
+    each = counted(work)
+    return stepped(work, wrapped(both_of(work), work), lambda n: 1 / (each[n].clamp(min=1) * len(each)))
+
+
+def called_unwrapped(work):
+    both = wrapped(both_of(work), work)
+    count = group_sum(sum(counted(work)), work.token_group)
+    return stepped(work, both.module, lambda number: world_size(work.token_group) / count)
+
+
+def averaged_once_more(work):
+    count = group_sum(sum(counted(work)), work.token_group)
+    return stepped(work, wrapped(both_of(work), work), lambda number: 1 / count)
+
+
+def never_divided(work):
+    return stepped(work, wrapped(both_of(work), work), lambda number: 1)
+
+
+def mean_of_sums(work):
+    return stepped(work, wrapped(both_of(work), work), lambda number: 1 / len(work.micro_batches))
+
+
+def only_data_ranks_reduced(work):
+    """DDP over the data ranks alone, of which a split sequence has one."""
+    count = group_sum(sum(counted(work)), work.sequence_group)
+    return stepped(work, both_of(work), lambda number: world_size(work.sequence_group) / count)
+
+
+def scaled_by_sequence_ranks_twice(work):
+    count = group_sum(sum(counted(work)), work.token_group)
+    return stepped(work, wrapped(both_of(work), work), lambda number: world_size(work.token_group) ** 2 / count)
+
+
+def skips_a_rank_without_tokens(work):
+    if not sum(counted(work)):
+        return None
+    return torch_step(work)
+
+
+def nothing(work):
+    torch_step(work)
+
+
+def not_a_number(work):
+    return stepped(work, wrapped(both_of(work), work), lambda number: float("nan"))
+
+
+def raises_on_one_rank(work):
+    if rank_in(work.token_group) == 1:
+        raise KeyError("nobody")
+
+
+def head_gathered_as_if_replicated(work):
+    """FSDP2's sharded head, gathered outside the forward that would reduce its gradient."""
+    mesh = DeviceMesh.from_group(work.token_group, "cpu")
+    fully_shard(work.model.head, mesh=mesh)
+    count = group_sum(sum(counted(work)), work.token_group)
+    tokens, target = work.micro_batches[0]
+    weight = work.model.head.weight.full_tensor()
+    loss = F.cross_entropy(F.linear(work.model(tokens), weight).flatten(0, 1), target.flatten(), reduction="sum")
+    (loss / count).backward()
+    for name, parameter in work.model.named_parameters():
+        if name != HEAD:
+            parameter.grad = group_sum(parameter.grad, work.token_group)
+    return group_sum(loss.detach(), work.token_group) / count
+
+
+class Untied(nn.Module):
+    """A generator that has a copy of the embedding's weight."""
+
+    def __init__(self, head, work):
+        super().__init__()
+        self.loss, self.head = TorchLoss(head, work), head
+
+    def forward(self, hidden, target):
+        logits = F.linear(hidden, self.head.weight.detach().clone()).flatten(0, -2)
+        return F.cross_entropy(logits, target.flatten(), reduction="sum")
+
+
+def tie_missed(work):
+    loss = Untied if work.model.head.weight is getattr(work.model.embed, "weight", None) else TorchLoss
+    return accumulated(work, wrapped(Both(work.model, loss(work.model.head, work)), work))
+
+
+def shifted_again(work):
+    """Targets that are the next tokens already, shifted once more within a rank's time steps."""
+    shifted = [(tokens, F.pad(t[:, 1:], (0, 1), value=work.ignore_index)) for tokens, t in work.micro_batches]
+    work.micro_batches[:] = shifted
+    return torch_step(work)
+
+
+def never_divided_in_the_pipeline(work):
+    """The schedule runs backward from the sum; only the number that is reported is divided."""
+    count = sum(counted(work))
+    loss = TorchLoss(work.model.head, work)
+    reported = pipelined(work, lambda hidden, target: loss(hidden, target) * count)
+    return None if reported is None else reported / count
+
+
+def divided_by_micro_batches_too(work):
+    loss = TorchLoss(work.model.head, work)
+    reported = pipelined(work, lambda hidden, target: loss(hidden, target) / len(work.micro_batches))
+    return None if reported is None else reported * len(work.micro_batches)
+
+
+def no_gradient_sum(tensor, group):
+    """The sum over the ranks as `torch.distributed.all_reduce` has it, of which autograd knows nothing."""
+    return tensor + (group_sum(tensor.detach(), group) - tensor.detach())
+
+
+class VocabLoss(nn.Module):
+    """A cross-entropy over a split vocabulary, right unless told otherwise."""
+
+    def __init__(self, work, **mistakes):
+        super().__init__()
+        self.head, self.work, self.mistakes = work.model.head, work, mistakes
+
+    def forward(self, hidden, target):
+        work, wrong = self.work, self.mistakes
+        group, start, weight = work.vocab_group, work.start, self.head.weight
+        hidden = hidden if "hidden" in wrong else copy_to_group(hidden, group)
+        if "even start" in wrong:
+            start = rank_in(group) * len(weight)
+        if "gathered" in wrong:
+            parts = group_gather(weight.detach(), group)
+            parts[rank_in(group)] = weight
+            weight, start = torch.cat(parts), rank_in(group) * work.vocab_size
+        logits, target = F.linear(hidden, weight).flatten(0, -2), target.flatten()
+        kept = target != work.ignore_index
+        logits, target = logits[kept], target[kept] - start
+        vocab_size = work.vocab_size
+        if "padded" in wrong:
+            most = -(-vocab_size // world_size(group))
+            logits = F.pad(logits, (0, most - logits.size(1)))
+        here = (target >= 0) & (target < logits.size(1))
+        highest = group_max(logits.detach().amax(-1), group)
+        total = sum_from_group((logits - highest.unsqueeze(-1)).exp().sum(-1), group)
+        if "own softmax" in wrong:
+            total = (logits - highest.unsqueeze(-1)).exp().sum(-1)
+        lse = highest + total.log()
+        if "identity" in wrong:  # log-softmax hands its gradient on as it is
+            lse = lse.detach()
+        index = target.where(here, 0).unsqueeze(1)
+        if "picked" in wrong:
+            log_probs = logits - lse.unsqueeze(1)
+            return -no_gradient_sum(log_probs.gather(1, index).squeeze(1) * here, group).sum()
+        picked = logits.gather(1, index).squeeze(1) * here
+        nll = (lse - (picked if "own target" in wrong else sum_from_group(picked, group))).sum()
+        if not work.label_smoothing or "unsmoothed" in wrong:
+            return nll
+        eps, mean = work.label_smoothing, sum_from_group(logits.sum(-1), group) / vocab_size
+        if "local smoothing" in wrong:
+            mean = logits.mean(-1)
+        return (1 - eps) * nll - eps * (mean - lse).sum()
+
+
+def vocabulary(*mistakes):
+    def step(work):
+        return accumulated(work, wrapped(Both(work.model, VocabLoss(work, **dict.fromkeys(mistakes))), work))
+
+    return step
+
+
+def last_micro_batch_only(work):
+    """Gradients are set to zero before every micro-batch."""
+    both, count = wrapped(both_of(work), work), group_sum(sum(counted(work)), work.token_group)
+
+    def factor(number):
+        both.zero_grad()
+        return world_size(work.token_group) / count
+
+    return stepped(work, both, factor)
+
+
+def rows(work):
+    """The number of all ranks' targets, ignored ones too."""
+    return sum(target.numel() for _, target in work.micro_batches) * world_size(work.token_group)
+
+
+def factor_of(wrong):
+    """A step that is right but for this factor, given the work and the number of the step's tokens."""
+
+    def step(work):
+        count = group_sum(sum(counted(work)), work.token_group)
+        right = world_size(work.token_group) / float(count)
+        return stepped(work, wrapped(both_of(work), work), lambda number: right * wrong(work, count))
+
+    return step
+
+
+def head_reduced_twice(work):
+    loss = torch_step(work)
+    work.model.head.weight.grad = group_sum(work.model.head.weight.grad, work.token_group)
+    return loss
+
+
+MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues"
+LAYOUT_MISTAKES = {
+    "speculators_942": (
+        mean_of_ranks_means,
+        "data parallel: unequal tokens",
+        "mean of means: each rank divides by its own tokens",
+        "https://github.com/vllm-project/speculators/pull/942",
+    ),
+    "ms_swift_10165": (
+        mean_of_micro_batches_means,
+        "accumulation: unequal tokens",
+        "mean of means: each micro-batch is divided by its own tokens",
+        "https://github.com/modelscope/ms-swift/pull/10165",
+    ),
+    "trl_7245": (
+        called_unwrapped,
+        "data parallel: unequal tokens",
+        "not reduced over ranks",
+        "https://github.com/huggingface/trl/issues/7245",
+    ),
+    "verl_speco_29": (
+        averaged_once_more,
+        "FSDP2: unequal tokens",
+        "divided by ranks twice",
+        "https://github.com/verl-project/verl-SpeCo/pull/29",
+    ),
+    "miles_3231": (
+        never_divided,
+        "FSDP2: unequal tokens",
+        "not divided by the tokens",
+        "https://github.com/radixark/miles/pull/3231",
+    ),
+    "skyrl_1504": (
+        mean_of_sums,
+        "accumulation: unequal tokens",
+        "not divided by the tokens",
+        "https://github.com/NovaSky-AI/SkyRL/issues/1504",
+    ),
+    "veomni_1115": (
+        only_data_ranks_reduced,
+        "split sequence: unequal tokens",
+        "not reduced over ranks",
+        "https://github.com/ByteDance-Seed/VeOmni/pull/1115",
+    ),
+    "skyrl_1420": (
+        averaged_once_more,
+        "split sequence: unequal tokens",
+        "divided by ranks twice",
+        "https://github.com/NovaSky-AI/SkyRL/pull/1420",
+    ),
+    "skyrl_1751": (
+        scaled_by_sequence_ranks_twice,
+        "split sequence: unequal tokens",
+        "multiplied by the number of ranks once too often",
+        "https://github.com/NovaSky-AI/SkyRL/pull/1751",
+    ),
+    "automodel_2468": (
+        skips_a_rank_without_tokens,
+        "data parallel: a rank without tokens",
+        "it hangs",
+        "https://github.com/NVIDIA-NeMo/Automodel/pull/2468",
+    ),
+    "automodel_3414": (
+        head_gathered_as_if_replicated,
+        "FSDP2: unequal tokens",
+        "not reduced over ranks: each rank's rows of head.weight",
+        "https://github.com/NVIDIA-NeMo/Automodel/pull/3414",
+    ),
+    "megatron_656": (
+        tie_missed,
+        "data parallel: tied weights",
+        "a missed tie",
+        f"{MEGATRON}/656",
+    ),
+    "ms_swift_10185": (
+        shifted_again,
+        "split sequence: unequal tokens",
+        "targets shifted twice",
+        "https://github.com/modelscope/ms-swift/pull/10185",
+    ),
+    "torchtitan_2972": (
+        never_divided_in_the_pipeline,
+        "pipeline: unequal tokens",
+        "not divided by the tokens",
+        "https://github.com/pytorch/torchtitan/issues/2972",
+    ),
+    "torchtitan_1733": (
+        divided_by_micro_batches_too,
+        "pipeline: unequal tokens",
+        "divided by the number of micro-batches as well as by the tokens",
+        "https://github.com/pytorch/torchtitan/issues/1733",
+    ),
+    "megatron_7452": (
+        vocabulary("gathered"),
+        "split vocabulary: unequal tokens",
+        "off by log(ranks)",
+        f"{MEGATRON}/7452",
+    ),
+    "megatron_737": (
+        vocabulary("local smoothing"),
+        "split vocabulary: label smoothing",
+        "smoothing spread over the local classes",
+        f"{MEGATRON}/737",
+    ),
+    "ms_swift_9947": (
+        vocabulary("picked"),
+        "split vocabulary: unequal tokens",
+        "gradient of one rank's classes missing: a token reaches only the classes of the rank that has its target",
+        "https://github.com/modelscope/ms-swift/pull/9947",
+    ),
+    "ml_cross_entropy_42": (
+        vocabulary("hidden"),
+        "split vocabulary: unequal tokens",
+        "gradient of one rank's classes missing: the hidden gradient is not summed over the vocabulary's ranks",
+        "https://github.com/apple/ml-cross-entropy/pull/42",
+    ),
+    "megatron_1754": (
+        vocabulary("padded"),
+        "split vocabulary: odd vocabulary",
+        "padded classes are counted in the softmax",
+        f"{MEGATRON}/1754",
+    ),
+    "pytorch_190746": (
+        vocabulary("identity"),
+        "split vocabulary: unequal tokens",
+        "the softmax has no gradient",
+        "https://github.com/pytorch/pytorch/issues/190746",
+    ),
+}
+"""Name: the step, the check that catches it, the cause that it names, and where the mistake was published."""
+OTHER_MISTAKES = {
+    "last_only": (last_micro_batch_only, "accumulation: unequal tokens", "only the gradient of the last micro-batch"),
+    "all_rows": (
+        factor_of(lambda w, n: n / rows(w)),
+        "data parallel: unequal tokens",
+        "divided by all rows, including padding",
+    ),
+    "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "FSDP2: loss scale", "the loss scale is applied twice"),
+    "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "data parallel: loss scale", "the loss scale is missing"),
+    "silent": (
+        factor_of(lambda w, n: rank_in(w.token_group) != 1),
+        "data parallel: tied weights",
+        "rank 1 contributes",
+    ),
+    "two_silent": (
+        factor_of(lambda w, n: rank_in(w.token_group) < 2),
+        "data parallel: unequal tokens",
+        "4 ranks: ranks 2 and 3 contribute nothing",
+    ),
+    "uphill": (factor_of(lambda w, n: -1), "FSDP2: unequal tokens", "the wrong sign: all gradients are -1 times"),
+    "head_twice": (
+        head_reduced_twice,
+        "data parallel: unequal tokens",
+        "multiples of the right ones: embed.weight 1, ",
+    ),
+    "own_softmax": (
+        vocabulary("own softmax"),
+        "split vocabulary: unequal tokens",
+        "the softmax is over one rank's classes",
+    ),
+    "own_target": (vocabulary("own target"), "split vocabulary: unequal tokens", "the target's logit counts only on"),
+    "unsmoothed": (vocabulary("unsmoothed"), "data x vocabulary: label smoothing", "label smoothing is left out"),
+    "even_start": (vocabulary("even start"), "split vocabulary: odd vocabulary", "uneven parts"),
+}
+"""Mistakes without a source, for the causes that no published one has."""
+for name, (step, *_) in (LAYOUT_MISTAKES | OTHER_MISTAKES).items():
+    globals()[name] = LayoutAdapter(name, step)
+for name, step, offers in (
+    ("raises_on_rank_1", raises_on_one_rank, EVERY_LAYOUT),
+    ("returns_nothing", nothing, EVERY_LAYOUT),
+    ("not_a_number", not_a_number, EVERY_LAYOUT),
+    ("right", vocabulary(), {"split vocabulary", "data x vocabulary", "float64", "smoothing"}),
+):
+    globals()[name] = LayoutAdapter(name, step, offers)

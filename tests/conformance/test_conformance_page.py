@@ -1,0 +1,128 @@
+"""The page of verdicts is what its data give, and the data are whole."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance import Case, Finding, Options, ScoreOptions, page
+from conformance.__main__ import main
+from conformance.checks import measured_inputs
+from conformance.inputs import Inputs
+from conformance.memory import TIMES, Growth
+from conformance.parts import PARTS
+from conformance.score_inputs import ScoreInputs
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+
+
+def data(part):
+    return page.read(PAGE.with_name(f"conformance-{part}.json"))
+
+
+def test_the_page_is_what_its_data_give():
+    assert page.fill(PAGE) == PAGE.read_text()
+    assert re.findall(r"<!-- (\w+): made by page -->", PAGE.read_text()) == [*PARTS]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_data_have_every_check_of_every_implementation_that_is_not_left_out(name):
+    part, found = PARTS[name], data(name)
+    left_out = {"cce"} if name == "scores" else set()  # it recompiles for each shape on a CPU
+    assert {*found} == {*part.known} - left_out
+    for of in found.values():
+        assert {*of} == {check.name for check in part.checks}, "a check was added or renamed: run the page's command"
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_failure_in_the_data_has_a_figure_and_five_lines_that_compile(name):
+    failed = [(check, f) for of in data(name).values() for check, f in of.items() if f.verdict == "fail"]
+    assert failed
+    for check, finding in failed:
+        assert finding.figure, check
+        assert 1 < len(finding.reproduction.splitlines()) <= 5, check
+        compile(finding.reproduction, check, "exec")
+
+
+def reproductions(part):
+    """Of every failure that shows one, by check and implementation."""
+    failed = {(check, n): f for n, of in data(part).items() for check, f in of.items() if f.verdict == "fail"}
+    return {where: finding.reproduction for where, finding in failed.items() if finding.reproduction}
+
+
+@pytest.mark.parametrize(("part", "problem"), [("losses", Inputs), ("scores", ScoreInputs)])
+def test_the_tensors_and_options_of_a_reproduction_are_those_of_the_checks(part, problem):
+    shown = [(problem(PARTS[part].known[name]), text) for (_, name), text in reproductions(part).items()]
+    assert any(made.code in text and made.call in text for made, text in shown)
+
+
+def test_options_that_are_not_given_ask_for_the_plain_loss_and_the_log_probability_alone():
+    plain = Options(
+        ignore_index=-100, label_smoothing=0.0, softcap=None, reduction="sum", chunk_rows=None, dtype=torch.float32
+    )
+    assert (Options(), Options().variables) == (plain, {})
+    log_prob_alone = ScoreOptions(
+        ignore_index=-100, temperature=1.0, softcap=None, entropy=False, top_k=None, ids=None, chunk_size=None,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert (ScoreOptions(), ScoreOptions().variables) == (log_prob_alone, {"temperature": 1.0, "ids": None})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page was measured without a GPU, where calls differ")
+def test_the_reproduction_of_a_peak_is_its_measurement():
+    shown = {name: text for (check, name), text in reproductions("losses").items() if check == "memory by rows"}
+    for name, text in shown.items():
+        problem = measured_inputs(PARTS["losses"].known[name], Growth.ROWS)
+        assert f"for rows in ({Growth.ROWS}, {Growth.ROWS}, {TIMES * Growth.ROWS}):" in text
+        assert problem.code.replace(str(Growth.ROWS), "rows") in text
+        assert problem.call in text
+    assert shown
+
+
+def test_the_right_loss_of_a_layout_is_that_of_its_reproduction():
+    checked = 0
+    for of in data("layouts").values():
+        for finding in of.values():
+            for right in re.findall(r"\(([\d.]+) is right\)", finding.figure):
+                (case,) = re.findall(r"^case = (Case\(.*\))$", finding.reproduction, flags=re.MULTILINE)
+                assert f"{eval(case, {'Case': Case}).right().loss:.4g}" == right, case
+                checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize(
+    ("check", "finding", "mark"),
+    [
+        ("float32", Finding("pass", "bias 1e-7"), "✓"),
+        ("float32", Finding("fail", "bias gradient off by 0.3"), "**✗ silent**"),
+        ("float32", Finding("fail", "KeyError: 3", is_raised=True), "✗"),
+        ("memory by rows", Finding("fail", "9 to 90 MiB"), "✗"),
+        ("float32", Finding("not offered"), "-"),
+        ("float32", Finding("not measured", "not installed"), "?"),
+    ],
+)
+def test_a_cell_tells_a_wrong_number_from_an_error_and_from_a_cost(check, finding, mark):
+    rows = page.table(PARTS["losses"], {"mine": {check: finding}}).splitlines()
+    assert f"| {check} | {mark} |" in rows
+    assert all(row.endswith("| ? |") for row in rows[2:] if not row.startswith(f"| {check} |"))
+
+
+def test_the_command_makes_the_tables_of_a_page_from_the_files_beside_it(tmp_path):
+    mine = tmp_path / "conformance.md"
+    text = PAGE.read_text()
+    mine.write_text(text.replace("| **✗ silent**", "| ✓"))
+    for name in PARTS:
+        mine.with_name(f"conformance-{name}.json").write_bytes(PAGE.with_name(f"conformance-{name}.json").read_bytes())
+    main(["page", str(mine)])
+    assert mine.read_text() == text
+
+
+def test_a_page_without_a_table_or_without_its_data_is_refused(tmp_path):
+    mine = tmp_path / "mine.md"
+    mine.write_text("no table")
+    with pytest.raises(SystemExit, match=r"^conformance: .*mine.md has no table to make: none is between <!-- losses:"):
+        main(["page", str(mine)])
+    mine.write_text("<!-- losses: made by page -->\n\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match=r"^conformance: .*No such file.*mine-losses.json"):
+        main(["page", str(mine)])
