@@ -151,7 +151,7 @@ def _opened(gate: Tensor) -> Tensor:
 def _in_short(grad: Tensor) -> Tensor:
     """Return one number for each row of a gradient, linear in it: several gradients of a projection are much memory.
 
-        (V, D) -> (V,):  sum_d grad_vd r_d,  with r of length 1 and no two entries alike
+    (V, D) -> (V,):  sum_d grad_vd r_d,  with r of length 1 and no two entries alike
     """
     if grad.dim() < 2 or grad.is_sparse or not grad.numel():
         return grad
