@@ -157,7 +157,8 @@ def _in_short(grad: Tensor) -> Tensor:
         return grad
     rows = grad.flatten(1)
     r = torch.arange(1, rows.size(1) + 1, dtype=torch.float32, device=rows.device).cos()
-    return rows @ (r / r.norm()).to(rows)
+    short: Tensor = rows @ (r / r.norm()).to(rows)
+    return short
 
 
 def _written(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tuple[int, int]]:
