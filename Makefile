@@ -98,7 +98,7 @@ TRAINERS := axolotl ms_swift nemo_automodel prime_rl torchtitan xtuner kernels r
 
 test-trainers: .trainers/made  ## run the loss in the trainers of other projects, from their wheels, on the CPU, and what a release hands to kernels and conda (about 3 minutes on 2 cores)
 	@$(BIN)/python -m pip list --path .trainers 2>/dev/null | grep -E 'axolotl|swift|nemo|torchtitan|kernels|rattler'
-	@PYTHONPATH=.trainers $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar/integrations tests/test_release.py -k '$(subst $() $(), or ,$(patsubst %,test_%_itself,$(TRAINERS)))'
+	@PYTHONPATH=.trainers $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar/integrations tests/seqpar/distributed/test_spmd_types.py tests/test_release.py -k 'test_spmd_types or $(subst $() $(), or ,$(patsubst %,test_%_itself,$(TRAINERS)))'
 
 COUNT ?= 300
 SEED ?= 0

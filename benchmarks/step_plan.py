@@ -1,4 +1,4 @@
-"""Hold `seqpar.step_plan` against published trainings and against steps of this machine, and draw what it says.
+"""Hold `planning.step_plan` against published trainings and against steps of this machine, and draw what it says.
 
     python -m benchmarks.step_plan --published                      # the table in docs/scaling.md, no measurement
     python -m benchmarks.step_plan --ranks 2 4 --rounds 9           # real steps over gloo on this machine
@@ -35,9 +35,9 @@ from benchmarks.loss.plots import use_style
 from benchmarks.loss.results import hardware
 from models import DecoderOnlyConfig, make_decoder_only
 from models.sharding import split_weights
-from seqpar.links import LINKS, Link
+from planning.links import LINKS, Link
+from planning.step_plan import Layout, Training, rate_of, step_plan
 from seqpar.markdown_table import markdown_table
-from seqpar.step_plan import Layout, Training, rate_of, step_plan
 from seqpar.testing.ranks import ranks
 
 # Published trainings

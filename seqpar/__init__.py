@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
     pytest imports `seqpar.testing.plugin` in every run of an environment that has seqpar installed, and with it this
     package; torch takes more than a second to import.
     """
-    if name in ("testing", "integrations", "memory_plan", "step_plan", "objectives"):
+    if name in ("testing", "integrations", "memory_plan", "objectives"):
         return import_module(f"{__name__}.{name}")
     if name == "__all__" or not name.startswith("_"):
         names = import_module(f"{__name__}.names")

@@ -93,6 +93,7 @@ def test_the_source_distribution_holds_what_a_checkout_does(built):
         "examples",
         "benchmarks",
         "conformance",
+        "planning",
         "deploy",
         "docs",
         "release",

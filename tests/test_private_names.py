@@ -89,7 +89,7 @@ LIBRARIES = {
 def sources():
     return {
         str(path.relative_to(ROOT)): ast.parse(path.read_text())
-        for folder in ("seqpar", "models", "recipes", "conformance")
+        for folder in ("seqpar", "models", "recipes", "conformance", "planning")
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
 

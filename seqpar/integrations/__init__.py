@@ -27,7 +27,6 @@
 | `xtuner` | `SeqparCrossEntropyConfig` for xtuner's v1 engine |
 | `say_once` | the line in their logs |
 | `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
-| `spmd_types` | the types of the collectives and losses, for the checker of `spmd_types`: `apply_spmd_types` |
 | `fairseq` | a criterion for fairseq's trainer |
 | `opennmt` | the trainers of OpenNMT-py 3 and Eole: `apply_seqpar_loss` |
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step_plan as benchmark
-from seqpar.step_plan import step_plan
+from planning.step_plan import step_plan
 from seqpar.testing.ranks import ranks
 
 ROOT = Path(__file__).parent.parent.parent

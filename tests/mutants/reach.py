@@ -22,7 +22,7 @@ import pytest
 from seqpar.testing.ranks import Pool
 
 ROOT = Path(__file__).parents[2]
-WINGS = ("seqpar", "models", "recipes", "conformance")
+WINGS = ("seqpar", "models", "recipes", "conformance", "planning")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

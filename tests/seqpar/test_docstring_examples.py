@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
 
@@ -19,7 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "api" / "integrations.md"
 SHOWN = re.findall(r"automodule:: (\S+)\n +:members:(.*)", PAGE.read_text())
 """The modules of the page, and the names that it shows of each."""
 NAMES = [f"{p}.{n}" for p in ("seqpar", "seqpar.objectives", "seqpar.testing") for n in import_module(p).__all__]
-MODULES = [import_module(f"seqpar.{m}") for m in ("memory_plan", "step_plan", "testing.ranks", "testing.strategies")]
+MODULES = [import_module(f"seqpar.{m}") for m in ("memory_plan", "testing.ranks", "testing.strategies")]
+MODULES.append(import_module("planning.step_plan"))
 NO_EXAMPLE = {"main", "close_all"}
 """A command, which the pages show, and what a process calls at its end."""
 NAMES += [
@@ -30,7 +29,6 @@ NAMES += [
     if member.__module__ == module.__name__ and not name.startswith("_") and name not in NO_EXAMPLE
 ]
 INTEGRATIONS = [f"{module}.{name}" for module, names in SHOWN for name in names.strip().split(", ")]
-INTEGRATIONS += ["seqpar.integrations.spmd_types.apply_spmd_types"]  # not on the page, made without its package
 ASSUMED = {"torch": torch, "nn": nn, "F": F, "seqpar": seqpar}
 """What the pages in docs/api say that the examples assume."""
 GIVEN = {
@@ -43,7 +41,6 @@ GIVEN = {
     "seqpar.integrations.accumulate.accumulate_step": "no_accelerator",
     "seqpar.integrations.fairseq.ChunkedCrossEntropy": "fairseq_model",
     "seqpar.integrations.opennmt.apply_seqpar_loss": "opennmt_trainer",
-    "seqpar.integrations.spmd_types.apply_spmd_types": "fake_mesh",
 }
 """The fixtures of examples that begin inside another project's training."""
 
@@ -128,15 +125,6 @@ def opennmt_trainer():
     from tests.seqpar.integrations.test_opennmt import Trainer, batch_of
 
     return {"trainer": Trainer(), "batch": batch_of(0)}
-
-
-@pytest.fixture
-def fake_mesh():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield {"mesh": init_device_mesh("cpu", (8,), mesh_dim_names=("data",))}
-    dist.destroy_process_group()
 
 
 def failures(docstring, name, given):

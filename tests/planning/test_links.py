@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.links import LINKS, Collective, Link, parse_link, seconds_of
+from planning.links import LINKS, Collective, Link, parse_link, seconds_of
 
 FREE = Link.of(0, 1e30)
 """A link that takes no time."""

@@ -1,13 +1,13 @@
 """Calculate the seconds of a training step in each layout, on one device or on thousands, before anything runs.
 
-    python -m seqpar.step_plan --parameters 8.03e9 --layers 32 --d 4096 --vocab 128256 --length 8192 --local-batch 2 \\
+    python -m planning --parameters 8.03e9 --layers 32 --d 4096 --vocab 128256 --length 8192 --local-batch 2 \\
         --layout fsdp --tokens-per-second 5762 --measured-on 8 --devices 8 128 1024 4096
 
 The device's rate is measured, never assumed. A decoder is on R data x S vocabulary x Q pipeline ranks.
 
 (1) flops = 6 (parameters - embedding) + 12 layers d length, of a token, forward and backward; the projection's are
     6 V d. An embedding is looked up and not multiplied; a tied one is the projection.
-(2) A collective takes start + hops + its bytes / bandwidth: `seqpar/links.py` has the equation and known links.
+(2) A collective takes start + hops + its bytes / bandwidth: `planning/links.py` has the equation and known links.
 (3) step = (micro_batches + (Q - 1) / interleave) (compute + exchange) + exposed,
     of the slowest stage, the last one, which has the projection (Narayanan et al. 2021, 2.2). A third of compute is
     forward.
@@ -31,19 +31,16 @@ messages, and the optimizer, which the measured rate contains. docs/scaling.md c
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
+from planning.links import LINKS, NCCL_START, Collective, Link, seconds_of
 from seqpar.core.checks import check_choice, check_integer, check_number, check_size
 from seqpar.core.chunks import rows_per_chunk
-from seqpar.links import LINKS, NCCL_START, Collective, Link, parse_link, seconds_of
 from seqpar.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "hsdp", "data-vocab", "vocab", "pipeline"]
@@ -82,7 +79,7 @@ class Training:
     """A model, its batch, and the machines. `HELP` says what each field is.
 
     Example:
-        >>> from seqpar.step_plan import Training
+        >>> from planning.step_plan import Training
         >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
         >>> round(training.flops / 1e9, 2)
         57.91
@@ -160,7 +157,7 @@ class StepPlan:
     """A training step in one layout, on the slowest of its devices; times are in seconds.
 
     Example:
-        >>> from seqpar.step_plan import Training, step_plan
+        >>> from planning.step_plan import Training, step_plan
         >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
         >>> plan = step_plan(training, 335e12, 4096, "hsdp")
         >>> plan.ranks, round(plan.exposed, 3), round(plan.efficiency, 3)
@@ -200,7 +197,7 @@ def reduce_exposed(backward: Sequence[float], transfers: Sequence[float]) -> flo
     """Return what outlasts the backward, where each unit's transfer queues up at the end of its backward: (5).
 
     Example:
-        >>> from seqpar.step_plan import reduce_exposed
+        >>> from planning.step_plan import reduce_exposed
         >>> reduce_exposed([1.0, 1.0], [0.5, 0.5])
         0.5
     """
@@ -215,7 +212,7 @@ def gather_exposed(compute: Sequence[float], gathers: Sequence[float], reduces: 
     """Return what can be seen where a unit hides the next one's gather and the previous one's reduce: (6).
 
     Example:
-        >>> from seqpar.step_plan import gather_exposed
+        >>> from planning.step_plan import gather_exposed
         >>> gather_exposed([1.0, 1.0], [0.5, 0.5], [0.25, 0.25])
         0.75
     """
@@ -303,7 +300,7 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
         ValueError: a count below 1, or one that does not divide; an unknown layout; a rate that is not above 0.
 
     Example:
-        >>> from seqpar.step_plan import Training, step_plan
+        >>> from planning.step_plan import Training, step_plan
         >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
         >>> round(step_plan(training, 335e12, 4096, "hsdp").seconds, 3)
         2.867
@@ -365,7 +362,7 @@ def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layo
         ValueError: communication alone takes longer than what was measured; and as `step_plan`.
 
     Example:
-        >>> from seqpar.step_plan import Training, rate_of
+        >>> from planning.step_plan import Training, rate_of
         >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
         >>> round(rate_of(training, 5762, devices=8, layout="fsdp") / 1e12)
         336
@@ -399,7 +396,7 @@ def table(plans: Sequence[StepPlan]) -> str:
     """Return a Markdown table: a row per plan, in seconds of a step.
 
     Example:
-        >>> from seqpar.step_plan import Training, step_plan, table
+        >>> from planning.step_plan import Training, step_plan, table
         >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
         >>> print(table([step_plan(training, 335e12, 4096, "hsdp")]))
         | layout | devices | R x S x Q | micro-batches | ...
@@ -419,7 +416,7 @@ def advice(plans: Sequence[StepPlan], memory: float) -> str:
     """Return a line that names the simplest layout within 5 % of the quickest, of those whose state fits (GiB).
 
     Example:
-        >>> from seqpar.step_plan import Training, advice, step_plan
+        >>> from planning.step_plan import Training, advice, step_plan
         >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
         >>> advice([step_plan(training, 335e12, 4096, "hsdp")], memory=80)
         'Choose hsdp on 4096 devices: 2.867 s a step, ...'
@@ -438,89 +435,3 @@ def advice(plans: Sequence[StepPlan], memory: float) -> str:
         f"Choose {best.layout} on {best.devices} devices: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} "
         f"tokens/s per device, {best.efficiency:.1%} of one device alone; projection and loss are {best.projection:.1%}"
     )
-
-
-def _count(text: str) -> int:
-    """Return a whole number, which may be written as 8.03e9."""
-    try:
-        if (number := float(text)).is_integer():
-            return int(number)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m seqpar.step_plan", description="Seconds of a training step.")
-    kinds: dict[str, Callable[[str], object]] = {"int": _count, "float": float, "str": str, "Link": parse_link}
-    for each in fields(Training):
-        name = f"--{each.name.replace('_', '-')}"
-        if each.type == "bool":
-            parser.add_argument(name, action="store_true", help=HELP[each.name])
-            continue
-        kind = kinds[str(each.type).removesuffix(" | None")]
-        required = each.default is MISSING
-        parser.add_argument(name, type=kind, default=each.default, required=required, help=HELP[each.name])
-    rate = parser.add_mutually_exclusive_group(required=True)
-    rate.add_argument("--tokens-per-second", type=float, help="measured, per device")
-    rate.add_argument("--flops-per-second", type=float, help="measured, per device, counted as in (1)")
-    parser.add_argument(
-        "--measured-on", type=_count, default=1, help="devices of that measurement, in the layout given"
-    )
-    parser.add_argument("--devices", type=_count, nargs="+", required=True, help="one or several numbers of devices")
-    parser.add_argument("--layout", help=f"{', '.join(get_args(Layout))}; default: all that are possible")
-    parser.add_argument("--memory", type=float, default=80.0, help="GiB of a device")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table and the advice."""
-    options = _parser().parse_args(arguments)
-    try:
-        training = Training(**{each.name: getattr(options, each.name) for each in fields(Training)})
-        _print(training, options)
-    except ValueError as error:
-        sys.exit(f"step_plan: {error}")
-
-
-def _rate(training: Training, options: argparse.Namespace) -> float:
-    """Return the rate that was measured, having checked the numbers of the command."""
-    for devices in [*options.devices, options.measured_on]:
-        check_integer(devices, "devices", 1, wrong_kind=ValueError)
-    check_number(options.memory, "memory", above=0)
-    measured = options.tokens_per_second
-    if measured is None:
-        check_number(options.flops_per_second, "flops_per_second", above=0)
-        measured = options.flops_per_second / training.flops
-    if options.measured_on > 1 and options.layout is None:
-        raise ValueError(
-            f"measured_on is {options.measured_on}, but no layout is given; name the one it was measured in"
-        )
-    return rate_of(training, measured, options.measured_on, options.layout or "ddp")
-
-
-def _print(training: Training, options: argparse.Namespace) -> None:
-    rate = _rate(training, options)
-    layouts = [options.layout]
-    if layouts == [None]:
-        layouts = [each for each in get_args(Layout) if each != "pipeline" or training.stages > 1]
-    plans = []
-    impossible = []
-    for layout, devices in product(layouts, options.devices):
-        try:
-            plans.append(step_plan(training, rate, devices, layout))
-        except ValueError as error:
-            impossible.append(f"{layout} on {devices} devices: {error}")
-    if not plans:
-        raise ValueError(impossible[0])
-    print(f"{training.flops / 1e9:,.2f} GFLOP a token, {rate / 1e12:,.4g} TFLOP/s of a device; seconds of a step\n")
-    print(table(plans))
-    for line in impossible:
-        print(f"\nNot possible: {line}")
-    for devices in options.devices:
-        if here := [plan for plan in plans if plan.devices == devices]:
-            print(f"\n{advice(here, options.memory)}")
-
-
-if __name__ == "__main__":
-    main()

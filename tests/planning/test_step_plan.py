@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqpar.links import LINKS, Link
-from seqpar.step_plan import (
+from planning.__main__ import main
+from planning.links import LINKS, Link
+from planning.step_plan import (
     Layout,
     StepPlan,
     Training,
     advice,
     gather_exposed,
-    main,
     rate_of,
     reduce_exposed,
     step_plan,
@@ -311,12 +311,12 @@ def test_operations_per_second_are_tokens_per_second_times_the_operations_of_a_t
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--devices", "0"], "step_plan: devices is 0; it must be a whole number of at least 1"),
-        (["--devices", "8", "--layout", "zero"], "step_plan: layout is 'zero'; it must be 'ddp', "),
-        (["--devices", "8", "--layers", "0"], "step_plan: layers is 0"),
-        (["--devices", "8", "--measured-on", "8"], "step_plan: measured_on is 8, but no layout is given"),
-        (["--devices", "8", "--tokens-per-second", "-3"], "step_plan: tokens_per_second is -3"),
-        (["--devices", "8", "--memory", "-3"], "step_plan: memory is -3"),
+        (["--devices", "0"], "planning: devices is 0; it must be a whole number of at least 1"),
+        (["--devices", "8", "--layout", "zero"], "planning: layout is 'zero'; it must be 'ddp', "),
+        (["--devices", "8", "--layers", "0"], "planning: layers is 0"),
+        (["--devices", "8", "--measured-on", "8"], "planning: measured_on is 8, but no layout is given"),
+        (["--devices", "8", "--tokens-per-second", "-3"], "planning: tokens_per_second is -3"),
+        (["--devices", "8", "--memory", "-3"], "planning: memory is -3"),
     ],
 )
 def test_the_command_refuses_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,7 +342,7 @@ def test_what_is_no_whole_number_is_said_to_be_none(word: str, capsys: pytest.Ca
 
 
 def test_operations_per_second_are_refused_by_their_own_name() -> None:
-    with pytest.raises(SystemExit, match=r"step_plan: flops_per_second is -3"):
+    with pytest.raises(SystemExit, match=r"planning: flops_per_second is -3"):
         main([*COMMAND[:-2], "--flops-per-second", "-3", "--devices", "8"])
 
 

@@ -49,18 +49,6 @@ def apply_spmd_types() -> None:
 
     A second call changes nothing. The inside of a loss is not checked: its node in autograd's graph has a type of its
     own, above.
-
-    Example:
-        >>> import spmd_types as spmd
-        >>> from spmd_types.checker import typecheck
-        >>> from seqpar.integrations.spmd_types import apply_spmd_types
-        >>> apply_spmd_types()
-        >>> group = mesh.get_group("data")  # of a DeviceMesh over a fake group
-        >>> with spmd.set_current_mesh(mesh), typecheck():
-        ...     weight = spmd.assert_type(torch.randn(50, 8, requires_grad=True), {group: spmd.I})
-        ...     found = spmd.get_axis_local_type(seqpar.copy_to_group(weight, group), group)
-        >>> found is spmd.R
-        True
     """
     nodes: dict[Any, Callable[..., Any]] = {
         collectives._CopyToGroup: _copied,

@@ -18,7 +18,7 @@ checker = pytest.importorskip("spmd_types.checker")
 from spmd_types import I, P, R, V  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from seqpar.integrations.spmd_types import apply_spmd_types  # noqa: E402
+from tests.seqpar.distributed.spmd_types_of_ours import apply_spmd_types  # noqa: E402
 
 pytestmark = pytest.mark.unswitched
 CLASSES = 8
