@@ -27,6 +27,5 @@
 | `xtuner` | `SeqparCrossEntropyConfig` for xtuner's v1 engine |
 | `say_once` | the line in their logs |
 | `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
-| `fairseq` | a criterion for fairseq's trainer |
 | `opennmt` | the trainers of OpenNMT-py 3 and Eole: `apply_seqpar_loss` |
 """

@@ -62,6 +62,7 @@ def test_there_is_an_example_for_each_way_to_use_it() -> None:
         "ddp",
         "distillation",
         "dpo",
+        "fairseq_criterion",
         "fsdp2",
         "grpo",
         "hf_fsdp2",

@@ -39,7 +39,6 @@ GIVEN = {
     "seqpar.integrations.trl.allow_head_adapter": "for_sft",
     "seqpar.integrations.trl_distillation.AppliedDistillation": "for_distillation",
     "seqpar.integrations.accumulate.accumulate_step": "no_accelerator",
-    "seqpar.integrations.fairseq.ChunkedCrossEntropy": "fairseq_model",
     "seqpar.integrations.opennmt.apply_seqpar_loss": "opennmt_trainer",
 }
 """The fixtures of examples that begin inside another project's training."""
@@ -111,13 +110,6 @@ def no_accelerator():
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     return {}
-
-
-@pytest.fixture
-def fairseq_model():
-    from tests.seqpar.integrations.test_fairseq import FairseqModel, sample_of
-
-    return {"model": FairseqModel(), "sample": sample_of(0)}
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ PACKAGES = [
     "axolotl",
     "deepspeed",
     "eole",
-    "fairseq",
     "nemo_automodel",
     "onmt",
     "prime_rl",
