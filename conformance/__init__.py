@@ -1,4 +1,4 @@
-"""Run the same checks on any implementation of linear + cross-entropy; a failure comes with five lines of code.
+"""Run the same checks on anybody's linear + cross-entropy; a failure comes with five lines of code.
 
     python -m conformance losses torch seqpar my_module:my_adapter
     python -m conformance scores torch seqpar my_module:my_score_adapter
@@ -9,18 +9,18 @@ scores of tokens (log-probability, entropy, top-k): `ScoreAdapter` and `SCORE_CH
 over several ranks: `LayoutAdapter` and `LAYOUT_CHECKS`. `run` runs any.
 """
 
-from conformance.adapter import EVERYTHING, Adapter, Options
-from conformance.adapters import KNOWN
-from conformance.checks import CHECKS
+from conformance.adapter import ALL_SCORES, EVERYTHING, Adapter, Options, ScoreAdapter
 from conformance.finding import Check, Finding
 from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter, Work
 from conformance.layout_cases import Case
 from conformance.layout_checks import LAYOUT_CHECKS, answers
 from conformance.layout_known import KNOWN_LAYOUTS
-from conformance.parts import adapter_of, layout_adapter_of, run, score_adapter_of
-from conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreOptions
-from conformance.score_adapters import KNOWN_SCORES
+from conformance.loss_checks import CHECKS
+from conformance.loss_peers import KNOWN
+from conformance.parts import adapter_of, run
+from conformance.plain import plain_loss, plain_scores
 from conformance.score_checks import SCORE_CHECKS
+from conformance.score_peers import KNOWN_SCORES
 
 __all__ = [
     "ALL_SCORES",
@@ -39,11 +39,10 @@ __all__ = [
     "LayoutAdapter",
     "Options",
     "ScoreAdapter",
-    "ScoreOptions",
     "Work",
     "adapter_of",
     "answers",
-    "layout_adapter_of",
+    "plain_loss",
+    "plain_scores",
     "run",
-    "score_adapter_of",
 ]

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from conformance import page, report
-from conformance.finding import Checked, Finding
-from conformance.parts import LAYOUTS, PARTS, Part, run
+from conformance.adapter import Implementation
+from conformance.finding import Finding
+from conformance.parts import PARTS, Part, run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,11 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path.write_text(page.fill(path))
             return
         part = PARTS[given.part]
-        adapters: dict[str, Checked] = {name: part.adapter_of(name) for name in given.names or part.known}
+        adapters: dict[str, Implementation] = {name: part.adapter_of(name) for name in given.names or part.known}
     except (ValueError, OSError) as error:
         sys.exit(f"conformance: {error}")
     # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
-    for adapter in sorted(adapters.values(), key=lambda adapter: "TRITON_INTERPRET" not in adapter.imports):
+    for adapter in sorted(adapters.values(), key=lambda adapter: adapter.package != "liger-kernel"):
         adapter.why_not()
     print(_report(part, adapters, given.json))
     missing = [f"{name} ({adapter.why_not()})" for name, adapter in adapters.items() if adapter.why_not()]
@@ -52,18 +52,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def _report(part: Part[Any], adapters: dict[str, Checked], path: Path | None) -> str:
+def _report(part: Part, adapters: dict[str, Implementation], path: Path | None) -> str:
     """Return the report of one part; with a path, the verdicts of all that the file has."""
     findings: dict[str, dict[str, Finding]] = {}
     for name, adapter in adapters.items():
         print(f"[{part.name}: {name}]", file=sys.stderr)
-        findings[name] = run(adapter)  # type: ignore[type-var]
+        findings[name] = run(adapter)
     columns = [*adapters.values()]
     if path:
         return page.table(part, page.keep(path, findings, columns))
     said = [
         report.heading(columns, part.name),
-        report.by_layout(findings) if part is LAYOUTS else report.table(findings, part.checks),
+        report.by_layout(findings) if part.name == "layouts" else report.table(findings, part.checks),
         report.notes(columns),
         report.reproductions(findings),
     ]

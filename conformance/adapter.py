@@ -1,4 +1,4 @@
-"""Describe an implementation of linear + cross-entropy to the checks: its function, its features and its code."""
+"""Describe an implementation to the checks: its function, its features, and why it may not run here."""
 
 from __future__ import annotations
 
@@ -6,88 +6,85 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-Feature = Literal[
-    "float64", "float32", "bfloat16", "float16", "bias", "chunks", "smoothing", "softcap", "sum", "mean", "CPU memory"
-]
-EVERYTHING: frozenset[Feature] = frozenset(get_args(Feature))
-LOW: frozenset[Feature] = frozenset({"float32", "bfloat16", "float16"})
+DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+LOW = DTYPES - {"float64"}
+EVERYTHING = DTYPES | {"bias", "chunks", "smoothing", "softcap", "sum", "mean", "CPU memory"}
+"""What a loss may have."""
+ALL_SCORES = (
+    DTYPES
+    | {"bias", "chunks", "gradients", "ignored", "entropy", "entropy gradient", "given classes", "top-k", "ties"}
+    | {"temperature", "token temperature", "softcap", "CPU memory"}
+)
+"""What scores may have."""
 DEVICE = "cpu"
 """Where all tensors of the checks are: on the GPU if there is one, because there the kernels are."""
 if torch.cuda.is_available():
     DEVICE = "cuda"
-
-
-def on_device(imports: str) -> str:
-    """Return the first line of a reproduction, which puts the tensors of the next ones on the device."""
-    if DEVICE == "cpu":
-        return imports
-    return f"{imports}; import torch; torch.set_default_device({DEVICE!r})"
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one call of the loss."""
+    """The options of one call of a loss or of scores; each is used only if the adapter offers its feature."""
 
     ignore_index: int = -100
-    label_smoothing: float = 0.0
-    """eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
+    """Tokens with this target are in no loss, and have scores of 0 and no gradient ("ignored")."""
     softcap: float | None = None
     """softcap tanh(z / softcap) in place of the logits z."""
-    reduction: Literal["sum", "mean"] = "sum"
-    """The mean is over the targets that are not ignored."""
-    chunk_rows: int | None = None
-    """The number of rows in a chunk; None leaves it to the implementation."""
+    chunk: int | None = None
+    """The size of a chunk, in rows or in classes, as the implementation cuts; None leaves it to the implementation."""
     dtype: torch.dtype = torch.float32
     """The dtype of hidden, weight and bias, for calls that take it as an argument."""
+    label_smoothing: float = 0.0
+    """Of a loss: eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
+    reduction: Literal["sum", "mean"] = "sum"
+    """Of a loss; the mean is over the targets that are not ignored."""
+    temperature: float | Tensor = 1.0
+    """Of scores: divides the logits, after softcap; a number ("temperature"), or one for each token ("token
+    temperature")."""
+    entropy: bool = False
+    """Of scores."""
+    top_k: int | None = None
+    """Of scores; "ties": of equally likely classes the lower comes first."""
+    ids: Tensor | None = None
+    """Of scores: (N, J) classes whose log-probabilities are wanted too ("given classes")."""
 
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Return the variables of a call's text beside hidden, weight, target and bias: none."""
-        return {}
-
-
-Made = TypeVar("Made")
-Returned = TypeVar("Returned")
-Loss = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Options], Tensor]
-"""`loss(hidden, weight, target, bias, options)`, of shapes (N, D), (V, D), (N,), (V,); `backward()` is called on it."""
+    def __repr__(self) -> str:
+        """Return the call that makes them, without what is at its default; a tensor by its name."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        words = {n: n if isinstance(v, Tensor) else repr(v) for n, v in given.items()}
+        changed = [f for f in fields(self) if isinstance(given[f.name], Tensor) or given[f.name] != f.default]
+        return f"Options({', '.join(f'{f.name}={words[f.name]}' for f in changed)})"
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """An implementation of linear + cross-entropy that the checks can run.
-
-        adapter = Adapter("mine", my_loss, offers=EVERYTHING - {"float64"})
-
-    `python -m conformance losses my_module:adapter` then shows its column.
+class Implementation:
+    """What the checks can run: an `Adapter`, a `ScoreAdapter` or a `LayoutAdapter`.
 
     Args:
         name: the heading of its column.
-        loss: the function under test; its weight and bias are `nn.Parameter`s.
-        offers: the features of `EVERYTHING` that it has; checks of the others report "not offered". "chunks": it obeys
-            `chunk_rows`; "sum" and "mean": the reductions it has; "CPU memory": its memory can be measured as this
-            process's peak.
+        function: the function under test.
+        offers: the features that it has; checks of the others report "not offered".
         note: one line below the table.
-        imports: the imports of a reproduction, on one line.
-        call: returns the call in a reproduction, of `hidden, weight, target, bias`; None calls `loss`.
         package: the package whose version is reported, by its name in the package index; empty for none.
         why_not: returns why it cannot run here; empty if it can.
-        where: the `module:object` it was loaded from; empty for the known ones.
+        where: the `module:object` it was loaded from, by which another process finds it; empty for the known ones.
     """
 
+    part: ClassVar[str]
+
     name: str
-    loss: Loss
-    offers: frozenset[Feature] = EVERYTHING
+    function: Callable[..., Any]
+    offers: frozenset[str] = frozenset()
     note: str = ""
-    imports: str = ""
-    call: Callable[[Options], str] | None = None
     package: str = ""
     why_not: Callable[[], str] = str
     where: str = ""
@@ -97,6 +94,22 @@ class Adapter:
         """Return the name that `adapter_of` finds it by."""
         return self.where or self.name
 
+
+@dataclass(frozen=True)
+class Adapter(Implementation):
+    """An implementation of linear + cross-entropy: `function(hidden, weight, target, bias, options)` returns the loss.
+
+        adapter = Adapter("mine", my_loss, offers=EVERYTHING - {"float64"})
+
+    The tensors have shapes (N, D), (V, D), (N,), (V,); weight and bias are `nn.Parameter`s, and `backward()` is called
+    on the loss. "chunks" in `offers`: it obeys `options.chunk`; "sum" and "mean": the reductions it has; "CPU memory":
+    its memory can be measured as this process's peak. `python -m conformance losses my_module:adapter` then shows its
+    column.
+    """
+
+    part: ClassVar[str] = "losses"
+    offers: frozenset[str] = EVERYTHING
+
     @property
     def reduction(self) -> Literal["sum", "mean"]:
         """Return the reduction that it is checked with: the sum, if it has one."""
@@ -105,48 +118,24 @@ class Adapter:
         return "mean"
 
 
-def written(
-    kind: Callable[..., Made],
-    name: str,
-    imports: str,
-    call: Callable[[Any], str],
-    needs: str = "",
-    switch: str = "",
-    **about: Any,
-) -> Made:
-    """Return an adapter made from the text of its call, so that a reproduction shows exactly what was run.
+@dataclass(frozen=True)
+class ScoreAdapter(Implementation):
+    """An implementation of the scores of tokens: `function(hidden, weight, target, bias, options)` returns them.
 
-    `kind` is `Adapter` or `ScoreAdapter`. `needs` is the module that it requires; `switch` is a statement to run before
-    the imports and before every call.
+        def scores(hidden, weight, target, bias, options):
+            return seqpar.TokenScores(log_prob=my_log_probs(hidden, weight, target))
+
+        adapter = ScoreAdapter("mine", scores, offers=frozenset({"float32", "gradients"}))
+
+    The scores are tensors of shape (N,), (N, top_k) or ids'; what the options do not ask for may be None. "gradients"
+    in `offers`: backward goes through log_prob; "entropy gradient": through the entropy too.
     """
-    evaluate = evaluator(imports, switch)
 
-    def function(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Any) -> Any:
-        variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, **options.variables}
-        return evaluate(call(options), variables)
-
-    about.setdefault("why_not", lambda: why_missing(needs))
-    return kind(name, function, imports="; ".join(filter(None, [switch, imports])), call=call, **about)
+    part: ClassVar[str] = "scores"
+    offers: frozenset[str] = ALL_SCORES
 
 
-def evaluator(imports: str, switch: str = "") -> Callable[[str, Mapping[str, Any]], Any]:
-    """Return a function that evaluates the text of a call, given its variables; it imports at the first call.
-
-    `switch` is a statement to run before the imports and before every call.
-    """
-    names: dict[str, Any] = {}
-
-    def evaluate(call: str, variables: Mapping[str, Any]) -> Any:
-        exec(switch)
-        # Not when the adapter is made: its package may not be installed
-        if not names:
-            quietly(lambda: exec(imports, names))
-        return eval(call, {**names, **variables})
-
-    return evaluate
-
-
-def loaded(name: str) -> object:
+def load(name: str) -> object:
     """Return the object at `module:object`; raise ValueError if there is none."""
     module, _, attribute = name.partition(":")
     try:
@@ -156,9 +145,7 @@ def loaded(name: str) -> object:
 
 
 def why_missing(module: str) -> str:
-    """Return why that module cannot be imported here; empty if it can, or if there is none."""
-    if not module:
-        return ""
+    """Return why that module cannot be imported here; empty if it can."""
     try:
         quietly(lambda: importlib.import_module(module))
     except ModuleNotFoundError as error:

@@ -5,17 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 
-from conformance.adapter import Adapter, quietly
-from conformance.layout_adapter import LayoutAdapter
-from conformance.score_adapter import ScoreAdapter
-
-Checked = Adapter | ScoreAdapter | LayoutAdapter
-"""An implementation, of any part."""
-Kind = TypeVar("Kind", Adapter, ScoreAdapter, LayoutAdapter)
+from conformance.adapter import Implementation, quietly
 
 
 class RaisedError(Exception):
@@ -39,16 +33,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check(Generic[Kind]):
+class Check:
     """A claim about an implementation, with the features that it must offer to be checked."""
 
     name: str
-    run: Callable[[Kind], Finding]
+    run: Callable[[Any], Finding]
     needs: frozenset[str] = frozenset()
     is_cost: bool = False
     """Whether it is about memory or work; all others are about numbers."""
 
-    def __call__(self, adapter: Kind) -> Finding:
+    def __call__(self, adapter: Implementation) -> Finding:
         """Return the finding; an exception of the implementation is a failure."""
         missing = sorted(self.needs - adapter.offers)
         if missing:

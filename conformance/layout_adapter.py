@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from conformance.adapter import Implementation
 
 Layout = Literal[
     "data parallel",
@@ -19,7 +20,6 @@ Layout = Literal[
     "accumulation",
 ]
 """What the ranks share out. "accumulation" is data parallel with several micro-batches, "pipeline" has several too."""
-LayoutFeature = Layout | Literal["float64", "smoothing", "uneven vocabulary", "mean"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 EVERY_LAYOUT: frozenset[str] = frozenset({*LAYOUTS, "float64", "smoothing", "uneven vocabulary", "mean"})
 
@@ -64,41 +64,16 @@ class Work:
         return self.data_group or self.sequence_group
 
 
-Step = Callable[[Work], "Tensor | float | None"]
-"""`step(work)`, called in every rank: forward, backward and the reduction of gradients, which it leaves in `.grad`. It
-returns the mean loss over the tokens of the whole step; in a pipeline only the last rank's counts."""
-
-
 @dataclass(frozen=True)
-class LayoutAdapter:
-    """An implementation of a training step over several ranks that the checks can run.
+class LayoutAdapter(Implementation):
+    """An implementation of a training step over several ranks: `function(work)`, called in every rank.
 
         adapter = LayoutAdapter("mine", my_step, offers=frozenset({"data parallel", "float64"}))
 
-    `python -m conformance layouts my_module:adapter` then shows its column.
-
-    Args:
-        name: the heading of its column.
-        step: the function under test; it may wrap `work.model` in DDP, or call `fully_shard` on it.
-        offers: the layouts and features of `EVERY_LAYOUT` that it has; checks of the others report "not offered".
-            Without "float64" its numbers may be off by float32's rounding.
-        note: one line below the table.
-        package: the package whose version is reported, by its name in the package index; empty for none.
-        why_not: returns why it cannot run here; empty if it can.
-        where: the `module:object` it was loaded from, by which a rank finds it; empty for the known ones.
+    It runs forward, backward and the reduction of gradients, which it leaves in `.grad`, and returns the mean loss over
+    the tokens of the whole step; in a pipeline only the last rank's counts. It may wrap `work.model` in DDP, or call
+    `fully_shard` on it. Without "float64" in `offers` its numbers may be off by float32's rounding.
     """
 
-    name: str
-    step: Step
+    part: ClassVar[str] = "layouts"
     offers: frozenset[str] = EVERY_LAYOUT
-    note: str = ""
-    package: str = ""
-    why_not: Callable[[], str] = str
-    where: str = ""
-    imports: str = ""
-    """Empty: a reproduction calls the adapter by its name."""
-
-    @property
-    def spec(self) -> str:
-        """Return the name that `layout_adapter_of` finds it by."""
-        return self.where or self.name

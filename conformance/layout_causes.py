@@ -1,14 +1,15 @@
 """Name the likely cause of a wrong training step over several ranks, by computing the plain step with each mistake.
 
+Numbers are compared, and mistakes that no layout is needed for are named, by `seqpar.testing`.
+
 Shape suffixes: N tokens of all ranks that count, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,17 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conformance.layout_cases import IGNORED, SHAPE, SPLIT, Answer, Case, Model, gradients
-from seqpar.testing.evidence import ratio, spelt
-from seqpar.testing.precision import error
-from seqpar.testing.rank_causes import contributes_nothing
+from seqpar.testing.causes import CAUSES
+from seqpar.testing.evidence import Evidence, close, spelt
 
-SAME = 1e-5
-"""The relative difference up to which numbers count as equal: mistakes are recognised in float32, too."""
+Gradients = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
-    """A wrong step of one group of ranks."""
+class Step:
+    """A wrong step of one group of ranks, and the gradients of the plain one with a mistake."""
 
     case: Case
     group: int
@@ -51,9 +50,9 @@ class Evidence:
         losses = [self.case.loss(model.head(model(tokens)), target) for tokens, target in batches]
         return gradients(torch.stack(losses).sum() * self.case.loss_scale, model)
 
-    def weighted(self, weight: Callable[[int, int, int], float]) -> list[dict[str, Tensor]]:
+    def weighted(self, weight: Callable[[int, int, int], float]) -> list[Gradients]:
         """Return every rank's gradients where `weight(place, micro_batch, own)` says what is added up."""
-        found = []
+        found: list[Gradients] = []
         for own in (rank // self.case.inner for rank in range(len(self.got))):
             total = {name: torch.zeros_like(g) for name, g in self.right.gradients.items()}
             for place, part in enumerate(self.parts):
@@ -63,20 +62,38 @@ class Evidence:
             found.append(total)
         return found
 
-    def ratios(self, found: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float | None]]:
-        """Return by what each rank's gradients are multiples of these; None where they are none."""
-        return [
-            {name: _ratio(a.gradients[name], g) for name, g in one.items() if a.gradients[name].any() or g.any()}
-            for a, one in zip(self.got, found, strict=True)
+    def times(self, found: Sequence[Gradients]) -> float | None:
+        """Return r if the gradients of all ranks are r times these, with the same r; else None."""
+        named = [{f"{name}, rank {k}": g for name, g in one.items()} for k, one in enumerate(found)]
+        given = {f"{name}, rank {k}": g for k, one in enumerate(self.got) for name, g in one.gradients.items()}
+        plain = {name: g for one in named for name, g in one.items()}
+        if any(given[name].any() for name, g in plain.items() if not g.any()):
+            return None
+        nothing = torch.zeros(())
+        return Evidence((nothing, given), (nothing, plain)).ratio()
+
+    def evidence(self) -> Evidence:
+        """Return the numbers of the first rank whose gradients are wrong, as the proof kit asks for them."""
+        ranks = [
+            k for k, one in enumerate(self.got) if Step(self.case, 0, [one], self.right).times([self.right[1]]) != 1
         ]
-
-    def is_multiple(self, found: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Return whether each rank's gradients are one multiple of these."""
-        return all(_one(each.values()) for each in self.ratios(found))
-
-    def is_same(self, found: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Return whether each rank has these gradients."""
-        return all(r is not None and _close(r, 1) for each in self.ratios(found) for r in each.values())
+        rank = next(iter(ranks), 0)
+        place, rows = rank // self.case.inner, SHAPE[0] * SHAPE[1] * len(self.case.tokens[0])
+        counts = [(sum(part), rows) for part in self.case.tokens]
+        of_ranks = [
+            {n: torch.stack([g[n] for g in part]).sum(0) / self.case.count for n in self.right.gradients}
+            for part in self.parts
+        ]
+        return Evidence(
+            (torch.tensor(self.got[rank].loss), self.got[rank].gradients),
+            (torch.tensor(self.right.loss), self.right.gradients),
+            uses={name: [("step", g[name]) for g in of_ranks] for name in self.right.gradients},
+            tokens=counts[place][0],
+            rows=rows,
+            divisor=self.case.count,
+            rank=place,
+            counts=counts,
+        )
 
     def split(self, mistake: Splitting) -> list[Answer]:
         """Return every rank's answer if the ranks of a split vocabulary made this mistake."""
@@ -220,11 +237,12 @@ SPLITTINGS = (
 )
 
 
-def likely_cause(e: Evidence) -> str:
+def cause_of(step: Step) -> str:
     """Return the name of the first mistake whose numbers are those of the ranks."""
-    value = e.case.reduction == "sum" and not all(_close(a.loss, e.right.loss) for a in e.got)
-    gradient = not e.is_same([e.right.gradients] * len(e.got))
-    causes = [_of_the_value(e) if value else iter(()), _of_the_gradient(e) if gradient else iter(())]
+    value = step.case.reduction == "sum" and not all(close(a.loss, step.right.loss) for a in step.got)
+    of_right = step.times([step.right.gradients] * len(step.got))
+    gradient = of_right is None or not close(of_right, 1)
+    causes = [_of_the_value(step) if value else iter(()), _of_the_gradient(step, of_right) if gradient else iter(())]
     name = next((name for each in causes for name in each), "none of the usual ones")
     only = ""
     if value != gradient:
@@ -232,65 +250,49 @@ def likely_cause(e: Evidence) -> str:
     return name + only
 
 
-def _of_the_value(e: Evidence) -> Iterator[str]:
+def _of_the_value(step: Step) -> Iterator[str]:
     """Yield the mistakes with the ranks' losses."""
-    if not all(math.isfinite(a.loss) for a in e.got):
+    if not all(math.isfinite(a.loss) for a in step.got):
         yield f"{NOT_FINITE}, or no loss at all"
-    for mistake in SPLITTINGS if e.case.layout in SPLIT else ():
-        if all(_close(a.loss, b.loss) for a, b in zip(e.got, e.split(mistake), strict=True)):
+    for mistake in SPLITTINGS if step.case.layout in SPLIT else ():
+        if all(close(a.loss, b.loss) for a, b in zip(step.got, step.split(mistake), strict=True)):
             yield mistake.name
 
 
-def _of_the_gradient(e: Evidence) -> Iterator[str]:
-    """Yield the mistakes with the ranks' gradients, the most specific first."""
-    if not all(g.isfinite().all() for a in e.got for g in a.gradients.values()):
+def _of_the_gradient(step: Step, times: float | None) -> Iterator[str]:
+    """Yield the mistakes with the gradients of the ranks, the most specific first; `times` the right ones, if any."""
+    if not all(g.isfinite().all() for a in step.got for g in a.gradients.values()):
         yield NOT_FINITE
-    ratios = e.ratios([e.right.gradients] * len(e.got))
-    if times := _one(r for each in ratios for r in each.values()):
-        yield _scale(e.case, times)
-    for mistake in SPLITTINGS if e.case.layout in SPLIT else ():
-        if e.is_same([answer.gradients for answer in e.split(mistake)]):
+    if times:
+        yield from _scale(step.case, times)
+    for mistake in SPLITTINGS if step.case.layout in SPLIT else ():
+        of_mistake = step.times([answer.gradients for answer in step.split(mistake)])
+        if of_mistake and close(of_mistake, 1):
             yield mistake.name
-    own = [max(1, sum(part)) for part in e.case.tokens]
-    each = [[max(1, count) for count in part] for part in e.case.tokens]
-    of_ranks = "mean of means: each rank divides by its own tokens, not by those of all"
+    each = [[max(1, count) for count in part] for part in step.case.tokens]
+    own = [max(1, sum(part)) for part in step.case.tokens]
     of_batches = "mean of means: each micro-batch is divided by its own tokens, not by those of the step"
+    of_ranks = "mean of means: each rank divides by its own tokens, not by those of all"
     alone = "not reduced over ranks: each rank keeps the gradient of its own tokens"
     weights: list[tuple[str, Callable[[int, int, int], float]]] = [
         (alone, lambda p, m, k: p == k),
+        (alone, lambda p, m, k: (p == k) / own[p]),
         (alone, lambda p, m, k: (p == k) / each[p][m]),
         (of_ranks, lambda p, m, k: 1 / own[p]),
         (of_batches, lambda p, m, k: 1 / each[p][m]),
         ("only the gradient of the last micro-batch is kept", lambda p, m, k: m == len(each[p]) - 1),
         ("only the gradient of the first micro-batch is kept", lambda p, m, k: m == 0),
-        *((contributes_nothing(lost), functools.partial(_without, lost)) for lost in _some_of(len(own))),
     ]
-    yield from (name for name, weight in weights if e.is_multiple(e.weighted(weight)))
-    yield from _elsewhere(e)
-    lost = sorted({name for one in ratios for name, r in one.items() if r == 0})
-    if lost:
-        yield f"no gradient at all of {', '.join(lost)}"
-    if None not in {r for one in ratios for r in one.values()}:
-        said = ", ".join(f"{name} {spelt(r or 0)}" for name, r in ratios[0].items())
-        yield f"reduced twice, or not at all: the gradients are multiples of the right ones: {said}"
-    apart = [n for n, g in e.got[0].gradients.items() if any(error(a.gradients[n], g) > SAME for a in e.got)]
-    if apart:
-        yield f"the ranks have different gradients of {', '.join(apart)}"
+    # One multiple of the right gradients is no choice among them
+    if times is None:
+        yield from (name for name, weight in weights if step.times(step.weighted(weight)))
+        yield from _elsewhere(step)
+    evidence = step.evidence()
+    yield from filter(None, (cause.detect(evidence) for cause in CAUSES))
 
 
-def _some_of(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield every choice of ranks that leaves one, few ranks first."""
-    for count in range(1, ranks):
-        yield from itertools.combinations(range(ranks), count)
-
-
-def _without(lost: Sequence[int], place: int, index: int, own: int) -> float:
-    """Return the weight of a micro-batch where some ranks contribute nothing."""
-    return place not in lost
-
-
-def _scale(case: Case, times: float) -> str:
-    """Return the mistake that multiplies all gradients by this number."""
+def _scale(case: Case, times: float) -> Iterator[str]:
+    """Yield the mistake that multiplies all gradients by this number."""
     n, ranks, batches = case.count, len(case.tokens), len(case.tokens[0])
     rows = SHAPE[0] * SHAPE[1] * batches
     named: dict[str, list[float]] = {
@@ -299,58 +301,29 @@ def _scale(case: Case, times: float) -> str:
         "divided by the number of micro-batches as well as by the tokens": [1 / batches, 1 / (batches * ranks)],
         "not divided by the tokens": [n, n / ranks, n / batches, n / (ranks * batches)],
         "divided by all rows, including padding": [n / (rows * ranks), n / rows],
-        "the wrong sign": [-1],
         "the loss scale is missing": [1 / case.loss_scale],
         "the loss scale is applied twice": [case.loss_scale],
     }
     said = f"all gradients are {spelt(times)} times the right ones"
-    for name, values in named.items():
-        if any(_close(times, value) for value in values):
-            return f"{name}: {said}"
-    return said
+    yield from (f"{name}: {said}" for name, values in named.items() if any(close(times, value) for value in values))
 
 
-def _elsewhere(e: Evidence) -> Iterator[str]:
+def _elsewhere(step: Step) -> Iterator[str]:
     """Yield the mistakes of ties, of shards and of shifts."""
-    if e.case.tied:
-        model = e.case.model(e.group)
+    if step.case.tied:
+        model = step.case.model(step.group)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        uses = e.summed(e.batches, model)
+        uses = step.summed(step.batches, model)
         for use in ("embed.weight", "head.weight"):
-            if e.is_multiple([{"embed.weight": uses[use]}] * len(e.got)):
+            if step.times([{"embed.weight": uses[use]}] * len(step.got)):
                 yield f"a missed tie: the shared weight has the gradient of its use in {use.split('.')[0]} alone"
-    right = e.right.gradients.get("head.weight")
-    if e.case.layout == "FSDP2" and right is not None:
-        alone = e.weighted(lambda p, m, k: (p == k) / e.case.count)
+    right = step.right.gradients.get("head.weight")
+    if step.case.layout == "FSDP2" and right is not None:
+        alone = step.weighted(lambda p, m, k: (p == k) / step.case.count)
         rows = torch.arange(len(right)).chunk(len(alone))
         own = torch.cat([alone[k]["head.weight"][r] for k, r in enumerate(rows)])
-        if e.is_multiple([{"head.weight": own}] * len(e.got)):
+        if step.times([{"head.weight": own}] * len(step.got)):
             yield "not reduced over ranks: each rank's rows of head.weight have the gradient of its own tokens"
-    shifted = [(tokens, F.pad(target[:, 1:], (0, 1), value=IGNORED)) for tokens, target in e.batches]
-    if e.is_multiple([e.summed(shifted)] * len(e.got)):
+    shifted = [(tokens, F.pad(target[:, 1:], (0, 1), value=IGNORED)) for tokens, target in step.batches]
+    if step.times([step.summed(shifted)] * len(step.got)):
         yield "targets shifted twice"
-
-
-def _ratio(got: Tensor, plain: Tensor) -> float | None:
-    """Return r if the one is r times the other; None if it is no multiple."""
-    if not plain.any() or not got.isfinite().all():
-        return None
-    if not got.any():
-        return 0.0
-    times = ratio(got, plain)
-    if times is None and (got - plain).norm() <= SAME * plain.norm():
-        return 1.0
-    return times
-
-
-def _one(ratios: Iterable[float | None]) -> float | None:
-    """Return the ratio that all are; None if they differ."""
-    first, *others = [*ratios] or [None]
-    if first and all(r is not None and _close(r, first) for r in others):
-        return first
-    return None
-
-
-def _close(a: float, b: float) -> bool:
-    """Return whether two numbers are the same."""
-    return math.isclose(a, b, rel_tol=SAME)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from conformance.adapter import loaded
+from conformance.adapter import load
 from conformance.finding import Check, Finding
 from conformance.layout_adapter import LAYOUTS, Layout, LayoutAdapter
 from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, SPLIT, Answer, Case, cases
-from conformance.layout_causes import Evidence, likely_cause
+from conformance.layout_causes import Step, cause_of
 from conformance.layout_known import KNOWN_LAYOUTS
 from seqpar.core.checks import is_dtensor
 from seqpar.testing.precision import EXACT, error
@@ -77,7 +77,7 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
             if "loss" in errors:
                 losses = f"loss {', '.join(f'{a.loss:.4g}' for a in got)} ({right.loss:.4g} is right), "
             numbers = f"by rank: {losses}{worst} off by {', '.join(f'{one:.2g}' for one in errors[worst])}"
-            return Fault(likely_cause(Evidence(case, group, got, right)), numbers, worst)
+            return Fault(cause_of(Step(case, group, got, right)), numbers, worst)
     return None
 
 
@@ -100,7 +100,7 @@ def _load(rank: int, world: int, name: str) -> None:
 
 def _adapter(name: str) -> LayoutAdapter:
     """Return the adapter of that name."""
-    adapter = KNOWN_LAYOUTS.get(name) or loaded(name)
+    adapter = KNOWN_LAYOUTS.get(name) or load(name)
     assert isinstance(adapter, LayoutAdapter)
     return adapter
 
@@ -110,7 +110,7 @@ def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str
     torch.manual_seed(rank)
     adapter = _adapter(name)
     work, model = case.work(rank)
-    loss = adapter.step(work)
+    loss = adapter.function(work)
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
     return math.nan if loss is None else float(loss), gradients
 
@@ -190,7 +190,7 @@ def _ended(message: str) -> str:
     return f"it hangs: rank {', '.join(said)} waited for the others until the time-out"
 
 
-def _check(layout: Layout, name: str) -> Check[LayoutAdapter]:
+def _check(layout: Layout, name: str) -> Check:
     """Return the check of one case of a layout."""
     needs = {layout, NEEDS.get(name, layout)}
     return Check(f"{layout}: {name}", partial(layout_check, layout=layout, name=name), frozenset(needs))

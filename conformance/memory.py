@@ -33,31 +33,26 @@ class Growth:
         return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
 
-def growth(spec: str, part: str = "losses") -> Growth | str:
+def growth(part: str, spec: str) -> Growth | str:
     """Return the two peaks of a part's adapter, by the name it is found by, or why they could not be measured."""
     if DEVICE == "cpu" and not can_measure_cpu():
         return "needs Linux's /proc"
     peaks = []
     for rows in (Growth.ROWS, TIMES * Growth.ROWS):
-        peak = _peak(part, spec, rows)
-        if isinstance(peak, str):
-            return peak
-        peaks.append(peak)
+        # By name: that file knows the parts, which know the checks, which know this one
+        done = run_in_fresh_process("-m", "conformance.one_peak", part, spec, str(rows))
+        if done.returncode:
+            return f"its process ended with {done.returncode}"
+        peaks.append(int(done.stdout))
     return Growth(*peaks)
 
 
-def _peak(part: str, spec: str, rows: int) -> int | str:
-    """Return the peak in a process of its own, or how that process ended."""
-    # By name: that file knows the parts, which know the checks, which know this one
-    done = run_in_fresh_process("-m", "conformance.one_peak", part, spec, str(rows))
-    if done.returncode:
-        return f"its process ended with {done.returncode}"
-    return int(done.stdout)
+def memory_growth(x: Problem) -> Finding:
+    """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist.
 
-
-def growth_finding(x: Problem, part: str) -> Finding:
-    """Return the verdict on the growth of the peak in a problem of `Growth.ROWS` rows, from fresh processes."""
-    found = growth(x.adapter.spec, part)
+    `x` is the problem of `Growth.ROWS` rows.
+    """
+    found = growth(x.adapter.part, x.adapter.spec)
     if isinstance(found, str):
         return Finding("not measured", found)
     grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from conformance.adapter import DEVICE
-from conformance.finding import Check, Checked, Finding
+from conformance.adapter import DEVICE, Implementation
+from conformance.finding import Check, Finding
 from conformance.layout_adapter import LayoutAdapter
 from conformance.parts import PARTS, Part
 from conformance.report import Findings, installed_version
@@ -49,9 +49,9 @@ def _versions(path: Path) -> Sequence[str]:
     return [*dict.fromkeys(said for one in _data(path).values() for said in one["ran"].split(", "))]
 
 
-def table(part: Part[Any], findings: Findings) -> str:
+def table(part: Part, findings: Findings) -> str:
     """Return the verdicts of a part as a Markdown table: a row for each check or layout, a column for each adapter."""
-    rows: dict[str, list[Check[Any]]] = {}
+    rows: dict[str, list[Check]] = {}
     for check in part.checks:
         # All cases of a layout are one row
         rows.setdefault(check.name.partition(": ")[0], []).append(check)
@@ -59,7 +59,7 @@ def table(part: Part[Any], findings: Findings) -> str:
     return markdown_table(["", *findings], cells)
 
 
-def _mark(checks: Sequence[Check[Any]], of: Mapping[str, Finding]) -> str:
+def _mark(checks: Sequence[Check], of: Mapping[str, Finding]) -> str:
     """Return the mark of one check, or of a layout's cases together."""
     found = {check: of.get(check.name, Finding("not measured")) for check in checks}
     failed = [check for check, finding in found.items() if finding.verdict == "fail"]
@@ -74,7 +74,7 @@ def _mark(checks: Sequence[Check[Any]], of: Mapping[str, Finding]) -> str:
     return f"{mark} {len(failed)} of {len(offered)}"
 
 
-def keep(path: Path, findings: Findings, adapters: Sequence[Checked]) -> dict[str, dict[str, Finding]]:
+def keep(path: Path, findings: Findings, adapters: Sequence[Implementation]) -> dict[str, dict[str, Finding]]:
     """Write the findings to a JSON file, beside those of other adapters in it, and return all of them."""
     data = json.loads(path.read_text()) if path.exists() else {}
     for adapter in adapters:
@@ -106,7 +106,7 @@ def _data(path: Path) -> dict[str, Any]:
     return data
 
 
-def ran(adapter: Checked) -> str:
+def ran(adapter: Implementation) -> str:
     """Return when an adapter ran, where, and with which versions."""
     device = DEVICE
     # Ranks are on the CPU

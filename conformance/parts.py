@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any
 
-from conformance import checks, score_checks
-from conformance.adapter import Adapter, loaded
-from conformance.adapters import KNOWN
-from conformance.finding import Check, Finding, Kind
+from conformance import loss_checks, score_checks
+from conformance.adapter import Adapter, Implementation, ScoreAdapter, load
+from conformance.finding import Check, Finding
 from conformance.layout_adapter import LayoutAdapter
 from conformance.layout_checks import LAYOUT_CHECKS
 from conformance.layout_known import KNOWN_LAYOUTS
+from conformance.loss_peers import KNOWN
 from conformance.problem import Problem
-from conformance.score_adapter import ScoreAdapter
-from conformance.score_adapters import KNOWN_SCORES
+from conformance.score_peers import KNOWN_SCORES
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Generic[Kind]):
+class Part:
     """One part of the suite."""
 
-    name: str
-    known: Mapping[str, Kind]
-    checks: tuple[Check[Kind], ...]
-    kind: type[Kind]
-    measured: Callable[[Kind, int], Problem] | None = None
+    known: Mapping[str, Implementation]
+    checks: tuple[Check, ...]
+    kind: type[Implementation]
+    measured: Callable[[Any, int], Problem] | None = None
     """Returns the problem of so many rows whose forward and backward have their peak memory measured, if any has."""
 
-    def adapter_of(self, name: str) -> Kind:
+    @property
+    def name(self) -> str:
+        """Return the word of the command line."""
+        return self.kind.part
+
+    def adapter_of(self, name: str) -> Implementation:
         """Return the known adapter of that name, or the one at `module:object`.
 
         Raises:
@@ -41,61 +44,44 @@ class Part(Generic[Kind]):
         if ":" not in name:
             known = ", ".join(self.known)
             raise ValueError(f"{name!r} is not known; there are {known}, and module:object for your own {kind}")
-        found = loaded(name)
+        found = load(name)
         if not isinstance(found, self.kind):
-            wanted = f"conformance.{kind}"
-            raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a {wanted}")
+            raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a conformance.{kind}")
         return replace(found, where=name)
 
     def step(self, name: str, rows: int) -> Callable[[], object]:
         """Return a function that runs the forward and backward whose peak memory is measured."""
-        assert self.measured is not None
+        if self.measured is None:
+            raise ValueError(f"no memory is measured of {self.name}")
         return self.measured(self.adapter_of(name), rows).answer
 
 
-LOSSES = Part("losses", KNOWN, checks.CHECKS, Adapter, checks.measured_inputs)
-SCORES = Part("scores", KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, score_checks.measured_inputs)
-LAYOUTS = Part("layouts", KNOWN_LAYOUTS, LAYOUT_CHECKS, LayoutAdapter)
-PARTS: dict[str, Part[Any]] = {part.name: part for part in (LOSSES, SCORES, LAYOUTS)}
+PARTS = {
+    part.name: part
+    for part in (
+        Part(KNOWN, loss_checks.CHECKS, Adapter, loss_checks.measured_problem),
+        Part(KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, score_checks.measured_problem),
+        Part(KNOWN_LAYOUTS, LAYOUT_CHECKS, LayoutAdapter),
+    )
+}
 
 
-def adapter_of(name: str) -> Adapter:
-    """Return the known implementation of the loss of that name, or the `Adapter` at `module:object`.
-
-    Raises:
-        ValueError: there is no such adapter; the message lists the known ones.
-    """
-    found: Adapter = LOSSES.adapter_of(name)
-    return found
-
-
-def score_adapter_of(name: str) -> ScoreAdapter:
-    """Return the known implementation of the scores of that name, or the `ScoreAdapter` at `module:object`.
+def adapter_of(part: str, name: str) -> Any:
+    """Return a part's known implementation of that name, or the one at `module:object`.
 
     Raises:
-        ValueError: there is no such adapter; the message lists the known ones.
+        ValueError: there is no such implementation; the message lists the known ones.
     """
-    found: ScoreAdapter = SCORES.adapter_of(name)
-    return found
+    return PARTS[part].adapter_of(name)
 
 
-def layout_adapter_of(name: str) -> LayoutAdapter:
-    """Return the known implementation of a step over ranks of that name, or the `LayoutAdapter` at `module:object`.
-
-    Raises:
-        ValueError: there is no such adapter; the message lists the known ones.
-    """
-    found: LayoutAdapter = LAYOUTS.adapter_of(name)
-    return found
-
-
-def run(adapter: Kind, chosen: tuple[Check[Kind], ...] | None = None) -> dict[str, Finding]:
+def run(adapter: Implementation, chosen: tuple[Check, ...] | None = None) -> dict[str, Finding]:
     """Return every check's finding, by name; all are "not measured" if the adapter cannot run here.
 
-    The checks are those of the adapter's part, `CHECKS`, `SCORE_CHECKS` or `LAYOUT_CHECKS`, unless others are given.
+    The checks are those of the adapter's part unless others are given.
     """
     if chosen is None:
-        chosen = next(part for part in PARTS.values() if isinstance(adapter, part.kind)).checks
+        chosen = PARTS[adapter.part].checks
     why = adapter.why_not()
     if why:
         return {check.name: Finding("not measured", why) for check in chosen}

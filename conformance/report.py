@@ -9,21 +9,20 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Any
 
 import torch
 
-from conformance.adapter import DEVICE
-from conformance.checks import CHECKS
-from conformance.finding import Check, Checked, Finding
+from conformance.adapter import DEVICE, Implementation
+from conformance.finding import Check, Finding
 from conformance.layout_adapter import LAYOUTS
+from conformance.loss_checks import CHECKS
 from seqpar.markdown_table import markdown_table
 
 Findings = Mapping[str, Mapping[str, Finding]]
 """By adapter, then by check."""
 
 
-def table(findings: Findings, checks: Sequence[Check[Any]] = CHECKS) -> str:
+def table(findings: Findings, checks: Sequence[Check] = CHECKS) -> str:
     """Return a Markdown table: a row for each check, a column for each adapter."""
     rows = []
     for check in checks:
@@ -63,7 +62,7 @@ def _cell(finding: Finding) -> str:
     return text
 
 
-def notes(adapters: Sequence[Checked]) -> str:
+def notes(adapters: Sequence[Implementation]) -> str:
     """Return a line for each adapter that has a note."""
     return "\n".join(f"- **{adapter.name}**: {adapter.note}" for adapter in adapters if adapter.note)
 
@@ -87,7 +86,7 @@ def printed(code: str) -> str:
     return done.stdout.strip() or last_error or f"the process ended with {done.returncode}"
 
 
-def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
+def heading(adapters: Sequence[Implementation], part: str = "losses") -> str:
     """Return the command, the date and the versions."""
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]

@@ -9,13 +9,12 @@ import conformance
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import CHECK, TIME, Inputs, Problem
 from conformance import problem as kit
-from conformance.adapter import Feature
-from conformance.checks import factor_errors
-from conformance.inputs import Inputs as KitInputs
+from conformance.loss_checks import factor_errors
+from conformance.problem import Problem as KitProblem
 from seqpar.testing.precision import TWICE
 
 
-def kit_inputs(implementation: Implementation, problem: Problem, device: str) -> KitInputs:
+def kit_inputs(implementation: Implementation, problem: Problem, device: str) -> KitProblem:
     """Return the kit's inputs for an implementation at the sizes, dtype and smoothing of a problem.
 
     The kit draws the tensors. With padding, sentences are of many lengths: from all TIME steps down to as few as make
@@ -34,7 +33,7 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
 
     adapter = conformance.Adapter("the implementation", loss, offers=_offers(implementation))
     options = conformance.Options(dtype=problem.dtype, label_smoothing=problem.smoothing, reduction=adapter.reduction)
-    return KitInputs(
+    return KitProblem(
         adapter,
         problem.rows,
         problem.width,
@@ -53,9 +52,9 @@ def given_inputs(problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor 
     return Inputs(problem, hidden, generator, target)
 
 
-def _offers(implementation: Implementation) -> frozenset[Feature]:
+def _offers(implementation: Implementation) -> frozenset[str]:
     """Return what the kit may ask for: every step returns the mean over the tokens that are not padding."""
-    lacks: set[Feature] = {"sum", "chunks", "CPU memory"}
+    lacks: set[str] = {"sum", "chunks", "CPU memory"}
     if not implementation.bias:
         lacks.add("bias")
     return conformance.EVERYTHING - lacks
@@ -90,7 +89,7 @@ def deviating(x: kit.Problem) -> list[str]:
     return [f"{d.label} off by {d.error:.1e} ({TWICE * d.of_allowed:.1f} x plain's)" for d in found if d.of_allowed > 1]
 
 
-def _ignores_factor(x: KitInputs) -> bool:
+def _ignores_factor(x: KitProblem) -> bool:
     """Return whether an eighth of the loss fails to give an eighth of the gradients."""
     if not x.run(x.made()).requires_grad:
         return False  # the loss is a plain number, which promises no gradients

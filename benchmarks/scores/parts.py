@@ -18,8 +18,8 @@ from benchmarks.loss.results import Entry, Results, entries_of
 from benchmarks.loss.timing import PRODUCTS, Products, sizes_of_products
 from benchmarks.scores import page
 from benchmarks.scores.ways import CASES, FLOAT32, INVARIANT, OURS, SCORED, WAYS, Case, Way
-from conformance.score_adapter import ScoreAdapter, ScoreOptions
-from conformance.score_inputs import ScoreInputs
+from conformance.adapter import Options, ScoreAdapter
+from conformance.problem import Problem as KitProblem
 from seqpar import TokenScores
 
 SHAPES = [
@@ -111,9 +111,7 @@ def step_of(x: Inputs, way: Way, case: Case) -> Callable[[], None]:
 def what_is_wrong(way: Way, case: Case, dtype: torch.dtype, device: str) -> list[str]:
     """Return in words what is more than twice as far from float64 as plain torch in the same dtype."""
 
-    def scores(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: ScoreOptions
-    ) -> TokenScores:
+    def scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
         problem = Problem(*hidden.shape, len(weight), dtype=dtype, bias=False)
         log_prob, entropy = way.prepare(given_inputs(problem, hidden, weight, None, target), options.entropy)()
         return TokenScores(log_prob=log_prob, entropy=entropy)
@@ -121,9 +119,9 @@ def what_is_wrong(way: Way, case: Case, dtype: torch.dtype, device: str) -> list
     frozen = {"hidden and projection": (), "hidden": ("weight",), "nothing": ("hidden", "weight")}
     used = ("log_prob", "entropy")[: 1 + case.entropy] if case.gradients != "nothing" else ()
     adapter = ScoreAdapter("the way", scores, offers=frozenset())
-    options = ScoreOptions(entropy=case.entropy, dtype=dtype)
+    options = Options(entropy=case.entropy, dtype=dtype)
     return deviating(
-        ScoreInputs(adapter, 256, 24, 1000, options, frozen=frozen[case.gradients], device=device, used=used)
+        KitProblem(adapter, 256, 24, 1000, options, frozen=frozen[case.gradients], device=device, used=used)
     )
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from conformance import EVERYTHING, Adapter
-from conformance.inputs import plain_loss
+from conformance.plain import plain_loss
 
 CHUNK = 100
 
@@ -100,7 +100,7 @@ def forgets_earlier_gradients(hidden, weight, target, bias, options):
 
 
 def coarse_in_small_chunks(hidden, weight, target, bias, options):
-    if options.chunk_rows and options.chunk_rows < len(target):
+    if options.chunk and options.chunk < len(target):
         weight = weight.to(torch.bfloat16).to(weight.dtype)
     return plain_loss(hidden, weight, target, bias, options)
 

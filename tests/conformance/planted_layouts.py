@@ -396,7 +396,7 @@ OTHER_MISTAKES = {
     "head_twice": (
         head_reduced_twice,
         "data parallel: unequal tokens",
-        "multiples of the right ones: embed.weight 1, ",
+        "a gradient is reduced twice: that of head.weight is 2 times the plain one",
     ),
     "own_softmax": (
         vocabulary("own softmax"),

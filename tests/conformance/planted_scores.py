@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from conformance import ALL_SCORES, ScoreAdapter
-from conformance.score_inputs import plain_scores
+from conformance.plain import plain_scores
 from seqpar import TokenScores
 
 TILE = 64
@@ -27,7 +27,7 @@ def entropy_gradient_dropped(*given):
 
 def scaled_by_the_chunks(hidden, weight, target, bias, options):
     """Every chunk's gradient is divided by the number of chunks, as a mean of means would be."""
-    chunks = math.ceil(len(target) / (options.chunk_size or len(target)))
+    chunks = math.ceil(len(target) / (options.chunk or len(target)))
     return plain_scores(ScaledGradient.apply(hidden, 1 / chunks), weight, target, bias, options)
 
 
@@ -186,10 +186,10 @@ def nan_for_an_empty_batch(hidden, weight, target, bias, options):
 def loses_an_empty_chunk(hidden, weight, target, bias, options):
     """Chunks are taken up to the first one without a token that counts."""
     rows = len(target)
-    if options.chunk_size:
-        empty = (target == options.ignore_index).view(-1, options.chunk_size).all(1) if rows % 8 == 0 else None
+    if options.chunk:
+        empty = (target == options.ignore_index).view(-1, options.chunk).all(1) if rows % 8 == 0 else None
         if empty is not None and empty.any():
-            rows = int(empty.nonzero()[0]) * options.chunk_size
+            rows = int(empty.nonzero()[0]) * options.chunk
     scores = plain_scores(hidden, weight, target, bias, options)
     return changed(scores, lambda score: torch.cat([score[:rows], 0 * score[rows:]]))
 

@@ -1,18 +1,18 @@
 """The page of verdicts is what its data give, and the data are whole."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from conformance import Case, Finding, Options, ScoreOptions, page
+from conformance import Case, Finding, Options, page
 from conformance.__main__ import main
-from conformance.checks import measured_inputs
-from conformance.inputs import Inputs
+from conformance.loss_checks import measured_problem
 from conformance.memory import TIMES, Growth
 from conformance.parts import PARTS
-from conformance.score_inputs import ScoreInputs
+from conformance.problem import loss_problem, score_problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 
@@ -45,38 +45,36 @@ def test_every_failure_in_the_data_has_a_figure_and_five_lines_that_compile(name
         compile(finding.reproduction, check, "exec")
 
 
+def large_loss(adapter):
+    return replace(loss_problem(adapter), rows=512, vocab_size=1024)
+
+
 def reproductions(part):
     """Of every failure that shows one, by check and implementation."""
     failed = {(check, n): f for n, of in data(part).items() for check, f in of.items() if f.verdict == "fail"}
     return {where: finding.reproduction for where, finding in failed.items() if finding.reproduction}
 
 
-@pytest.mark.parametrize(("part", "problem"), [("losses", Inputs), ("scores", ScoreInputs)])
+@pytest.mark.parametrize(("part", "problem"), [("losses", large_loss), ("scores", score_problem)])
 def test_the_tensors_and_options_of_a_reproduction_are_those_of_the_checks(part, problem):
     shown = [(problem(PARTS[part].known[name]), text) for (_, name), text in reproductions(part).items()]
-    assert any(made.code in text and made.call in text for made, text in shown)
+    assert any(made.code in text for made, text in shown)
 
 
 def test_options_that_are_not_given_ask_for_the_plain_loss_and_the_log_probability_alone():
-    plain = Options(
-        ignore_index=-100, label_smoothing=0.0, softcap=None, reduction="sum", chunk_rows=None, dtype=torch.float32
-    )
-    assert (Options(), Options().variables) == (plain, {})
-    log_prob_alone = ScoreOptions(
-        ignore_index=-100, temperature=1.0, softcap=None, entropy=False, top_k=None, ids=None, chunk_size=None,
-        dtype=torch.float32,
+    assert Options() == Options(
+        ignore_index=-100, label_smoothing=0.0, softcap=None, reduction="sum", chunk=None, dtype=torch.float32,
+        temperature=1.0, entropy=False, top_k=None, ids=None,
     )  # fmt: skip
-    assert (ScoreOptions(), ScoreOptions().variables) == (log_prob_alone, {"temperature": 1.0, "ids": None})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page was measured without a GPU, where calls differ")
 def test_the_reproduction_of_a_peak_is_its_measurement():
     shown = {name: text for (check, name), text in reproductions("losses").items() if check == "memory by rows"}
     for name, text in shown.items():
-        problem = measured_inputs(PARTS["losses"].known[name], Growth.ROWS)
+        problem = measured_problem(PARTS["losses"].known[name], Growth.ROWS)
         assert f"for rows in ({Growth.ROWS}, {Growth.ROWS}, {TIMES * Growth.ROWS}):" in text
         assert problem.code.replace(str(Growth.ROWS), "rows") in text
-        assert problem.call in text
     assert shown
 
 

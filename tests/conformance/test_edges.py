@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter
-from conformance import checks as checks_module
+from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter, bad_target, loss_checks
 from conformance.adapter import Options
+from conformance.checks import judge
 from conformance.finding import Finding
-from conformance.inputs import Inputs, plain_loss
 from conformance.memory import Growth
-from conformance.problem import Deviation, deviations
-from conformance.score_inputs import ScoreInputs
-from conformance.verdicts import error_finding
+from conformance.plain import plain_loss
+from conformance.problem import Deviation, Problem, deviations, loss_problem, score_problem
 from tests.seqpar.testing.test_edges_of_verdicts import JUST, wide
 
 pytestmark = pytest.mark.unswitched
@@ -34,7 +32,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 )
 def test_the_allowed_error_is_twice_the_largest_of_three_draws_of_plain_pytorch(dtype, own, allowed):
     mine = Adapter("mine", plain_loss)
-    x = Inputs(mine, options=checks_module._options(mine, dtype))
+    x = loss_problem(mine, dtype)
 
     def measured(x):
         off = 0.25 if x.adapter is mine else own[x.seed]
@@ -49,7 +47,11 @@ def test_the_allowed_error_is_twice_the_largest_of_three_draws_of_plain_pytorch(
 
 def test_the_verdict_on_an_error_says_its_size_and_that_of_plain_pytorch():
     def verdict(name, error, plain=1e-3, allowed=2e-3, dtype=torch.float32):
-        return error_finding(Deviation(name, error, plain, allowed), dtype, lambda: "shown")
+        x = loss_problem(KNOWN["torch"], dtype)
+        finding = judge(x, Deviation(name, error, plain, allowed))
+        shown = finding.reproduction and "shown"
+        assert not shown or x.compared(name, "at most")[:40] in finding.reproduction
+        return replace(finding, reproduction=shown)
 
     assert verdict("loss", 2e-3) == Finding("pass", "loss 2.0e-03, 2.0 x plain's")
     assert verdict("hidden", 3e-3) == Finding("fail", "hidden gradient off by 3.0e-03, 3.0 x plain's", "shown")
@@ -89,7 +91,7 @@ def test_a_second_backward_and_a_factor_may_be_off_by_a_millionth(times, right, 
 )
 def test_half_of_the_rows_may_need_six_tenths_of_the_products(work, verdict, monkeypatch):
     left = iter(work)
-    monkeypatch.setattr(checks_module, "products", lambda x: next(left))
+    monkeypatch.setattr(loss_checks, "products", lambda x: next(left))
     finding = BY_NAME["padding is not projected"](KNOWN["torch"])
     share = work[1] / work[0] if work[0] else 1
     assert (finding.verdict, finding.figure) == (verdict, f"{share:.0%} of the products for 50% of the rows")
@@ -98,8 +100,8 @@ def test_half_of_the_rows_may_need_six_tenths_of_the_products(work, verdict, mon
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_call_that_gives_no_answer_in_time_is_a_failure(device, monkeypatch):
     """In a fork, and in a new process, as beside a GPU."""
-    monkeypatch.setattr(checks_module, "DEVICE", device)
-    monkeypatch.setattr(checks_module, "SILENCE", 0.1)
+    monkeypatch.setattr(bad_target, "DEVICE", device)
+    monkeypatch.setattr(bad_target, "SILENCE", 0.1)
     finding = BY_NAME["target out of range"](Adapter("sleeps", lambda *_: time.sleep(60)))
     assert finding.verdict == "fail"
     assert finding.figure == "target 128 of 128 classes gave no answer in 0.1 s, in silence"
@@ -111,8 +113,8 @@ def test_the_problem_of_a_loss_is_the_one_that_a_reproduction_shows():
         "weight = torch.nn.Parameter((torch.randn(1024, 16) / 4)); bias = torch.nn.Parameter(torch.randn(1024)); "
         "target = torch.randint(1024, (512,))"
     )
-    assert Inputs(KNOWN["torch"]).code == plainly
-    changed = Inputs(
+    assert Problem(KNOWN["torch"], 512, 16, 1024).code == plainly
+    changed = Problem(
         replace(KNOWN["torch"], offers=frozenset()), 96, 64, 128, Options(dtype=torch.bfloat16), "target[0] = 1",
         frozen=("weight", "bias"), seed=2,
     )  # fmt: skip
@@ -121,19 +123,20 @@ def test_the_problem_of_a_loss_is_the_one_that_a_reproduction_shows():
         "weight = torch.nn.Parameter((torch.randn(128, 64) / 8).to(torch.bfloat16)); bias = None; "
         "target = torch.randint(128, (96,)); target[0] = 1; weight.requires_grad_(False)"
     )
-    tensors = Inputs(KNOWN["torch"], options=Options(dtype=torch.float64)).made()
+    tensors = loss_problem(KNOWN["torch"], torch.float64).made()
     assert {t.dtype for name, t in tensors.items() if name != "target"} == {torch.float64}
 
 
-@pytest.mark.parametrize("known", [KNOWN, KNOWN_SCORES])
-def test_the_call_of_an_adapter_that_is_written_as_text_is_shown_as_it_is(known):
-    assert known["torch"].call is not None
-    inputs = Inputs if known is KNOWN else ScoreInputs
-    assert inputs(known["torch"]).call == known["torch"].call(inputs(known["torch"]).options)
+def test_the_call_that_is_shown_has_the_options_that_are_not_at_their_default():
+    assert loss_problem(KNOWN["torch"]).call == "adapter.function(hidden, weight, target, bias, Options())"
+    x = loss_problem(KNOWN["torch"], torch.float16, label_smoothing=0.1)
+    assert x.call.endswith("Options(dtype=torch.float16, label_smoothing=0.1))")
+    x = score_problem(KNOWN_SCORES["torch"], temperature="torch.ones(96)")
+    assert x.call.endswith("Options(temperature=temperature, entropy=True, ids=ids))")
 
 
 def test_a_problem_of_scores_is_the_one_that_a_reproduction_shows():
-    x = ScoreInputs(KNOWN_SCORES["torch"])
+    x = score_problem(KNOWN_SCORES["torch"], ("log_prob",))
     assert x.code.startswith("torch.manual_seed(0); hidden = torch.randn(96, 16).requires_grad_(); ")
     assert "torch.randn(131, 16) / 4" in x.code
     assert "target = torch.randint(131, (96,))" in x.code

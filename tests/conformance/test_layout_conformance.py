@@ -15,7 +15,7 @@ from conformance import (
     LAYOUT_CHECKS,
     Case,
     LayoutAdapter,
-    layout_adapter_of,
+    adapter_of,
     page,
     report,
     run,
@@ -36,7 +36,7 @@ BY_NAME = {check.name: check for check in LAYOUT_CHECKS}
 
 
 def planted(name):
-    return layout_adapter_of(f"tests.conformance.planted_layouts:{name}")
+    return adapter_of("layouts", f"tests.conformance.planted_layouts:{name}")
 
 
 def failures(findings):
@@ -110,7 +110,7 @@ def test_ranks_that_load_an_implementation_slowly_do_not_hang():
     """As on a busy machine, where loading may take one of them longer than a collective may last."""
     sys.modules.pop("tests.conformance.loaded_slowly", None)
     ranks_module.ranks(2, operator.add)  # which are there before this process loads the file
-    adapter = layout_adapter_of("tests.conformance.loaded_slowly:STEP")
+    adapter = adapter_of("layouts", "tests.conformance.loaded_slowly:STEP")
     assert fault(adapter, cases("data parallel")["unequal tokens"][0]) is None
 
 

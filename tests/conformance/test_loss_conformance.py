@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, report, run
-from conformance import adapter as adapter_module
-from conformance import checks as checks_module
+from conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, bad_target, report, run
 from conformance.__main__ import _parse, main
 from conformance.finding import Finding
-from conformance.inputs import Inputs, plain_loss
 from conformance.memory import Growth, growth
 from conformance.parts import PARTS
+from conformance.plain import plain_loss
+from conformance.problem import Problem
 from tests.conformance.planted import MISTAKES
 from tests.conformance.reproduced import run as run_reproduction
 
@@ -49,12 +48,15 @@ def test_a_check_of_a_dtype_shows_the_error_of_each_part(dtype):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lines(name, capsys):
-    adapter = adapter_of(f"tests.conformance.planted:{name}")
+    adapter = adapter_of("losses", f"tests.conformance.planted:{name}")
     about = MISTAKES[name][0]
     finding = BY_NAME[about](adapter)
     assert finding.verdict == "fail", finding
     assert len(finding.reproduction.splitlines()) <= 5
-    if name == "no_smoothing":
+    if name == "frozen_head":
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            run_reproduction(finding.reproduction)
+    elif name == "no_smoothing":
         assert finding.figure == "NotImplementedError: no smoothing"
         with pytest.raises(NotImplementedError):
             run_reproduction(finding.reproduction)
@@ -67,7 +69,7 @@ def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lin
 
 @pytest.mark.parametrize(("name", "about"), [(n, a) for n, (a, _) in MISTAKES.items() if a in ("bfloat16", "float64")])
 def test_the_number_a_reproduction_prints_is_beyond_what_is_right(name, about, capsys):
-    finding = BY_NAME[about](adapter_of(f"tests.conformance.planted:{name}"))
+    finding = BY_NAME[about](adapter_of("losses", f"tests.conformance.planted:{name}"))
     run_reproduction(finding.reproduction)
     allowed = float(finding.reproduction.split("at most ")[1].split()[0])
     assert float(capsys.readouterr().out) > allowed
@@ -138,7 +140,7 @@ def test_what_is_not_offered_is_not_held_against_it():
 
 
 def test_the_memory_of_all_logits_is_a_failure_and_of_a_chunk_is_not():
-    right, wrong = growth("seqpar"), growth("torch")
+    right, wrong = growth("losses", "seqpar"), growth("losses", "torch")
     assert isinstance(right, Growth)
     assert isinstance(wrong, Growth)
     assert right.of_logits <= Growth.ALLOWED < 1 <= wrong.of_logits
@@ -179,7 +181,7 @@ def test_a_bad_target_is_tried_in_a_new_process_where_a_fork_cannot_use_the_devi
     """No GPU is needed to see that the new process finds the adapter and raises what a forked one does."""
     known = KNOWN["seqpar-engine"]
     forked = BY_NAME["target out of range"](known)
-    monkeypatch.setattr(checks_module, "DEVICE", "cuda")
+    monkeypatch.setattr(bad_target, "DEVICE", "cuda")
     assert BY_NAME["target out of range"](known) == forked == Finding("pass", "raises IndexError")
 
 
@@ -187,9 +189,9 @@ def test_a_refusal_of_autograd_is_not_taken_for_a_refusal_of_a_bad_target(monkey
     def refused(pipe, x):
         pipe.send("raises RuntimeError")
 
-    monkeypatch.setattr(checks_module, "_try", refused)
-    monkeypatch.setattr(checks_module, "autograd_works_in_a_fork", lambda: False)
-    assert checks_module.out_of_range(KNOWN["seqpar-engine"]) == Finding("pass", "raises IndexError")
+    monkeypatch.setattr(bad_target, "_try", refused)
+    monkeypatch.setattr(bad_target, "autograd_works_in_a_fork", lambda: False)
+    assert BY_NAME["target out of range"](KNOWN["seqpar-engine"]) == Finding("pass", "raises IndexError")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU it is tried in a new process, which needs a name")
@@ -199,19 +201,18 @@ def test_a_bad_target_that_ends_its_process_is_no_silence():
 
 
 def test_a_new_process_that_gives_a_number_or_does_not_find_the_adapter_is_a_failure(monkeypatch):
-    monkeypatch.setattr(checks_module, "DEVICE", "cuda")
-    planted = BY_NAME["target out of range"](adapter_of("tests.conformance.planted:any_target"))
+    monkeypatch.setattr(bad_target, "DEVICE", "cuda")
+    planted = BY_NAME["target out of range"](adapter_of("losses", "tests.conformance.planted:any_target"))
     assert planted.verdict == "fail"
     assert "target 128 of 128 classes gave" in planted.figure
-    lost = BY_NAME["target out of range"](Adapter("mine", KNOWN["torch"].loss))
+    lost = BY_NAME["target out of range"](Adapter("mine", KNOWN["torch"].function))
     assert lost.verdict == "fail"
     assert "a new process does not find 'mine'; name the adapter as module:object" in lost.figure
 
 
 def test_on_a_gpu_tensors_and_reproductions_are_there(monkeypatch):
     """The meta device stands for a GPU: its tensors have no numbers, but they are elsewhere."""
-    monkeypatch.setattr(adapter_module, "DEVICE", "meta")
-    x = Inputs(KNOWN["torch"], device="meta")
+    x = Problem(KNOWN["torch"], device="meta")
     assert {t.device.type for t in x.made().values()} == {"meta"}
     assert x.imports.endswith("; torch.set_default_device('meta')")
     code = x.shown("print(loss.device)")
@@ -219,7 +220,7 @@ def test_on_a_gpu_tensors_and_reproductions_are_there(monkeypatch):
 
 
 def test_a_report_has_the_table_and_what_each_reproduction_printed():
-    adapter = adapter_of("tests.conformance.planted:dropped_chunk")
+    adapter = adapter_of("losses", "tests.conformance.planted:dropped_chunk")
     findings = {adapter.name: run(adapter, CHECKS[:1])}
     said = report.table(findings) + report.reproductions(findings)
     assert "| | dropped_chunk |\n|---|---|\n| float64 | **fail: " in said
@@ -243,7 +244,7 @@ assert not (peers | {"triton", "transformers", "hypothesis"}) & {*sys.modules}
 
 
 def test_an_adapter_of_ones_own_is_a_name_and_a_function():
-    mine = Adapter("mine", KNOWN["torch"].loss)
+    mine = Adapter("mine", KNOWN["torch"].function)
     assert mine.offers == EVERYTHING
     assert run(mine, CHECKS[:1])["float64"].verdict == "pass"
     assert {*run(replace(mine, why_not=lambda: "needs a GPU")).values()} == {

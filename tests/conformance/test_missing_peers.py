@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from conformance.__main__ import main
-from conformance.adapter import loaded, quietly, why_missing
+from conformance.adapter import load, quietly, why_missing
 from conformance.report import installed_version
 
 pytestmark = pytest.mark.unswitched
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unswitched
 )
 def test_an_adapter_that_cannot_be_loaded_is_named_with_the_reason(name, why):
     with pytest.raises(ValueError, match=rf"^'{name}' cannot be loaded: {why}$"):
-        loaded(name)
+        load(name)
 
 
 def test_why_a_package_cannot_be_imported_is_said_in_one_line(tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_why_a_package_cannot_be_imported_is_said_in_one_line(tmp_path, monkeypa
     (tmp_path / "in_need.py").write_text("import nowhere_to_be_found")
     (tmp_path / "broken.py").write_text("raise RuntimeError('''\\n no GPU is here\\nand more''')")
     (tmp_path / "mute.py").write_text("raise OSError")
-    assert why_missing("math") == why_missing("") == ""
+    assert why_missing("math") == ""
     assert why_missing("nowhere_to_be_found.inner") == "not installed"
     assert why_missing("in_need") == "not installed: it needs nowhere_to_be_found"
     assert why_missing("broken") == "cannot be imported: no GPU is here"
@@ -61,7 +61,7 @@ def test_what_a_package_says_and_sets_while_it_runs_leaves_no_trace(monkeypatch,
 
 def test_a_page_that_is_not_there_is_an_error_in_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"^conformance: .*No such file or directory: '.*none\.md'$"):
-        main(["--page", str(tmp_path / "none.md")])
+        main(["page", str(tmp_path / "none.md")])
 
 
 def test_the_version_of_a_clone_is_the_one_that_it_says(monkeypatch):

@@ -12,13 +12,13 @@ from conformance import (
     KNOWN_SCORES,
     SCORE_CHECKS,
     ScoreAdapter,
+    adapter_of,
     report,
     run,
-    score_adapter_of,
 )
 from conformance.__main__ import main
 from conformance.memory import Growth, growth
-from conformance.score_inputs import plain_scores
+from conformance.plain import plain_scores
 from seqpar import TokenScores
 from tests.conformance.planted_scores import SCORE_MISTAKES
 from tests.conformance.reproduced import run as run_reproduction
@@ -86,7 +86,7 @@ def test_a_placeholder_of_nemo_rl_is_said_to_be_no_installation_and_a_clone_has_
 
 @pytest.mark.parametrize("name", SCORE_MISTAKES)
 def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lines(name, capsys):
-    adapter = score_adapter_of(f"tests.conformance.planted_scores:{name}")
+    adapter = adapter_of("scores", f"tests.conformance.planted_scores:{name}")
     about = SCORE_MISTAKES[name][0]
     finding = BY_NAME[about](adapter)
     assert finding.verdict == "fail", finding
@@ -118,7 +118,7 @@ def test_the_check_of_a_dtype_asks_for_scores_in_it(dtype):
 
 
 def test_the_number_a_reproduction_prints_is_the_finding(capsys):
-    finding = BY_NAME["softcap"](score_adapter_of("tests.conformance.planted_scores:softcap_derivative"))
+    finding = BY_NAME["softcap"](adapter_of("scores", "tests.conformance.planted_scores:softcap_derivative"))
     run_reproduction(finding.reproduction)
     printed = float(capsys.readouterr().out)
     assert printed > float(finding.reproduction.split("at most ")[1].split()[0])
@@ -150,12 +150,12 @@ def test_what_is_not_offered_is_not_held_against_it():
     passed = {"float32", "log-probability", "frozen trunk", "frozen head", "second backward", "signs"}
     assert {name for name, finding in findings.items() if finding.verdict == "pass"} == passed
     assert {finding.verdict for finding in findings.values()} == {"pass", "not offered"}
-    values = replace(modest, scores=NO_SCORES["detached"], offers=frozenset({"float32"}))
+    values = replace(modest, function=NO_SCORES["detached"], offers=frozenset({"float32"}))
     assert str(BY_NAME["float32"](values)).startswith("pass: log_prob")
 
 
 def test_the_memory_of_all_logits_is_a_failure_of_scores_too():
-    right = growth("seqpar", "scores")
+    right = growth("scores", "seqpar")
     assert isinstance(right, Growth)
     assert right.of_logits <= Growth.ALLOWED
 
