@@ -38,6 +38,8 @@ from seqpar.distributed.reducers import (
     check_reduces_all,
     refuse_fsdp1,
     refuse_no_sync,
+    refuse_unnamed,
+    watch_reducers,
     without_remains,
 )
 from seqpar.distributed.torch_private import parameter_groups, records_static_graph
@@ -109,9 +111,10 @@ def accumulate_gradients(
         RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts different tokens from the losses. The
             call is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
         ValueError: on every rank: no rank has a micro-batch. Several ranks, and neither a model nor a group. A loader
-            that filled the memory of a micro-batch again. FSDP2 without a group, or with a divide factor that is not
-            the number of its ranks; a group of ranks other than those that gradients are reduced over. A trainable
-            parameter that nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
+            that filled the memory of a micro-batch again. A DistributedDataParallel or FSDP2 module that `loss_of`
+            calls and that is not given as model. FSDP2 without a group, or with a divide factor that is not the number
+            of its ranks; a group of ranks other than those that gradients are reduced over. A trainable parameter that
+            nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
         TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
             returned value of a wrong type.
 
@@ -142,6 +145,7 @@ def accumulate_gradients(
         to_run = mine + [_filler(mine, step, group)] * missing
         factors += [0.0] * missing
     losses: list[TokenLoss] = []
+    unnamed = watch_reducers(loss_of) if model is None else []
     # The graph of a micro-batch is freed by its own backward, before the next one's forward
     for i, micro_batch in enumerate(to_run):
         # The backward that records a static graph must not run under `no_sync`. A further reduction does no harm: the
@@ -152,6 +156,8 @@ def accumulate_gradients(
             loss = _checked(loss_of(copy_containers(micro_batch)))
             if i == 0 and model is not None:
                 check_has_all(loss.total, model)
+            elif i == 0:
+                refuse_unnamed(unnamed, loss.total)
             backward(loss.total * factors[i])
         losses.append(loss.detach())
         # Its nodes may hold more than the saved tensors that backward has freed

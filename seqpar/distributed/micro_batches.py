@@ -126,21 +126,55 @@ def _bytes(array: Any) -> bytes:
 
 
 def _refuse_same_memory(micro_batches: Sequence[object]) -> None:
-    """Raise ValueError if two of a list have all of their tensors in common and each of these was written to.
+    """Raise ValueError if two of a list have the same memory, and what torch knows of it says that it was refilled.
 
-    Nobody has seen when, so a tensor that only some of them have in common may be a constant.
+    Nobody has seen when it was written to, and a constant may be shared. So they must have all of their tensors in
+    common, each written to; or one that was refilled as far as `_is_refilled` can tell.
     """
+    # Of one object several times nothing was overwritten
+    distinct = {id(micro_batch): i for i, micro_batch in reversed([*enumerate(micro_batches)])}
+    held = {i: [leaf for leaf in _contents(micro_batches[i]) if _has_memory(leaf)] for i in sorted(distinct.values())}
     first: dict[tuple[object, ...], int] = {}
-    for i, micro_batch in enumerate(micro_batches):
-        held = [leaf for leaf in _contents(micro_batch) if _has_memory(leaf)]
-        if not held or not all(map(_may_be_refilled, held)):
-            continue
-        earlier = first.setdefault(tuple(map(_place, held)), i)
-        if micro_batches[earlier] is not micro_batch:
-            raise ValueError(
-                f"micro_batches[{earlier}] and [{i}] are two objects with the same memory: a loader that fills it "
-                f"again has overwritten the earlier one; {REMEDY}; for one batch several times pass [batch] * n"
-            )
+    for i, mine in held.items():
+        if mine and all(map(_may_be_refilled, mine)):
+            earlier = first.setdefault(tuple(map(_place, mine)), i)
+            if earlier != i:
+                raise ValueError(_two_objects(earlier, i))
+    written = {i: [t for t in mine if isinstance(t, Tensor) and _may_be_refilled(t)] for i, mine in held.items()}
+    users: dict[object, list[int]] = {}
+    for i, tensors in written.items():
+        for start in set(map(_start, tensors)):
+            users.setdefault(start, []).append(i)
+    for i, tensors in written.items():
+        common = [t for t in tensors if len(users[_start(t)]) > 1]
+        own = {t.shape[:1] for t in held[i] if isinstance(t, Tensor) and all(t is not other for other in common)}
+        for tensor in common:
+            if _is_refilled(tensor, len(users[_start(tensor)]), own):
+                raise ValueError(_two_objects(*users[_start(tensor)][:2]))
+
+
+def _is_refilled(tensor: Tensor, users: int, rows: set[torch.Size]) -> bool:
+    """Return whether so many micro-batches have a tensor that was written to as often, and is no constant.
+
+    That is one of which all numbers are the same, or that has other rows than the micro-batch's own tensors.
+    """
+    if _version(tensor) < users or (rows and tensor.shape[:1] not in rows):
+        return False
+    tensor = tensor.detach()
+    return bool((tensor != tensor.flatten()[0]).any())
+
+
+def _two_objects(earlier: int, later: int) -> str:
+    """Return what is wrong with two micro-batches of a list, in words."""
+    return (
+        f"micro_batches[{earlier}] and [{later}] are two objects with the same memory: a loader that fills it "
+        f"again has overwritten the earlier one; {REMEDY}; for one batch several times pass [batch] * n"
+    )
+
+
+def _start(tensor: Tensor) -> object:
+    """Return where a tensor's numbers begin."""
+    return tensor.device, tensor.data_ptr()
 
 
 def _may_be_refilled(leaf: Any) -> bool:

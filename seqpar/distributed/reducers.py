@@ -7,14 +7,19 @@ and the ranks would drift apart.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.graphs import leaves_of_graph
-from seqpar.distributed.collectives import gather_numbers
+from seqpar.distributed.collectives import gather_numbers, world_size
 from seqpar.distributed.torch_private import (
     expect_forward,
     forget_step,
@@ -25,6 +30,7 @@ from seqpar.distributed.torch_private import (
     reduced_by_ddp,
     reduces_by_hooks,
     trained_when_wrapped,
+    will_reduce,
 )
 from seqpar.distributed.wrappers import WRAP_BOTH
 
@@ -182,3 +188,87 @@ def refuse_no_sync(model: nn.Module) -> None:
             "accumulate_gradients was called inside model.no_sync(), so gradients would not be reduced over the ranks; "
             "call it outside: it enters no_sync itself for all micro-batches but the last"
         )
+
+
+MOST_REACHED = 2_000
+"""How many objects are looked at in search of what a function calls: it may reach a trainer, and with it everything."""
+
+
+def watch_reducers(function: Any) -> list[nn.Module]:
+    """Return the modules that reduce gradients over several ranks and that a function could call, for `refuse_unnamed`.
+
+    A DistributedDataParallel is prepared to tell whether its forward has run, with gradients.
+    """
+    found: dict[int, nn.Module] = {}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    seen: dict[int, Any] = {}
+    todo = deque([function])
+    while todo and len(seen) < MOST_REACHED:
+        value = todo.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, DistributedDataParallel):
+            if world_size(value.process_group) > 1 and reduces_by_hooks(value):
+                expect_forward(value)
+                found[id(value)] = value
+        elif isinstance(value, nn.Module) and is_fsdp_unit(value):
+            found[id(value)] = value
+        else:
+            todo.extend(_reached_from(value))
+    return [*found.values()]
+
+
+def _reached_from(value: Any) -> Iterator[Any]:
+    """Yield what a value holds, or what a function uses: of the names in its code those that exist."""
+    if isinstance(value, FunctionType):
+        if not value.__module__ or value.__module__.partition(".")[0] not in ("torch", "seqpar"):
+            yield from _used_by(value)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, nn.Module):
+        yield from value.children()
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif not isinstance(value, (type, ModuleType, Tensor)) and isinstance(getattr(value, "__dict__", None), dict):
+        yield from vars(value).values()
+        if callable(value):
+            yield type(value).__call__
+
+
+def _used_by(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function takes from around it, also from modules."""
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        # A name that has no value yet
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+    names = _names_in(function.__code__)
+    used = [function.__globals__[name] for name in names if name in function.__globals__]
+    yield from used
+    yield from (vars(m)[name] for m in used if isinstance(m, ModuleType) for name in names if name in vars(m))
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that code uses, with those in the functions that it makes."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def refuse_unnamed(reducers: Sequence[nn.Module], total: Tensor) -> None:
+    """Raise ValueError if the gradient of a loss will be reduced by one of these modules, which take the mean."""
+    for reducer in reducers:
+        if isinstance(reducer, DistributedDataParallel) and not will_reduce(reducer):
+            continue
+        reduced = _reduced(reducer)
+        if any(id(leaf) in reduced for leaf in leaves_of_graph(total)):
+            kind = "DistributedDataParallel" if isinstance(reducer, DistributedDataParallel) else "fully_shard module"
+            raise ValueError(
+                f"loss_of calls a {kind}, which takes the mean of gradients over its ranks, but model is not given, so "
+                "that the gradient of the step would be divided by the number of ranks; pass that module as model="
+            )

@@ -154,6 +154,11 @@ def has_run_forward(model: DistributedDataParallel) -> bool:
     return isinstance(_private(model, "require_forward_param_sync"), bool)
 
 
+def will_reduce(model: DistributedDataParallel) -> bool:
+    """Return whether DDP's forward has run since `expect_forward`, with gradients and outside `no_sync`."""
+    return _private(model, "require_forward_param_sync") is True
+
+
 def is_inside_no_sync(model: DistributedDataParallel) -> bool:
     """Return whether DDP is inside `no_sync`, where it reduces nothing."""
     return not _private(model, "require_backward_grad_sync")

@@ -1,5 +1,6 @@
 """accumulate_gradients: micro-batches and ranks together have the gradient of one batch on one device."""
 
+import functools
 import gc
 import re
 import weakref
@@ -475,3 +476,81 @@ def test_several_ranks_need_a_group_or_a_model_or_the_word_that_this_process_is_
             assert way_out in refusal
         assert f"group has the 1 ranks [{rank}]" in other
         assert alone == [(rank + 1) / 3] * 3
+
+
+class Holder:
+    """A trainer: its loss calls what it holds, or the module inside that."""
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def loss_of(self, m):
+        return self.wrapped(m[0], target=m[1])
+
+    def __call__(self, m):
+        return self.loss_of(m)
+
+
+def of_first(wrapped, m):
+    return wrapped(m[0], target=m[1])
+
+
+def of_inner(modules, m):
+    return of_first(modules[0], m)
+
+
+HELD = None
+
+
+def of_global(m):
+    return of_first(HELD, m)
+
+
+REACHED = {
+    "a lambda": lambda w: lambda m: w(m[0], target=m[1]),
+    "a method": lambda w: Holder(w).loss_of,
+    "an object": Holder,
+    "a partial": lambda w: functools.partial(of_first, w),
+    "a default": lambda w: lambda m, w=w: of_first(w, m),
+    "a function of a function": lambda w: lambda m: (lambda m: {"w": w}["w"](m[0], target=m[1]))(m),
+    "a global": lambda w: of_global,
+    "a module around it": lambda w: functools.partial(of_inner, torch.nn.ModuleList([w])),
+}
+
+
+def unnamed(rank, world, layout, case):
+    """Whether each way to call the wrapper is refused, and the gradient where it is not called."""
+    global HELD
+    with torch_may_warn():
+        HELD = wrapped = wrap(build(case), layout)
+        count = count_tokens(case)
+        said = {}
+        for group in (dist.group.WORLD, seqpar.THIS_PROCESS):
+            for name, reach in REACHED.items():
+                with pytest.raises(ValueError, match="but model is not given") as error:
+                    seqpar.accumulate_gradients(case.micro_batches(rank), reach(wrapped), count, group=group)
+                said[name, str(group)] = str(error.value)
+        if layout != "ddp":
+            return said, None
+        wrapped.zero_grad()
+
+        def inside(m):
+            with torch.no_grad():
+                wrapped(m[0], target=m[1])
+            return wrapped.module(m[0], target=m[1])
+
+        loss = seqpar.accumulate_gradients(case.micro_batches(rank), inside, count, group=dist.group.WORLD)
+        for p in wrapped.parameters():
+            dist.all_reduce(p.grad)
+        return said, (float(loss.total), gradients_of(wrapped))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_wrapper_that_the_loss_calls_and_that_is_not_given_is_refused(layout):
+    """It takes the mean over ranks, in silence. The module inside it may be called, whose gradients are a sum."""
+    answers = ranks(2, unnamed, layout, UNEVEN)
+    for said, _ in answers:
+        assert len(said) == 2 * len(REACHED)
+        assert all("pass that module as model=" in text and "\n" not in text for text in said.values())
+    if layout == "ddp":
+        assert_answers([answer for _, answer in answers], reference(UNEVEN))

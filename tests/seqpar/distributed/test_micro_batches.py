@@ -184,7 +184,18 @@ def test_a_list_of_what_such_a_loader_gave_is_refused(loader, container):
         take([made(h, t) for h, t in loader()])
 
 
+@pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "an object"])
+@pytest.mark.parametrize("loader", [by_views, only_hidden, two_in_turn])
+def test_a_list_of_which_a_loader_has_filled_some_tensors_again_is_refused(loader, container):
+    made = CONTAINERS[container]
+    with pytest.raises(ValueError, match=r"micro_batches\[0\] and \[[12]\] are two objects with the same memory"):
+        take([made(h, t) for h, t in loader()])
+
+
 MASK = torch.ones(5, 5).tril_()
+TABLE = torch.zeros(7, 8).normal_().abs_().clamp_(max=1).mul_(2)
+"""Written to more often than it is used, with no row for each of the batch's."""
+LANGUAGE = torch.zeros(5).add_(2).add_(1).mul_(2)
 TOKENS = torch.arange(31)
 ROWS = torch.randn(400, 30)
 NAN = torch.full((3, 2000), torch.nan)
@@ -202,6 +213,8 @@ RIGHT = {
     "tensors of their own": lambda: DATA,
     "a constant mask": lambda: [(MASK, t) for _, t in DATA],
     "a mask written anew": rewritten,
+    "a table beside them": lambda: [(TABLE, t) for _, t in DATA],
+    "one language for all rows": lambda: [(LANGUAGE, t) for _, t in DATA],
     "a mask expanded": lambda: [(MASK.expand(4, 5, 5), t) for _, t in DATA],
     "slices of one tensor": lambda: TOKENS.split(8),
     "windows that overlap": lambda: [TOKENS[i : i + 11] for i in range(0, 30, 10)],
