@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from seqpar.testing.causes import likely_cause
-from seqpar.testing.evidence import Evidence, Repeated
+from seqpar.testing.evidence import Evidence, Repeated, shares_of
+from seqpar.testing.rank_causes import local_count, silent_ranks
+from seqpar.testing.row_causes import where_off
+from seqpar.testing.smoothing_causes import other_smoothing
 from tests.seqpar.testing.test_edges_of_verdicts import wide
 
 pytestmark = pytest.mark.unswitched
@@ -119,3 +122,77 @@ def test_what_becomes_of_the_upstream_factor_is_named(times, cause):
     found = evidence(1.7)
     eighth = found.got[0] / 8, {name: g * times for name, g in found.got[1].items()}
     assert cause_of(replace(found, eighth=eighth)).startswith(cause)
+
+
+def test_shares_are_those_of_parts_that_can_be_told_apart():
+    one, other = wide(1.0, 2.0, 0.0), wide(0.0, 1.0, 3.0)
+    assert shares_of(2 * one + 3 * other, [one, other]) == pytest.approx([2, 3])
+    assert shares_of(3 * one, [one, 2 * one]) is None
+    assert shares_of(one, [0 * one]) is None
+    found = shares_of(2 * one + 3 * other, [one, 0 * one, other])
+    assert math.isnan(found[1]), "of a part that is 0 nobody knows how often it was added"
+    assert found[::2] == pytest.approx([2, 3])
+
+
+def test_rows_are_right_elsewhere_only_where_some_are():
+    found = evidence(1)
+    plain = found.expected[1]["hidden"]
+    for times, said in (
+        ((2.0, 1.0, 1.0), "2 times the plain one in its row 0, of 3, and right elsewhere"),
+        ((2, 3, 3), ""),
+    ):
+        hidden = plain * wide(*times).unsqueeze(1)
+        assert where_off(replace(found, got=(found.got[0], {**found.got[1], "hidden": hidden})), "hidden") == said
+
+
+@pytest.mark.parametrize("divisor", [1, 7])
+@pytest.mark.parametrize(("times", "besides"), [(1, ""), (2, "; besides, all gradients are multiplied by 2")])
+def test_another_smoothing_is_named_and_what_all_gradients_are_multiplied_by(times, besides, divisor):
+    none, smooth = wide(1.0, 2.0, 0.5), wide(3.0, -1.0, 4.0)
+
+    def result(eps, factor):
+        return wide(math.pi)[0], {"w": factor * (none + eps * (smooth - none))}
+
+    found = Evidence(
+        result(0.2, times / divisor),
+        result(0.1, 1 / divisor),
+        smoothed=lambda convention, eps: result(eps, 1.0),
+        smoothing=("torch", 0.1),
+    )
+    torchs = "in the convention 'torch'"
+    assert other_smoothing(found) == f"label smoothing of 0.2 {torchs}, where the criterion has 0.1 {torchs}{besides}"
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_silent_rank_is_named_where_a_tensor_has_two_uses(silent):
+    """The plain loss computes one rank's tokens after the other's, so that a rank's uses are neighbours."""
+    each = [wide(1.0, 0.0, 2.0, 1.0), wide(0.0, 1.0, 1.0, 3.0), wide(2.0, 5.0, 0.0, 1.0), wide(1.0, 1.0, 4.0, 0.0)]
+    uses = {"w": [(name, g) for name, g in zip(("embedding", "linear") * 2, each, strict=True)]}
+    heard = sum(each[2 - 2 * silent : 4 - 2 * silent])
+    value = wide(math.pi)[0]
+    found = Evidence((value, {"w": heard}), (value, {"w": sum(each)}), uses=uses, **TWO_RANKS)
+    assert (
+        silent_ranks(found) == f"rank {silent} contributes nothing: the gradient of w is that of the other ranks alone"
+    )
+
+
+def test_of_two_smoothings_alike_the_one_with_the_criterions_eps_is_named():
+    """With ten classes 0.1 over all of them is 0.09 over the others."""
+    none, smooth = wide(1.0, 2.0, 0.5), wide(3.0, -1.0, 4.0)
+
+    def smoothed(convention, eps):
+        share = {"torch": 1.0, "fairseq": 1 / 0.9}[convention]
+        return wide(math.pi)[0], {"w": none + eps * share * (smooth - none)}
+
+    found = Evidence(smoothed("torch", 0.1), smoothed("torch", 0.09), smoothed=smoothed, smoothing=("torch", 0.09))
+    assert other_smoothing(found) == "the smoothing convention 'fairseq', where the criterion has 'torch'"
+
+
+def test_a_rank_whose_share_is_right_by_chance_does_not_hide_a_local_count():
+    each = [wide(1.0, 0.0, 2.0), wide(0.0, 1.0, 1.0)]
+    value = wide(math.pi)[0]
+    uses = {"w": [("linear", g) for g in each]}
+    # 6 / (3 x 2 ranks) and 6 / (1 x 2 ranks)
+    got, plain = {"w": each[0] + 3 * each[1]}, {"w": sum(each)}
+    found = Evidence((value, got), (value, plain), uses=uses, divisor=6, counts=[(3, 6), (1, 6)])
+    assert local_count(found) is not None
