@@ -42,7 +42,14 @@ from seqpar.integrations.transformers_head import (
     supported_linear,
     with_adapter,
 )
-from seqpar.integrations.transformers_model import IGNORED, Reading, decoder_inputs, final_bias, lacks_decoder_inputs
+from seqpar.integrations.transformers_model import (
+    IGNORED,
+    Reading,
+    Settings,
+    decoder_inputs,
+    final_bias,
+    lacks_decoder_inputs,
+)
 from seqpar.integrations.transformers_readings import UNCALLED, Readings
 from seqpar.integrations.transformers_trainer import (
     MET,
@@ -138,6 +145,11 @@ class AppliedLoss(LeftOut):
             for name in self.flags:
                 del state[name]
             state.update(self.flags_before)
+
+    @property
+    def checked(self) -> dict[Settings, Reading]:
+        """Return what the model was seen to do, for each of the settings in which it has been examined."""
+        return self.readings.checked
 
     def is_on(self, model: PreTrainedModel) -> bool:
         """Return whether a model has this loss, also on the output embeddings that it has now."""
