@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.graphs import leaves_of_graph
+from seqpar.core.reach import is_of_library, places_used_by
 from seqpar.distributed.collectives import gather_numbers, world_size
 from seqpar.distributed.torch_private import (
     expect_forward,
@@ -221,10 +222,10 @@ def watch_reducers(function: Any) -> list[nn.Module]:
 
 
 def _reached_from(value: Any) -> Iterator[Any]:
-    """Yield what a value holds, or what a function uses: of the names in its code those that exist."""
+    """Yield what a value holds, or what a function uses."""
     if isinstance(value, FunctionType):
-        if not value.__module__ or value.__module__.partition(".")[0] not in ("torch", "seqpar"):
-            yield from _used_by(value)
+        if not is_of_library(value):
+            yield from (place.value for place in places_used_by(value))
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, functools.partial):
@@ -239,25 +240,6 @@ def _reached_from(value: Any) -> Iterator[Any]:
         yield from vars(value).values()
         if callable(value):
             yield type(value).__call__
-
-
-def _used_by(function: FunctionType) -> Iterator[Any]:
-    """Yield what a function takes from around it, also from modules."""
-    yield from function.__defaults__ or ()
-    for cell in function.__closure__ or ():
-        # A name that has no value yet
-        with contextlib.suppress(ValueError):
-            yield cell.cell_contents
-    names = _names_in(function.__code__)
-    used = [function.__globals__[name] for name in names if name in function.__globals__]
-    yield from used
-    yield from (vars(m)[name] for m in used if isinstance(m, ModuleType) for name in names if name in vars(m))
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names that code uses, with those in the functions that it makes."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*map(_names_in, inner))
 
 
 def refuse_unnamed(reducers: Sequence[nn.Module], total: Tensor) -> None:

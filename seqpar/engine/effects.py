@@ -7,6 +7,7 @@ What modules hold is compared by value: numbers, tensors, containers and the att
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections import deque
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from seqpar.core.checks import is_dense
+from seqpar.core.reach import is_of_library
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes that a structural copy has for itself."""
@@ -31,6 +35,16 @@ PLAIN = (int, float, complex, str, bytes, type(None))
 
 MOST_OBJECTS = 2_000
 """How many objects are looked into: a module may hold its trainer, and with it everything."""
+
+
+MOST_NUMBERS = 2**24
+"""How many numbers of tensors are copied: a module may hold an optimizer's state."""
+
+
+KEEPS_A_GRAPH = (
+    "holds a tensor with a graph after a call, which would be one chunk's, on a copy: add it to the loss that the "
+    "criterion returns, compute it beside the engine, or detach it where it is only looked at"
+)
 
 
 @dataclass(eq=False)
@@ -51,7 +65,9 @@ class Held:
         self.tensors: list[Tensor] = []
         self.undo: list[Callable[[], None]] = []
         self.generators: list[Any] = []
-        self._seen: dict[int, object] = {}
+        # With the values themselves, whose numbers would otherwise be those of later ones
+        self._seen: dict[int, tuple[object, object]] = {}
+        self._numbers = 0
         self.values: dict[tuple[str, int], object] = {}
         for i, head in enumerate(heads):
             for owner, module in head.named_modules():
@@ -66,11 +82,13 @@ class Held:
         if isinstance(value, (*UNLOOKED, *PLAIN)) or len(self._seen) > MOST_OBJECTS:
             return value
         if id(value) in self._seen:
-            return self._seen[id(value)]
+            return self._seen[id(value)][1]
         if isinstance(value, Tensor):
-            return self._look_at_tensor(value)
+            looked = self._look_at_tensor(value)
+            self._seen[id(value)] = value, looked
+            return looked
         # Before its items, which may lead back to it
-        self._seen[id(value)] = type(value)
+        self._seen[id(value)] = value, type(value)
         if isinstance(value, (list, deque)):
             self._keep(value, list, value.extend)
             return type(value), *map(self._look, value)
@@ -87,33 +105,47 @@ class Held:
             array = value.copy()
             self.undo.append(lambda: value.__setitem__(..., array))
             return type(value), value.shape, value.tobytes()
-        own = getattr(value, "__dict__", None)
-        if not isinstance(own, dict):
-            # A number, a text: what has no attributes
+        return self._look_at_object(value)
+
+    def _look_at_object(self, value: Any) -> object:
+        """Return a copy of what an object holds in attributes; the object itself if it has none, as a number."""
+        if isinstance(value, functools.partial):
+            return type(value), *map(self._look, (value.func, value.args, value.keywords))
+        # What FSDP2 and others keep beside a module, whose tensors may have no memory, is not the pair's
+        if is_of_library(type(value)) and not isinstance(value, nn.Module):
             return value
-        self._keep(own, dict, own.update)
-        return type(value), *(self._look(item) for item in own.items())
+        own = getattr(value, "__dict__", None)
+        slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        if not isinstance(own, dict) and not slots:
+            return value
+        if isinstance(own, dict):
+            self._keep(own, dict, own.update)
+        self.undo += [functools.partial(object.__setattr__, value, name, old) for name, old in slots.items()]
+        return type(value), *map(self._look, (*(own or {}).items(), *slots.items()))
 
     def _look_at_tensor(self, tensor: Tensor) -> object:
+        self._numbers += tensor.numel()
+        if self._numbers > MOST_NUMBERS or not is_dense(tensor) or not tensor.untyped_storage().size():
+            return id(tensor)
         numbers = tensor.detach().clone()
-        self._seen[id(tensor)] = Graph(numbers) if tensor.grad_fn is not None else numbers
-        if tensor.grad_fn is None:
-            self.tensors.append(tensor)
-            version = tensor._version
+        if tensor.grad_fn is not None:
+            return Graph(numbers)
+        self.tensors.append(tensor)
+        version = tensor._version
 
-            def put_back() -> None:
-                if tensor._version != version:
-                    with torch.no_grad():
-                        tensor.copy_(numbers)
+        def put_back() -> None:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(numbers)
 
-            self.undo.append(put_back)
-        return self._seen[id(tensor)]
+        self.undo.append(put_back)
+        return numbers
 
     def _keep(self, value: Any, copied: Callable[[Any], Any], fill: Callable[[Any], object]) -> None:
         """Remember to empty and fill a container again, if its items are others by then."""
         old = copied(value)
-        # Otherwise its attributes' dict might be freed, and its id be another's
-        self._seen[id(old)] = (value, old)
+        # An attributes' dict may be freed, too
+        self._seen[id(value)] = value, type(value)
 
         def put_back() -> None:
             if not _is_unchanged(value, old):
@@ -127,6 +159,12 @@ class Held:
         names = {**self.values, **other.values}
         missing = object()
         return [n for n, i in names if not is_same(self.values.get((n, i), missing), other.values.get((n, i), missing))]
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the attributes of a class that has named them, as a dataclass with slots does."""
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in named for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
 
 
 def _is_unchanged(value: Any, old: Any) -> bool:

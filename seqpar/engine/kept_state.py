@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from seqpar.engine.effects import OF_A_COPY, Held, graphs_held, random_states_kept
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, graphs_held, random_states_kept
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
@@ -121,10 +121,7 @@ def ask_about_state(trial: Trial) -> None:
             "divided: return the gradient instead (without a fused gradient accumulation)"
         )
     if graphs := [name for name in graphs_held(first) if not _is_made_by_a_hook(trial, name)]:
-        raise ValueError(
-            f"{graphs[0]} holds a tensor with a graph after a call, which would be one chunk's, on a copy: add it "
-            "to the loss that the criterion returns, or compute it beside the engine"
-        )
+        raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
     if not before.changed(first):
         return
     second, settled = _observed(trial, 2)

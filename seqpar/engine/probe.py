@@ -5,8 +5,9 @@ That gives the plain loss and its gradient if and only if the pair
 - treats each row alone: its scores, by value and by gradient (d scores_i / d hidden_j must be 0 for i != j, which is
   exact in every dtype, in every mode and with dropout), and its loss, in the company of other rows and without;
 - has a backward that is linear, and writes nowhere else;
-- keeps nothing between calls that it reads again. Buffers may add up over rows, as a histogram of predictions does; one
-  that is replaced is lost with the copy, and a moving average or a power iteration would run once for each chunk;
+- keeps nothing between calls that it reads again, in its attributes or around its code. Buffers may add up over rows,
+  as a histogram of predictions does; one that is replaced is lost with the copy, and a moving average or a power
+  iteration would run once for each chunk;
 - is what was matched, where a closed form stands in for it;
 - ignores exactly the target that it says.
 
@@ -37,6 +38,7 @@ from seqpar.engine.pair import criterion_loss
 from seqpar.engine.row_mixing import ask_about_rows
 from seqpar.engine.shards import Shard, check_targets
 from seqpar.engine.situation import LogitFacts, Situation
+from seqpar.engine.surroundings import Surroundings, ask_about_graphs_left, ask_about_surroundings
 from seqpar.engine.trial import PROBE_ROWS, Trial
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.leaves import product_dtype
@@ -95,8 +97,10 @@ def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classe
         check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion
             is, which on an accelerator would fail with a device-side assertion.
     """
+    around = Surroundings(trial.head)
     with trial.kept(), torch.no_grad():
         logits_KV, keeps_nothing = _first_call(trial, check_classes)
+    ask_about_surroundings(trial, around)
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     with trial.kept(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
         is_checked = criterion_adds_up(trial, logits_KV)
@@ -106,6 +110,7 @@ def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classe
         adds_up = buffers_add_up(trial)
     ask_about_rows(trial)
     ask_about_state(trial)
+    ask_about_graphs_left(trial, around)
     ask_about_backward(trial, situation.is_scaled)
     return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up)
 

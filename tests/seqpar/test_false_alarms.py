@@ -5,6 +5,7 @@ Every generator meets several criteria and every criterion several generators. `
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -104,6 +105,13 @@ def frozen(module):
     return module.requires_grad_(False)
 
 
+def weight_normed(module):
+    """The function of old, which makes an attribute before each call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(module)
+
+
 def hooked(module, factor):
     module.register_forward_hook(lambda module, inputs, result: factor * result)
     return module
@@ -134,8 +142,12 @@ GENERATORS = {
     "picture": lambda: M(kept_for_a_picture, out=linear(), shapes={}),
     "counting": lambda: M(counting, out=linear(), seen=torch.zeros(V, dtype=torch.int64)),
     "zero weights": lambda: M(lambda m, h: m.out(h) * 1, out=closed(linear())),
+    "banned": lambda: M(
+        lambda m, h: m.out(h).masked_fill(m.mask, -torch.inf), out=linear(), mask=torch.arange(V) >= V - 2
+    ),
     "masked": lambda: M(lambda m, h: m.out(h) + m.mask, out=linear(), mask=-30 * F.one_hot(torch.tensor(V - 1), V)),
     "weight_norm": lambda: parametrizations.weight_norm(linear()),
+    "weight_norm of old": lambda: weight_normed(linear()),
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()).eval(),
     "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(linear(D)), linear()).eval(),
     "pruned": lambda: prune.l1_unstructured(linear(), "weight", 0.3),
@@ -232,6 +244,10 @@ def torch_loss(**options):
 
 
 CLASS_WEIGHT = torch.linspace(0.5, 2, V)
+WITHOUT_BFLOAT16 = ("orthogonal",)
+"""Generators whose gradient torch itself computes as nan in bfloat16."""
+OUT_OF_REACH = {"banned": ("cross-entropy", "torch", "class weights", "nll", "clamp", "hooked", "weights of rows")}
+"""Generators with scores of -inf, and the criteria that are finite with them: no target has such a score."""
 CRITERIA = {
     "cross-entropy": seqpar.CrossEntropy,
     "torch": torch_loss,
@@ -239,6 +255,7 @@ CRITERIA = {
     "class weights": lambda: torch_loss(weight=CLASS_WEIGHT.clone()),
     "class weights, smoothed": lambda: torch_loss(weight=CLASS_WEIGHT.clone(), label_smoothing=0.1),
     "smoothing, torch": lambda: seqpar.LabelSmoothing(0.1, "torch", ignore_index=0),
+    "smoothing, harvard": lambda: seqpar.LabelSmoothing(0.1, "harvard", ignore_index=0),
     "smoothing, fairseq": lambda: seqpar.LabelSmoothing(0.1, "fairseq"),
     "smoothing, 2018": lambda: M(annotated_transformer, padding_idx=0, true_dist=None),
     "smoothing of allowed classes": lambda: M(allowed_smoothing),
@@ -275,7 +292,8 @@ PAIRS = [
     (generator, list(CRITERIA)[(i + 7 * step) % len(CRITERIA)])
     for i, generator in enumerate(GENERATORS)
     for step in range(4)
-]
+    if generator not in OUT_OF_REACH
+] + [(generator, criterion) for generator, criteria in OUT_OF_REACH.items() for criterion in criteria]
 
 
 def made(names: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -303,10 +321,12 @@ def test_a_right_pair_is_never_refused_and_gives_the_plain_loss(
     of_generator: str, of_criterion: str, devices: Any
 ) -> None:
     for dtype in DTYPES:
+        if of_generator in WITHOUT_BFLOAT16 and dtype == torch.bfloat16:
+            continue
         torch.manual_seed(0)
         generator, criterion = GENERATORS[of_generator]().to(dtype), CRITERIA[of_criterion]().to(dtype)
         own, rows = (made(KEYWORDS.get(name, {}), dtype) for name in (of_generator, of_criterion))
-        hidden, target = torch.randn(3, 5, D).to(dtype).requires_grad_(), torch.randint(V, (3, 5))
+        hidden, target = torch.randn(3, 5, D).to(dtype).requires_grad_(), torch.randint(V - 2, (3, 5))
         engine = seqpar.LossCompute(generator, criterion, devices, chunk_tokens=4)
         loss = engine(hidden, target, **own, **rows)
         assert loss.total.isfinite()

@@ -157,7 +157,7 @@ def test_an_empty_batch_is_a_loss_of_no_tokens(shape):
 def test_the_largest_logits_are_one_chunk_and_padding_rows_are_never_projected():
     engine, generator, _, _ = small(chunk_tokens=4)
     seen = []
-    generator.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].reshape(-1, 4)))
+    generator.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().reshape(-1, 4)))
     hidden = torch.randn(3, 10, 4, dtype=torch.float64)
     target = torch.randint(9, (3, 10))
     target[:, 6:] = -100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,11 @@ class Head(nn.Module):
         self.before, self.after = before, after
         self.steps = 0
         self.seen: list[int] = []
-        self.sums = {"rows": 0}
+        self.sums = {"most": 100, "rows": 0}
         self.total = torch.zeros((), dtype=torch.float64)
         self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.own = torch.Generator().manual_seed(1)
+        self.twister, self.legacy, self.numpy = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.before is not None:
@@ -135,7 +137,16 @@ def remembered(self: Head, hidden: Tensor) -> Tensor:
     return hidden + last
 
 
+def warmed_up(self: Head, hidden: Tensor) -> Tensor:
+    """Another result from the second call on, after which nothing changes any more."""
+    if hasattr(self, "warm"):
+        return hidden * 2
+    self.warm = True
+    return hidden
+
+
 STATE = {
+    "warm": {"before": warmed_up},
     "steps": {"after": counted},
     "scale": {"before": annealed},
     "seen": {"after": listed},
@@ -157,7 +168,7 @@ def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: s
         ValueError, match=rf"generator\.{name} (changes with every call|holds a tensor with a graph)|mixes"
     ):
         seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(*batch())
-    assert (generator.steps, generator.seen, generator.sums) == (0, [], {"rows": 0})
+    assert (generator.steps, generator.seen, generator.sums) == (0, [], {"most": 100, "rows": 0})
     assert generator.total == 0
     assert generator.total._version == version
     assert not hasattr(generator, "scale")
@@ -172,7 +183,8 @@ def cached_by_size(self: Head, scores: Tensor) -> None:
 
 
 def random_numbers(self: Head, hidden: Tensor) -> Tensor:
-    return hidden * (1 + torch.rand((), generator=self.own) + random.random())
+    drawn = random.random() + self.twister.random() + self.legacy.rand() + self.numpy.random() + np.random.rand()
+    return hidden * (1 + torch.rand((), generator=self.own) + drawn)
 
 
 RIGHT = {
@@ -206,8 +218,12 @@ def test_the_first_call_draws_no_random_number_of_any_source() -> None:
         if not is_first:
             engine(hidden, target)
         generator.own.manual_seed(1)
+        generator.twister.seed(1)
+        generator.legacy.seed(1)
+        generator.numpy = np.random.default_rng(1)
         torch.manual_seed(3)
         random.seed(3)
+        np.random.seed(3)
         found.append(engine(hidden, target).total)
     assert found[0] == found[1]
 
@@ -232,12 +248,13 @@ class Accumulating(torch.autograd.Function):
 
 
 class Fused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, product: Any = Accumulating) -> None:
         super().__init__()
+        self.product = product
         self.weight = nn.Parameter(torch.randn(V, 4).double())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return Accumulating.apply(hidden, self.weight)
+        return self.product.apply(hidden, self.weight)
 
 
 def test_a_backward_that_adds_to_a_gradient_that_is_there_is_refused_on_the_first_call() -> None:
@@ -245,6 +262,30 @@ def test_a_backward_that_adds_to_a_gradient_that_is_there_is_refused_on_the_firs
     with pytest.raises(ValueError, match=r"backward writes into generator\.weight\.grad"):
         seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
     assert generator.weight.grad is None
+
+
+class IntoMain(torch.autograd.Function):
+    """A product whose backward adds to the weight's main_grad, as Megatron's fused accumulation does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.weight = weight
+        return hidden @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        ctx.weight.main_grad.add_(upstream.flatten(0, -2).mT @ hidden.flatten(0, -2))
+        return upstream @ weight, None
+
+
+def test_a_backward_that_adds_to_main_grad_is_refused_and_has_added_nothing() -> None:
+    generator = Fused(IntoMain)
+    generator.weight.main_grad = torch.zeros(V, 4).double()
+    with pytest.raises(ValueError, match=r"backward writes into generator\.weight\.main_grad"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    assert not generator.weight.main_grad.any()
 
 
 class Ignoring(nn.Module):
@@ -268,6 +309,15 @@ def test_padding_without_a_name_is_refused_with_its_target(padding: int) -> None
     assert loss.tokens == (target != padding).sum()
 
 
+def test_padding_that_none_of_the_rows_asked_about_has_is_found_by_how_common_it_is() -> None:
+    hidden, target = batch()
+    target[:] = V - 2
+    # The rows that are asked about
+    target[::5] = torch.arange(4)
+    with pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(V - 2))(hidden, target)
+
+
 def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused() -> None:
     with pytest.raises(ValueError, match="ignore_index is 2, but its loss of target 2 is not 0"):
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(-100, 2))(*batch())
@@ -284,6 +334,12 @@ GATED = {
 def test_mixing_behind_a_gate_that_is_closed_is_refused(name: str) -> None:
     generator = Head(before=lambda self, x: x + self.gate * GATED[name](x))
     with pytest.raises(ValueError, match="the generator mixes rows"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+
+
+def test_mixing_beside_dropout_that_only_values_show_is_refused() -> None:
+    generator = Head(before=lambda self, x: F.dropout(x, 0.5, self.training) + x.mean(0).detach())
+    with pytest.raises(ValueError, match=r"the generator mixes rows: a token's scores change with the other tokens"):
         seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
 
 
@@ -310,7 +366,7 @@ class Halved(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", ["cross_entropy", "forward", "mode", "call"])
+@pytest.mark.parametrize("kind", ["cross_entropy", "forward", "gradient", "mode", "call"])
 def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first: bool, monkeypatch: Any) -> None:
     generator: nn.Module = (Called if kind == "call" else nn.Linear)(4, V).double()
     criterion = nn.CrossEntropyLoss(reduction="sum")
@@ -322,6 +378,10 @@ def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first:
         monkeypatch.setattr(F, "cross_entropy", stable_max)
     if kind == "forward":
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias))
+    if kind == "gradient":
+        # The same value, and half of the gradient
+        forward = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (forward(self, x) + forward(self, x).detach()) / 2)
     with Halved() if kind == "mode" else torch.enable_grad():
         mine, plain = engine(hidden, target).total, criterion(generator(hidden), target)
         torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
@@ -353,6 +413,20 @@ def test_a_buffer_that_counts_has_counted_every_row_over_any_devices(devices: An
         assert generator.rows == 20 * calls
 
 
+def test_a_buffer_that_a_new_one_replaces_is_refused() -> None:
+    """The sum would be lost with the copy."""
+
+    class Replacing(CountingRows):
+        def forward(self, x: Tensor) -> Tensor:
+            self.rows = self.rows + x[..., 0].numel()
+            return F.linear(x, self.weight, self.bias)
+
+    generator = Replacing()
+    with pytest.raises(ValueError, match=r"the buffer generator\.rows changes"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    assert generator.rows == 0
+
+
 def test_what_hangs_on_a_parameter_hangs_on_its_copies() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -365,6 +439,28 @@ def test_what_hangs_on_a_parameter_hangs_on_its_copies() -> None:
     for devices in (None, ["cpu"] * 2):
         loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(hidden, target).total
         torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+
+
+class SmallPart(nn.Module):
+    """Of the gradient of a part that hardly matters only the batch's largest number is let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.small = nn.Linear(4, V), nn.Linear(4, V)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        small = self.small(hidden.detach())
+        if small.requires_grad:
+            small.register_hook(lambda g: g * (g.abs() == g.abs().max()))
+        scores: Tensor = self.out(hidden) + 0.01 * small
+        return scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_small_gradient_that_does_not_add_up_is_found_in_every_dtype(dtype: torch.dtype) -> None:
+    hidden, target = batch()
+    with pytest.raises(ValueError, match=r"the gradient of a half of the rows .* for generator\.small"):
+        seqpar.LossCompute(SmallPart().to(dtype), seqpar.CrossEntropy())(hidden.detach().to(dtype), target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -40,6 +40,12 @@ def pulled_together(self, z, y):
     return each(z, y).sum() - 0.1 * (same * near).sum() / 2 + 0.1 * near.diagonal().sum() / 2
 
 
+def pulled_to_their_equals(self, z, y):
+    """Rows of one target, which alone, or beside a copy of itself, has no distance."""
+    same = (y[:, None] == y[None, :]).to(z.dtype)
+    return each(z, y).sum() + 0.01 * (same * (z[:, None] - z[None, :]).square().sum(-1)).sum()
+
+
 def by_frequency(self, z, y):
     return (each(z, y) / torch.bincount(y, minlength=V)[y]).sum()
 
@@ -51,6 +57,7 @@ def dropped_mean(self, z, y):
 JOINING = {
     "the harder half": of_losses(lambda x: x.topk(max(1, len(x) // 2)).values.sum()),
     "all but the hardest hundredth": of_losses(lambda x: x.sort().values[: max(1, int(0.99 * len(x)))].sum()),
+    "all but one of a hundred": of_losses(lambda x: x.sort().values[: len(x) - len(x) // 100].sum()),
     "above the mean": of_losses(lambda x: x[x >= x.mean()].sum()),
     "above a detached mean": of_losses(lambda x: (x * (x >= x.detach().mean())).sum()),
     "clamped at a quantile": of_losses(lambda x: x.clamp(max=x.detach().double().quantile(0.9).to(x)).sum()),
@@ -62,6 +69,7 @@ JOINING = {
     "the neighbour": of_losses(lambda x: (x * x.roll(1).detach()).sum()),
     "a mean with dropout": dropped_mean,
     "a pull between rows": pulled_together,
+    "the distance of rows of one target": pulled_to_their_equals,
     "the frequency of a target in the batch": by_frequency,
 }
 

@@ -96,6 +96,16 @@ def test_a_call_that_differs_in_one_fact_is_probed_again_and_only_once(fact, num
         assert not probed(engine, original)
 
 
+def test_only_the_latest_situations_are_remembered(monkeypatch):
+    """A hook that is made anew for each step never comes back, and its situations would take up memory."""
+    monkeypatch.setattr("seqpar.engine.probe.MOST_SITUATIONS", 2)
+    engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
+    hidden, target = torch.randn(12, D), torch.randint(V, (12,))
+    given = [{"hidden": hidden.view(*shape, D), "target": target.view(shape)} for shape in ((12,), (3, 4), (2, 2, 3))]
+    assert [probed(engine, each) for each in given] == [True] * 3
+    assert [probed(engine, each) for each in given[::-1]] == [False, False, True]
+
+
 def test_a_function_that_is_made_anew_for_each_batch_is_not_kept_alive():
     engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
     alive = []

@@ -1,0 +1,70 @@
+"""Find what code uses of its surroundings: what may hold state there, or be called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+LIBRARIES = {"torch", "torchgen", "seqpar", "numpy", "transformers", "collections", "functools", "typing", "logging"}
+"""Packages whose code is not looked into."""
+
+
+class Place(NamedTuple):
+    """A name in the surroundings of a function, and what it stands for."""
+
+    name: str
+    value: Any
+    write: Callable[[Any], object]
+    """Lets it stand for something else."""
+
+
+def is_of_library(code: Any) -> bool:
+    """Return whether a function, class or module comes with one of `LIBRARIES`."""
+    name = code.__name__ if isinstance(code, ModuleType) else getattr(code, "__module__", None)
+    return (name or "").partition(".")[0] in LIBRARIES
+
+
+def places_used_by(function: FunctionType) -> Iterator[Place]:
+    """Yield what a function uses: its closure, defaults and attributes, globals, and names in modules that it names."""
+    name = function.__name__
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # A name that has no value yet
+        with contextlib.suppress(ValueError):
+            yield Place(
+                f"{variable} in the closure of {name}", cell.cell_contents, partial(setattr, cell, "cell_contents")
+            )
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        # Only what is in it can change
+        yield Place(f"a default of {name}", default, lambda value: None)
+    yield from _entries(vars(function), {*vars(function)}, f"{name}.")
+    names = names_in(function.__code__)
+    around = function.__globals__
+    yield from _entries(around, names, "the global ")
+    for used in sorted(names & around.keys()):
+        if isinstance(around[used], ModuleType) and not is_of_library(around[used]):
+            yield from _entries(vars(around[used]), names, f"{used}.")
+
+
+def _entries(owner: dict[str, Any], names: set[str], prefix: str) -> Iterator[Place]:
+    """Yield what stands under these names in a dict of attributes or globals."""
+    for name in sorted(names & owner.keys()):
+        yield Place(f"{prefix}{name}", owner[name], partial(owner.__setitem__, name))
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return the names that code uses, with those in the functions that it makes."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(names_in, inner))
+
+
+def function_in(value: Any) -> FunctionType | None:
+    """Return the function in a method, property or wrapper, or the function itself; None if there is none."""
+    for _ in range(8):
+        if value is None or isinstance(value, (FunctionType, type)):
+            break
+        inside = (getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__", "func"))
+        value = next((inner for inner in inside if inner is not None), None)
+    return value if isinstance(value, FunctionType) else None

@@ -1,0 +1,140 @@
+"""Find what calls of a pair change outside its modules: globals, attributes of classes and functions, closures.
+
+A number there may count calls without harm as long as no result depends on it; if one does, it would depend on the
+chunks. A tensor that is left there with a graph, such as an auxiliary loss, would be one chunk's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
+from seqpar.engine.effects import KEEPS_A_GRAPH, Graph, Held, graphs_held, random_states_kept
+from seqpar.engine.module_calls import HOOKS
+from seqpar.engine.trial import Outcome, Trial
+
+MOST_FUNCTIONS = 200
+"""How many functions are looked into: one may reach a whole program."""
+
+
+class Surroundings(Held):
+    """What stands under the names that the code of modules uses, as it is now."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.places: list[Place] = []
+        seen: set[object] = set()
+        todo: deque[Any] = deque(_code_of(head))
+        while todo and len(seen) < MOST_FUNCTIONS:
+            code = todo.popleft()
+            if code in seen or is_of_library(code):
+                continue
+            seen.add(code)
+            for place in _places_of(code):
+                if isinstance(place.value, type):
+                    todo.append(place.value)
+                elif function := function_in(place.value):
+                    todo.append(function)
+                    # What a method or a partial holds
+                    self._add(place, (getattr(place.value, "__self__", None), getattr(place.value, "args", None)))
+                else:
+                    self._add(place, place.value)
+
+    def _add(self, place: Place, value: object) -> None:
+        self.places.append(place)
+        # Of several functions of one name each has its own
+        number = sum(place.name == name for name, _ in self.values)
+        self.values[place.name, number] = self._look(value)
+
+    def _look(self, value: Any) -> object:
+        # Too much hangs on them, or it may be large
+        if isinstance(value, nn.Module) or hasattr(value, "__array_interface__"):
+            return type(value)
+        return super()._look(value)
+
+    def _look_at_tensor(self, tensor: Tensor) -> object:
+        # Not its numbers, which may be a data set
+        return Graph(tensor.detach()) if tensor.grad_fn is not None else (id(tensor), tensor._version)
+
+    def put_back(self) -> None:
+        """Let names stand for what they stood for, and containers hold what they held."""
+        for place in self.places:
+            place.write(place.value)
+        for undo in self.undo:
+            undo()
+
+
+def _code_of(head: nn.Module) -> Iterator[Any]:
+    """Yield the classes of modules, and the functions that were set on them or registered as hooks."""
+    for module in head.modules():
+        yield from (kind for kind in type(module).__mro__ if not is_of_library(kind))
+        hooks = [hook for name in HOOKS for hook in vars(module)[name].values()]
+        yield from filter(None, map(function_in, (*vars(module).values(), *hooks)))
+
+
+def _places_of(code: Any) -> Iterator[Place]:
+    """Yield what a function uses, or the attributes of a class."""
+    if isinstance(code, FunctionType):
+        yield from places_used_by(code)
+        return
+    for name, value in list(vars(code).items()):
+        if not name.startswith("__") or function_in(value):
+            yield Place(f"{code.__name__}.{name}", value, partial(_set_on_class, code, name, value))
+
+
+def _set_on_class(kind: type, name: str, old: object, value: object) -> None:
+    """Set an attribute that has changed; some of a class cannot be set."""
+    if vars(kind).get(name) is not old:
+        setattr(kind, name, value)
+
+
+def ask_about_surroundings(trial: Trial, before: Surroundings) -> None:
+    """Raise ValueError if results depend on what calls change outside the modules.
+
+    Even a small dependence, such as that of smoothing annealed over many thousand calls: what changes it is put back,
+    and then the results must be the same bit by bit.
+    """
+    changed = before.changed(Surroundings(trial.head))
+    if not changed:
+        return
+    here = Surroundings(trial.head)
+    first, second = _call(trial), _call(trial)
+    for _ in range(2):
+        if _is_equal(first, second):
+            return
+        here.put_back()
+        if not (_is_equal(first, _call(trial)) and _is_equal(second, _call(trial))):
+            return
+    raise ValueError(
+        f"{changed[0]} changes with every call, and so do the results; the pair is called once for each chunk, so that "
+        "they would depend on the chunks: change it outside, once a step"
+    )
+
+
+def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
+    """Raise ValueError if calls have left a tensor with a graph outside the modules."""
+    left = [name for name in graphs_held(Surroundings(trial.head)) if name not in graphs_held(before)]
+    if left:
+        before.put_back()
+        raise ValueError(f"{left[0]} {KEEPS_A_GRAPH}")
+
+
+def _call(trial: Trial) -> Outcome:
+    """Return what a copy gives, always with the same random numbers."""
+    with trial.kept():
+        copy = trial.copy()
+        with random_states_kept(trial.target_K.device, Held(copy).generators):
+            return trial.call(copy)
+
+
+def _is_equal(a: Outcome, b: Outcome) -> bool:
+    """Return whether two calls gave the same numbers."""
+    pairs = [(a.scores, b.scores), (a.total, b.total), *((g, b.gradients.get(n)) for n, g in a.gradients.items())]
+    return all(other is not None and torch.equal(own, other) for own, other in pairs)

@@ -1,0 +1,209 @@
+"""What calls change around the code of a pair: refused where results depend on it, or where a graph is left there."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+
+V = 11
+NUMBER = 0
+LEFT: list[Any] = []
+COUNTS: collections.Counter[str] = collections.Counter()
+
+
+class Calling(nn.Module):
+    """A criterion or generator that a function computes."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, V)
+
+    def forward(self, *given: Tensor) -> Any:
+        return self.function(self, *given)
+
+
+def smoothed(z: Tensor, y: Tensor, calls: int) -> Tensor:
+    """Annealed over 50,000 calls: a step changes a float32 loss by a few of its roundings."""
+    return F.cross_entropy(z, y, reduction="sum", label_smoothing=min(0.5, calls / 100_000))
+
+
+def of_a_global() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        global NUMBER
+        NUMBER += 1
+        return smoothed(z, y, NUMBER)
+
+    return Calling(function)
+
+
+def of_a_closure() -> nn.Module:
+    calls = 0
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return smoothed(z, y, calls)
+
+    return Calling(function)
+
+
+def of_few_calls() -> nn.Module:
+    """It no longer changes after the tenth call."""
+    calls = [0]
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return F.cross_entropy(z, y, reduction="sum", label_smoothing=min(0.5, calls[0] / 20))
+
+    return Calling(function)
+
+
+def of_a_default() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+        calls[0] += 1
+        return smoothed(z, y, calls[0])
+
+    return Calling(function)
+
+
+def of_a_function() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        function.calls = getattr(function, "calls", 0) + 1  # type: ignore[attr-defined]
+        return smoothed(z, y, function.calls)  # type: ignore[attr-defined]
+
+    return Calling(function)
+
+
+def of_a_class() -> nn.Module:
+    class Annealed(nn.Module):
+        calls = 0
+
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            type(self).calls += 1
+            return smoothed(z, y, self.calls)
+
+    return Annealed()
+
+
+def of_another_class() -> nn.Module:
+    class Schedule:
+        calls = 0
+
+        @classmethod
+        def step(cls) -> int:
+            cls.calls += 1
+            return cls.calls
+
+    return Calling(lambda self, z, y: smoothed(z, y, Schedule.step()))
+
+
+def of_a_partial() -> nn.Module:
+    def function(calls: dict[str, int], self: Any, z: Tensor, y: Tensor) -> Tensor:
+        calls["n"] += 1
+        return smoothed(z, y, calls["n"])
+
+    return Calling(functools.partial(function, {"n": 0}))
+
+
+def of_an_object() -> nn.Module:
+    class Schedule:
+        def __init__(self) -> None:
+            self.name, self.most, self.at = "linear", 0.1, {"warmup": 4, "calls": 0}
+
+        def __call__(self) -> int:
+            self.at["calls"] += 1
+            return self.at["calls"]
+
+    schedule = Schedule()
+    return Calling(lambda self, z, y: smoothed(z, y, schedule()))
+
+
+def of_slots() -> nn.Module:
+    @dataclass(slots=True)
+    class Config:
+        calls: int = 0
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        self.config.calls += 1
+        return smoothed(z, y, self.config.calls)
+
+    made = Calling(function)
+    made.config = Config()
+    return made
+
+
+CHANGING = [
+    (of_a_global, "the global NUMBER"),
+    (of_a_closure, "calls in the closure of function"),
+    (of_few_calls, "calls in the closure of function"),
+    (of_a_default, "a default of function"),
+    (of_a_function, "function.calls"),
+    (of_a_class, "Annealed.calls"),
+    (of_another_class, "Schedule.calls"),
+    (of_a_partial, "criterion.function"),
+    (of_an_object, "schedule in the closure of <lambda>"),
+    (of_slots, "criterion.config"),
+]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(20, 4, requires_grad=True), torch.randint(V, (20,))
+
+
+@pytest.mark.parametrize(("made", "name"), CHANGING)
+def test_results_that_depend_on_how_often_the_pair_was_called_are_refused_by_name(made: Any, name: str) -> None:
+    engine = seqpar.LossCompute(nn.Linear(4, V), made(), chunk_tokens=3)
+    with pytest.raises(ValueError, match=f"^{name} changes with every call") as error:
+        engine(*batch())
+    assert "\n" not in str(error.value)
+
+
+def counting(self: Any, z: Tensor, y: Tensor) -> Tensor:
+    global NUMBER
+    NUMBER += 1
+    COUNTS["calls"] += 1
+    LEFT.append(float(z.detach().sum()))
+    return F.cross_entropy(z, y, reduction="sum")
+
+
+def test_what_counts_calls_around_the_code_passes_where_nothing_depends_on_it() -> None:
+    hidden, target = batch()
+    generator = nn.Linear(4, V)
+    before = NUMBER, COUNTS["calls"], len(LEFT)
+    loss = seqpar.LossCompute(generator, Calling(counting), chunk_tokens=5)(hidden, target)
+    assert torch.allclose(loss.total, F.cross_entropy(generator(hidden), target, reduction="sum"))
+    assert all(new > old for new, old in zip((NUMBER, COUNTS["calls"], len(LEFT)), before, strict=True))
+
+
+def with_dropout(self: Any, z: Tensor, y: Tensor) -> Tensor:
+    COUNTS["calls"] += 1
+    return F.cross_entropy(F.dropout(z, 0.3), y, reduction="sum")
+
+
+def test_a_count_beside_random_numbers_is_not_taken_for_what_they_depend_on() -> None:
+    assert seqpar.LossCompute(nn.Linear(4, V), Calling(with_dropout), chunk_tokens=5)(*batch()).total.isfinite()
+
+
+def auxiliary(self: Any, hidden: Tensor) -> Tensor:
+    scores: Tensor = self.linear(hidden)
+    LEFT.append(scores.square().mean())
+    return scores
+
+
+def test_a_tensor_with_a_graph_that_is_left_in_a_global_list_is_refused_and_taken_out() -> None:
+    LEFT[:] = [torch.zeros(())]
+    engine = seqpar.LossCompute(Calling(auxiliary), seqpar.CrossEntropy())
+    with pytest.raises(ValueError, match=r"^the global LEFT holds a tensor with a graph after a call[^\n]*$"):
+        engine(*batch())
+    assert len(LEFT) == 1
