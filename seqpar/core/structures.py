@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound=tuple[Any, ...])
+
+
+def each(function: Callable[[Tensor], Tensor], record: Record) -> Record:
+    """Return a NamedTuple of tensors with the function of each; a field that is None stays None."""
+    kind: Any = type(record)
+    made: Record = kind(*(None if t is None else function(t) for t in record))
+    return made
 
 
 def leaves(structure: object) -> Iterator[object]:

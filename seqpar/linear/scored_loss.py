@@ -16,6 +16,7 @@ from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.row_independence import Answer, ask_alone, change_in_company, largest_difference, rounding_of
+from seqpar.core.structures import each
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
@@ -136,7 +137,7 @@ class _LossByAutograd:
 
     def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
         """Return the loss of each row; if `wanted`, with its derivatives."""
-        scores = Scores(*(None if t is None else t.detach().requires_grad_(wanted) for t in scores))  # type: ignore[arg-type]
+        scores = each(lambda t: t.detach().requires_grad_(wanted), scores)
         rows = [t.detach().requires_grad_(wanted and w) for t, w in zip(per_token, self.wanted, strict=True)]
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
         # A graph that begins and ends here is not the caller's
@@ -213,8 +214,7 @@ class _LossByAutograd:
 
 def _rows(scores: Scores, rows: list[Tensor], which_K: Tensor) -> tuple[Scores, list[Tensor]]:
     """Return some rows."""
-    some = Scores(*(None if t is None else t[which_K] for t in scores))  # type: ignore[arg-type]
-    return some, [t[which_K] for t in rows]
+    return each(lambda t: t[which_K], scores), [t[which_K] for t in rows]
 
 
 def _gradients(loss_K: Tensor, leaves: list[Tensor], upstream_K: Tensor) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from seqpar.core.chunked_gradient import Rows, sum_over_chunks
 from seqpar.core.chunks import ACCELERATOR_BUDGET, Chunk, cover, cut_rows
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.stored_gradients import Gradients
+from seqpar.core.structures import each
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Inputs, Settings
@@ -153,7 +154,7 @@ def token_scores(
     hidden_ND, projection_weight, projection_bias, *_ = rows.plan.leaves
     tokens = _ScoredTokens(rows, request)
     found = TokenScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
-    return TokenScores(*(None if t is None else t.reshape(*rows.shape, *t.shape[1:]) for t in found))  # type: ignore[arg-type]
+    return each(lambda t: t.reshape(*rows.shape, *t.shape[1:]), found)
 
 
 class _ScoredTokens:

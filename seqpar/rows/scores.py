@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk, recording
+from seqpar.core.structures import each
 
 NEVER = -1e4
 """exp(NEVER) is 0 in every dtype. In place of -inf it makes the product with a probability of 0 equal 0, not nan."""
@@ -77,11 +78,11 @@ class Upstream(NamedTuple):
 
     def rows(self, which: Chunk) -> Upstream:
         """Return the gradients of some rows."""
-        return Upstream(*(None if t is None else t[which] for t in self))
+        return each(lambda t: t[which], self)
 
     def times(self, factor: float | Tensor, counted_N: Tensor | None = None) -> Upstream:
         """Return them times a factor, of all rows or of each; 0 in rows that do not count, whatever they are."""
-        return Upstream(*(None if t is None else times(t, factor, counted_N) for t in self))
+        return each(lambda t: times(t, factor, counted_N), self)
 
     def of_picked(self) -> Tensor | None:
         """Return u and g_1 ... g_J, (N, P); only u where no g arrives, and None where neither does."""
@@ -161,7 +162,7 @@ class RowSums(NamedTuple):
 
     def rows(self, which: Chunk) -> RowSums:
         """Return the sums of some rows."""
-        return RowSums(*(None if t is None else t[which] for t in self))  # type: ignore[arg-type]
+        return each(lambda t: t[which], self)
 
 
 class SplitVocabulary(Protocol):
@@ -501,7 +502,7 @@ def _stacked(own: RowSums, split: SplitVocabulary | None) -> RowSums:
     """Return every rank's sums but the top classes, (R, N), after one all-gather; R = 1 if nothing is split."""
     own = own._replace(top_NT=None, top_ids_NT=None)
     if split is None:
-        return RowSums(*(None if t is None else t.unsqueeze(0) for t in own))  # type: ignore[arg-type]
+        return each(lambda t: t.unsqueeze(0), own)
     given = {name: t for name, t in own._asdict().items() if t is not None}
     dtype = own.best_N.dtype
     # One collective of all columns costs a fraction of one for each
