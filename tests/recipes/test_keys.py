@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.translation.data import corpora as corpora_module
 from recipes.translation.data import corpus as corpus_module
 from recipes.translation.data import prepare
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.corpus import store_key
+from recipes.translation.data.corpus import ids_folder
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig
@@ -50,7 +51,10 @@ class Keys:
         return prepare.made_from(Corpora(config))
 
     def tokens(self, config: RunConfig) -> object:
-        return store_key(Corpora(config), self.translator.source, self.translator.target)
+        return ids_folder(Corpora(config), self.translator.source, self.translator.target).name
+
+    def text(self, config: RunConfig) -> object:
+        return Corpora(config).text_key
 
     def translations(self, config: RunConfig) -> object:
         return origin(replace(self.translator, config=config), LINES, "")
@@ -58,7 +62,8 @@ class Keys:
 
 FACTS: dict[str, set[str]] = {
     "subwords": TEXT | SPELLING,
-    "tokens": TEXT,
+    "tokens": {*TEXT, "subwords.symbols"},
+    "text": {*TEXT, "subwords.symbols"} - {"data.language_tags"},
     "translations": {
         *("data.language_tags", "data.target", "corpora", "subwords.lowercase"),
         *("training.max_length", *all_of("decoding")),
@@ -147,8 +152,11 @@ def test_keys_change_with_the_subwords_of_either_side(
         assert changed.tokens(keys.translator.config) != keys.tokens(keys.translator.config)
         assert changed.translations(keys.translator.config) != keys.translations(keys.translator.config)
     before = keys.tokens(keys.translator.config)
-    monkeypatch.setattr(corpus_module, "LAYOUT", corpus_module.LAYOUT + 1)
-    assert keys.tokens(keys.translator.config) != before, "as when the file is written in another way"
+    for module in (corpus_module, corpora_module):
+        monkeypatch.setattr(module, "LAYOUT", module.LAYOUT + 1)
+        after = keys.tokens(keys.translator.config)
+        assert after != before, "as when the file is written in another way"
+        before = after
 
 
 def test_the_key_of_translations_changes_with_sentences_tag_and_every_weight(keys: Keys, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ PAIRS = 40
 
 def order_of_an_epoch(seed: int, epoch: int) -> Hashable:
     ids = [[4] * (1 + n % 3) for n in range(PAIRS)]
-    return repr(TokenBatches(ids, ids, batch_tokens=20, seed=seed).epoch(epoch))
+    return repr(list(TokenBatches(ids, ids, batch_tokens=20, seed=seed).epoch(epoch)))
 
 
 def order_of_a_corpus(seed: int, corpus: int, times: int) -> Hashable:

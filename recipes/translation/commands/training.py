@@ -46,7 +46,7 @@ def demo(argv: Sequence[str]) -> int:
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """Make the subword models of a run, as the first step of train, and nothing else.
+    """Make the subword models of a run and the ids of its training pairs, as the first step of train.
 
     example:
     python -m recipes.translation prepare --config recipes/translation/configs/demo.yaml --run runs/mine
@@ -57,7 +57,7 @@ def prepare(argv: Sequence[str]) -> int:
     config = run_config(parser.parse(argv))
 
     from recipes.translation.data.corpora import Corpora
-    from recipes.translation.data.corpus import note_form
+    from recipes.translation.data.corpus import stored_ids
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
     from recipes.translation.run_folder.other_model import run_subwords
@@ -65,9 +65,8 @@ def prepare(argv: Sequence[str]) -> int:
     def make() -> tuple[int, int]:
         with sole_writer(Path(config.run)):
             corpora = Corpora(config)
-            corpora.read()
             source, target = run_subwords(corpora)
-            note_form(corpora, target)
+            stored_ids(corpora, source, target)
         return len(source), len(target)
 
     with joined(config.layout.timeout) as ranks:

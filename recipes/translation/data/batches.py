@@ -8,21 +8,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy
-import numpy.typing
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.token_store import StoredIds
+from recipes.translation.data.token_store import Array, Flat, flat_ids
 from recipes.translation.text.subwords import ORDINARY, PAD, Symbols
 
 Ids = Sequence[int]
-Array = numpy.typing.NDArray[Any]
 
 
 class Batch(NamedTuple):
@@ -44,7 +42,7 @@ class Batch(NamedTuple):
 class Epochs(Protocol):
     """The batches of every epoch, a function of the epoch's number alone."""
 
-    def epoch(self, number: int) -> list[list[int]]:
+    def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
 
     def count(self, number: int) -> int:
@@ -85,46 +83,68 @@ class TokenBatches:
         self.batch_tokens = batch_tokens
         self.max_length = max_length
         self.mixture = mixture
-        self.sources = sources
-        self.targets = targets
+        self.sources = sources if isinstance(sources, Flat) else flat_ids(sources)
+        self.targets = targets if isinstance(targets, Flat) else flat_ids(targets)
         self.symbols = symbols
-        self._order_by(_lengths(sources), _lengths(targets))
+        self._order_by(self.sources.lengths, self.targets.lengths)
 
-    def _order_by(self, source_lengths: Array, target_lengths: Array) -> None:
+    @property
+    def source_lengths(self) -> Array:
+        """Return the number of subwords of each source, without start and end symbol."""
+        return self.sources.lengths(0, len(self.sources))
+
+    @property
+    def target_lengths(self) -> Array:
+        """Return the number of subwords of each target."""
+        return self.targets.lengths(0, len(self.targets))
+
+    def _order_by(self, source_lengths: Lengths, target_lengths: Lengths) -> None:
         """Order the pairs by these lengths, in subwords without start and end symbol."""
-        self.source_lengths = source_lengths
-        self.target_lengths = target_lengths
-        short = (source_lengths <= self.max_length) & (target_lengths <= self.max_length)
-        self._short_enough = numpy.flatnonzero(short)
-        self.dropped = len(source_lengths) - len(self._short_enough)
-        self._sort_lengths()
-        self._cuts = self._cut(self.pairs(0))
+        short = [numpy.empty(0, numpy.int32)]
+        keys = [numpy.empty(0, numpy.int64)]
+        for start in range(0, len(self.sources), SLICE):
+            sides = [each(start, min(start + SLICE, len(self.sources))) for each in (source_lengths, target_lengths)]
+            short.append((start + numpy.flatnonzero(numpy.maximum(*sides) <= self.max_length)).astype(numpy.int32))
+            keys.append(numpy.unique(_keys(*sides)))
+        self._short_enough = numpy.concatenate(short)
+        self.dropped = len(self.sources) - len(self._short_enough)
+        self._sort_lengths(numpy.unique(numpy.concatenate(keys)), source_lengths, target_lengths)
+        self._sorted = self._sort(self.pairs(0))
+        if self.mixture is None:  # whose other epochs sort other pairs
+            del self._places
+        self._cuts = self._cut(self._sorted)
 
     def __len__(self) -> int:
         if not len(self.pairs(0)):  # all are too long, or of corpora with weight 0
             return 0
         return len(self._cuts) + 1  # k cuts make k + 1 batches
 
-    def epoch(self, number: int) -> list[list[int]]:
+    def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices into the pairs."""
         if not len(self):
             return []
         rng = numpy.random.default_rng([self.seed, number])
         pairs = self.pairs(number)
-        # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
-        order = pairs[numpy.lexsort((rng.random(len(pairs)), self._places[pairs]))]
-        cuts = self._cuts
+        found, cuts = self._sorted, self._cuts
         if self.mixture is not None:
-            cuts = self._cut(pairs)
-        batches = numpy.split(order, cuts)
+            found = self._sort(pairs)
+            cuts = self._cut(found)
+        # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
+        ties = rng.random(len(pairs))
+        order = numpy.empty_like(pairs)
+        start = 0
+        for end in numpy.cumsum(found.counts).tolist():
+            places = found.places[start:end]
+            order[start:end] = pairs[places[numpy.argsort(ties[places], kind="stable")]]
+            start = end
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
-        return [batches[index].tolist() for index in rng.permutation(len(batches))]
+        return EpochBatches(order, cuts, rng.permutation(len(cuts) + 1))
 
     def count(self, number: int) -> int:
         """Return the number of batches of an epoch, which is the same for all without a mixture."""
         if self.mixture is None or not len(self):
             return len(self)
-        return len(self._cut(self.pairs(number))) + 1
+        return len(self._cut(self._sort(self.pairs(number)))) + 1
 
     def pairs(self, epoch: int) -> Array:
         """Return the indices of the pairs of an epoch."""
@@ -135,7 +155,7 @@ class TokenBatches:
     def with_lengths(self, source_lengths: Array, target_lengths: Array) -> TokenBatches:
         """Return the batches of the same pairs in the order that other lengths give."""
         found = copy.copy(self)
-        found._order_by(source_lengths, target_lengths)
+        found._order_by(lambda start, end: source_lengths[start:end], lambda start, end: target_lengths[start:end])
         return found
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -144,27 +164,43 @@ class TokenBatches:
         targets = [self.targets[index] for index in indices]
         return padded_batch(sources, targets, self.symbols)
 
-    def _sort_lengths(self) -> None:
+    def _sort_lengths(self, keys: Array, source_lengths: Lengths, target_lengths: Lengths) -> None:
         """Sort the lengths that occur, a few thousand at most, so that an epoch's sort does not compare them.
 
         Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
         target lengths still has similar source lengths as well.
         """
-        with_end = self.source_lengths + 1
-        base = int(with_end.max(initial=0)) + 1
-        both, inverse = numpy.unique(
-            (self.target_lengths.astype(numpy.int64) + 1) * base + with_end, return_inverse=True
-        )
-        target_lengths, source_lengths = numpy.divmod(both, base)
-        direction = numpy.where(target_lengths % 2 == 0, -1, 1)
-        order = numpy.lexsort((direction * source_lengths, -target_lengths))
+        targets, sources = numpy.divmod(keys, LONGEST)
+        direction = numpy.where(targets % 2 == 0, -1, 1)
+        order = numpy.lexsort((direction * sources, -targets))
         # numpy sorts 16 bits by radix
         places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int32)
         places[order] = numpy.arange(len(order))
-        self._places = places[inverse]
-        self._longer = numpy.maximum(target_lengths, source_lengths)[order]
+        self._places = numpy.empty(len(self.sources), places.dtype)
+        for start in range(0, len(self.sources), SLICE):
+            end = min(start + SLICE, len(self.sources))
+            found = _keys(source_lengths(start, end), target_lengths(start, end))
+            self._places[start:end] = places[numpy.searchsorted(keys, found)]
+        self._longer = numpy.maximum(targets, sources)[order]
 
-    def _cut(self, pairs: Array) -> list[int]:
+    def _sort(self, pairs: Array) -> Sorted:
+        """Sort pairs by their lengths: count them, and put each part of the pairs behind those before it."""
+        counts = numpy.zeros(len(self._longer), numpy.int64)
+        for start in range(0, len(pairs), SLICE):
+            counts += numpy.bincount(self._places[pairs[start : start + SLICE]], minlength=len(counts))
+        places = numpy.empty(len(pairs), numpy.int32)
+        free = numpy.cumsum(counts) - counts
+        for start in range(0, len(pairs), SLICE):
+            lengths = self._places[pairs[start : start + SLICE]]
+            order = numpy.argsort(lengths, kind="stable")
+            of_part = numpy.bincount(lengths, minlength=len(counts))
+            # Where the first pair of each length goes, less its place in the sorted part
+            shift = free - (numpy.cumsum(of_part) - of_part)
+            places[shift[lengths[order]] + numpy.arange(len(order))] = start + order
+            free += of_part
+        return Sorted(places, counts)
+
+    def _cut(self, found: Sorted) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
 
         The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
@@ -174,8 +210,7 @@ class TokenBatches:
         start = 0
         longest = 0
         position = 0
-        counts = numpy.bincount(self._places[pairs], minlength=len(self._longer))
-        for length, count in zip(self._longer.tolist(), counts.tolist(), strict=True):
+        for length, count in zip(self._longer.tolist(), found.counts.tolist(), strict=True):
             end = position + count
             if count:
                 longest = max(longest, length)
@@ -191,10 +226,53 @@ class TokenBatches:
         return cuts
 
 
-def _lengths(side: Sequence[Ids]) -> Array:
-    if isinstance(side, StoredIds):
-        return side.lengths
-    return numpy.array([len(ids) for ids in side], dtype=numpy.int32)
+Lengths = Callable[[int, int], Array]
+"""The lengths of the sentences from one number to another."""
+SLICE = 1 << 18
+"""Pairs whose lengths are in memory at a time."""
+LONGEST = 1 << 31
+"""More than the subwords of any sentence with its end symbol."""
+
+
+class Sorted(NamedTuple):
+    """Pairs in the order of their lengths."""
+
+    places: Array
+    """Their places in the array that was sorted."""
+    counts: Array
+    """How many there are of each of the lengths that occur."""
+
+
+def _keys(source_lengths: Array, target_lengths: Array) -> Array:
+    """Return one number for both lengths of a pair, each with an end symbol."""
+    found: Array = (target_lengths.astype(numpy.int64) + 1) * LONGEST + source_lengths + 1
+    return found
+
+
+class EpochBatches(Sequence[list[int]]):
+    """The batches of an epoch, each made when it is asked for.
+
+    Args:
+        order: the indices of all batches.
+        cuts: where the second of them begins there, the third, and so on.
+        shuffled: the number of the batch that comes first, second, and so on.
+        first: what is added to every index.
+    """
+
+    def __init__(self, order: Array, cuts: Sequence[int], shuffled: Array, first: int = 0) -> None:
+        self.order = order
+        self.bounds = [0, *cuts, len(order)]
+        self.shuffled = shuffled
+        self.first = first
+
+    def __len__(self) -> int:
+        return len(self.shuffled)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        number = int(self.shuffled[index])
+        return [self.first + each for each in self.order[self.bounds[number] : self.bounds[number + 1]].tolist()]
 
 
 def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:
@@ -258,11 +336,13 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
     def _indices(self, epoch: int, done: int) -> Iterator[tuple[Position, list[list[int]]]]:
         step: list[list[int]] = []
         while True:
-            for number, indices in enumerate(self.batches.epoch(epoch)[done:], start=done + 1):
-                step.append(indices)
+            batches = self.batches.epoch(epoch)
+            for number in range(done, len(batches)):
+                step.append(batches[number])
                 if len(step) == self.accumulate:
-                    yield (epoch, number), batches_of_rank(step, self.data_rank, self.data_ranks)
+                    yield (epoch, number + 1), batches_of_rank(step, self.data_rank, self.data_ranks)
                     step = []
+            del batches  # before the next ones need as much memory
             # A step that is not full takes its other batches from the next epoch: all steps are the same size
             epoch += 1
             done = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +14,15 @@ from typing import Any, Literal
 
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.model_text import corpus_tags, language_tags
-from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs
+from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs, say_to_stderr
 from recipes.translation.data.split_files import check_named, named
+from recipes.translation.data.token_store import Store
+from recipes.translation.data.training_text import LAYOUT, TrainingText, write_text
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.lines import Hashes
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
+from recipes.translation.settings.paths import expanded
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair, Split
 
@@ -66,34 +71,6 @@ class CorpusSplit:
         return tokenizer_for(self.data.tokenize, self.data.target)
 
 
-class AlsoHeldOut:
-    """Counts the validation and test pairs that are in the training data as well, either way round."""
-
-    def __init__(self, sets: Sequence[CorpusSplit]) -> None:
-        self._sets = {each.setting: set(map(_without_blanks, each.pairs)) for each in sets}
-        self._all = set().union(*self._sets.values())
-        self._found: set[Pair] = set()
-
-    def passing(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Yield training pairs, and look for each."""
-        for pair in pairs:
-            key = _without_blanks(pair)
-            for either in (key, Pair(key.target, key.source)):
-                if either in self._all:
-                    self._found.add(either)
-            yield pair
-
-    def note(self, name: str) -> None:
-        """Say on stderr how many there are, of each set that has some."""
-        for setting, pairs in self._sets.items():
-            if there := len(pairs & self._found):
-                print(
-                    f"[data] {name}: {there:,} of the {len(pairs):,} different pairs of {setting} are also in the "
-                    "training data, so that its scores reward memorisation: leave them out of one of the two",
-                    file=sys.stderr,
-                )
-
-
 def _without_blanks(pair: Pair) -> Pair:
     """Return a pair without blanks that a copy may have lost."""
     return Pair(" ".join(pair.source.split()), " ".join(pair.target.split()))
@@ -102,10 +79,6 @@ def _without_blanks(pair: Pair) -> Pair:
 class Corpora:
     """The corpora of a run, resolved once from its settings.
 
-    Between `read` and `forget` the training pairs, cleaned and without tags, are in memory, so that each file is opened
-    once, and what identifies them is of the very file that was read. With `data.cache`, for text beyond memory, `read`
-    does nothing: whoever wants the pairs reads the files.
-
     Raises ConfigError for training corpora that contradict each other.
     """
 
@@ -113,24 +86,48 @@ class Corpora:
         self.config = config
         self.training = training_corpora(config)
         """Those of the section corpora, or else the one of data.train."""
-        self._pairs: dict[str, list[Pair]] = {}
         self._hashes: Hashes = {}
-        self._held_out: list[CorpusSplit] = []
-        """What is looked for in the training data; `check` has read it."""
 
-    def read(self) -> None:
-        """Read the training pairs, unless they are in memory, or are not to be."""
-        if not self.config.data.cache and not self._pairs:
-            self._pairs = {corpus.name: list(pairs) for corpus, pairs in self.each_corpus()}
+    @cached_property
+    def text(self) -> TrainingText:
+        """Open the training text, cleaned and without tags, which is read first unless it has been already."""
+        folder = self.text_folder
+        if not folder.exists():
+            start = time.monotonic()
+            write_text(folder, lambda say: (pairs for _, pairs in self.each_corpus(say)))
+            print(f"[data] training text written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+        store = Store(folder).check({"source": 256, "target": 256})
+        for line in store.said:
+            say_to_stderr(line)
+        return TrainingText(store)
 
-    def forget(self) -> None:
-        """Give the memory of the training pairs back."""
-        self._pairs = {}
+    @property
+    def text_folder(self) -> Path:
+        """Return where the training text is."""
+        return self.cache / f"text-{self.text_key}"
 
-    def each_corpus(self) -> Iterator[tuple[CorpusSplit, Iterable[Pair]]]:
-        """Yield every training corpus with its pairs."""
+    @property
+    def cache(self) -> Path:
+        """Return the folder of what is made of the training data once, and found again."""
+        if self.config.data.cache:
+            return Path(expanded(self.config.data.cache, "data.cache"))
+        return Path(self.config.run, "data")
+
+    @cached_property
+    def text_key(self) -> str:
+        """Return the name of the training text: a hash of all that it is made from."""
+        made_from = {
+            "data": self.identity,
+            "cleaning": dataclasses.asdict(self.config.cleaning),
+            "symbols": self.config.subwords.symbols,
+            "lowercase": self.config.subwords.lowercase,
+        }
+        return hashlib.sha256(json.dumps([LAYOUT, made_from]).encode()).hexdigest()[:32]
+
+    def each_corpus(self, say: Callable[[str], None] = say_to_stderr) -> Iterator[tuple[CorpusSplit, Iterable[Pair]]]:
+        """Read every training corpus; yield it with its pairs, and tell `say` what is noticed."""
         for corpus in self.training:
-            yield corpus, self._pairs.get(corpus.name) or self._each_pair(corpus)
+            yield corpus, self._each_pair(corpus, say)
 
     @cached_property
     def identity(self) -> object:
@@ -143,22 +140,37 @@ class Corpora:
             found[corpus.name] = {name: getattr(corpus.data, name) for name in names} | {"text": text}
         return found if self.config.corpora else found[""]
 
-    def _each_pair(self, corpus: CorpusSplit) -> Iterator[Pair]:
+    def _each_pair(self, corpus: CorpusSplit, say: Callable[[str], None]) -> Iterator[Pair]:
         config = self.config
         with named(corpus.name):
             name = corpus.name or "train"
-            pairs = each_training_pair(corpus.data, config.subwords, config.cleaning, name, self._hashes)
-            if not self._held_out:
-                yield from pairs
-                return
-            also = AlsoHeldOut(self._held_out)
-            yield from also.passing(pairs)
-            also.note(name)
+            yield from each_training_pair(corpus.data, config.subwords, config.cleaning, name, self._hashes, say)
+
+    def note_held_out(self) -> None:
+        """Say how many validation and test pairs are in the training data as well."""
+        sets = {each.setting: set(map(_without_blanks, each.pairs)) for each in self.all_held_out}
+        for corpus, found in zip(self.training, self.text.pairs_among(list(sets.values())), strict=True):
+            for (setting, pairs), there in zip(sets.items(), found, strict=True):
+                if there:
+                    say_to_stderr(
+                        f"[data] {corpus.name or 'train'}: {there:,} of the {len(pairs):,} different pairs of "
+                        f"{setting} are also in the training data, so that its scores reward memorisation: leave them "
+                        "out of one of the two"
+                    )
+
+    @property
+    def all_held_out(self) -> list[CorpusSplit]:
+        """Return the validation data, and the test data if there is some."""
+        return [*self.valid, *self._test]
 
     @cached_property
     def valid(self) -> list[CorpusSplit]:
         """Return the validation data, as `held_out` does, whose pairs are read once."""
         return self.held_out("valid")
+
+    @cached_property
+    def _test(self) -> list[CorpusSplit]:
+        return self.held_out("test") if self.has("test") else []
 
     def held_out(self, split: HeldOutSplit) -> list[CorpusSplit]:
         """Return the validation or test data of every corpus that has some, or else that of the section data.
@@ -240,8 +252,7 @@ class Corpora:
                     f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
                     "epoch it would be: leave it out"
                 )
-        self._held_out = [*self.valid, *(self.held_out("test") if self.has("test") else [])]
-        for each in self._held_out:
+        for each in self.all_held_out:
             each.pairs  # noqa: B018  (reads them)
 
     def check_training(self) -> None:

@@ -1,25 +1,29 @@
 """Batches of sentence pairs that are drawn anew in every epoch: noise in the source text, then sampled subwords.
 
 A draw is a function of (seed, epoch, pair), so that a run resumes in the middle of an epoch, and every process draws
-the same. Texts are not kept: they come back from the subwords without noise, as those who made these have read them.
+the same. Noise changes the training text, and other subwords are drawn from those of the sentence.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy
 import numpy.typing
 
-from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
+from recipes.translation.data.batches import Batch, EpochBatches, Ids, TokenBatches, padded_batch
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import tags_of
 from recipes.translation.data.noise import noisy
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.data.token_store import Store
+from recipes.translation.data.training_text import TrainingText
 from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords
 
@@ -38,6 +42,8 @@ class Drawing:
     sampling: float
     """As in `Subwords.sample`; 0 samples nothing."""
     noise: NoiseConfig = NO_NOISE
+    texts: Sequence[str] = ()
+    """The sentences, if they get noise."""
     symbols: Sequence[str] = ()
     """Tags and symbols, which have no noise and are never split."""
 
@@ -46,14 +52,17 @@ class Drawing:
         """Return whether anything is drawn."""
         return bool(self.sampling) or self.noise != NO_NOISE
 
-    def draw(self, plain: Sequence[Ids], noise_seeds: Sequence[str], seeds: Sequence[int]) -> Sequence[Ids]:
-        """Draw the subwords of sentences, given those without noise of which none is sampled."""
-        texts = self.subwords.decode([list(ids) for ids in plain])
+    def draw(self, plain: Sequence[Ids], pairs: Sequence[int], seed: str, seeds: Sequence[int]) -> Sequence[Ids]:
+        """Draw the subwords of the sentences of these pairs, given those without noise of which none is sampled.
+
+        `seed` is that of the noise, and `seeds` are those of the segmentations.
+        """
         if self.noise != NO_NOISE:
-            texts = [noisy(text, self.noise, seed, self.symbols) for text, seed in zip(texts, noise_seeds, strict=True)]
+            texts = [noisy(self.texts[pair], self.noise, f"{seed} {pair}", self.symbols) for pair in pairs]
+            plain = self.subwords.encode(texts)
         if not self.sampling:
-            return self.subwords.encode(texts)
-        return self.subwords.sample(texts, seeds, self.sampling, self.symbols)
+            return plain
+        return self.subwords.sample(plain, seeds, self.sampling, self.symbols)
 
 
 class DrawnBatches:
@@ -85,12 +94,14 @@ class DrawnBatches:
         """Return the number of pairs that are left out of every epoch, as longer than `max_length`."""
         return self.plain.dropped
 
-    def epoch(self, number: int) -> list[list[int]]:
+    def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
         batches = self._order(number).epoch(number)
         if self.sampled and number + 1 not in self._orders:
             self._orders = {number: self._orders[number], number + 1: self._draw_in_thread(number + 1)}
-        return [[number * self._pairs + pair for pair in batch] for batch in batches]
+        if isinstance(batches, EpochBatches):
+            batches.first = number * self._pairs
+        return batches
 
     def count(self, number: int) -> int:
         """Return the number of batches of an epoch."""
@@ -123,12 +134,11 @@ class DrawnBatches:
         if not side.changes:
             return plain
         seed = self.plain.seed
-        noise_seeds = [f"{seed} {epoch} {pair}" for pair in pairs]
         seeds: Sequence[int] = ()
         if side.sampling:
             seeds = _seeds(seed, epoch, which, self._pairs)[list(pairs)].tolist()
         found = []
-        for drawn, without in zip(side.draw(plain, noise_seeds, seeds), plain, strict=True):
+        for drawn, without in zip(side.draw(plain, pairs, f"{seed} {epoch}", seeds), plain, strict=True):
             usable = drawn
             if not 0 < len(drawn) <= self.plain.max_length:
                 usable = without
@@ -145,7 +155,7 @@ class DrawnBatches:
 
     def _draw_order(self, epoch: int) -> TokenBatches:
         # The lengths of pairs that the epoch does not contain stay: a pair too long must not come in by a shorter draw
-        lengths = (self.plain.source_lengths.copy(), self.plain.target_lengths.copy())
+        lengths = (self.plain.source_lengths.astype(numpy.int32), self.plain.target_lengths.astype(numpy.int32))
         pairs = numpy.unique(self.plain.pairs(epoch))
         for start in range(0, len(pairs), SLICE):
             if not threading.main_thread().is_alive():
@@ -168,13 +178,31 @@ class DrawnBatches:
         return found
 
 
+class TaggedText(Sequence[str]):
+    """Source sentences of the training text under the tags of their corpora."""
+
+    def __init__(self, corpora: Corpora) -> None:
+        text = TrainingText(Store(corpora.text_folder))  # which one process of the machine has checked
+        self.sentences = text.sources
+        self.tags = [" ".join((*corpus.tags, "")) if corpus.tags else "" for corpus in corpora.training]
+        self.ends = list(accumulate(text.corpora))
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    def __getitem__(self, pair: Any) -> Any:
+        return self.tags[bisect_right(self.ends, pair)] + self.sentences[pair]
+
+
 def drawn_batches(
-    config: RunConfig, plain: TokenBatches, source: Subwords, target: Subwords
+    corpora: Corpora, plain: TokenBatches, source: Subwords, target: Subwords
 ) -> TokenBatches | DrawnBatches:
     """Return what every epoch draws of the training pairs `plain`: themselves, unless the settings ask for more."""
+    config = corpora.config
     settings = config.subwords
     sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
-    of_source = Drawing(source, sampling["source"], config.noise, [*tags_of(config), *settings.symbols])
+    texts = TaggedText(corpora) if config.noise != NO_NOISE else ()
+    of_source = Drawing(source, sampling["source"], config.noise, texts, [*tags_of(config), *settings.symbols])
     of_target = Drawing(target, sampling["target"], symbols=settings.symbols)
     if not (of_source.changes or of_target.changes):
         return plain

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.schema import shortened
-from recipes.translation.text.pair import Pair
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords
 
@@ -55,29 +54,35 @@ class OtherForm:
         self.changed = 0
         self._example = ""
 
-    def passing(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Yield the pairs, and count them."""
-        for pair in pairs:
-            self.add(pair.target)
-            yield pair
-
     def add(self, sentence: str) -> None:
         """Count a sentence."""
         self.sentences += 1
+        if self._target.leaves(sentence):
+            return
         written = one_line(self._target.normalized(sentence))
         if not same_text(sentence, written):
             self.changed += 1
             self._example = self._example or f"{shortened(repr(sentence))} as {shortened(repr(written))}"
 
+    def join(self, later: OtherForm) -> None:
+        """Add what another one has counted of the sentences that follow."""
+        self.sentences += later.sentences
+        self.changed += later.changed
+        self._example = self._example or later._example
+
     def note(self, label: str, what: str) -> None:
-        """Say on stderr how many there are, if there are any, with the first of them."""
-        if self.changed:
-            print(
-                f"[{label}] {self.changed:,} of {self.sentences:,} {what} in another form, by subwords.normalization "
-                f"{self._target.normalization}: {self._example} (docs/data.md)",
-                file=sys.stderr,
-                flush=True,
-            )
+        """Say `lines` on stderr."""
+        for line in self.lines(label, what):
+            print(line, file=sys.stderr, flush=True)
+
+    def lines(self, label: str, what: str) -> list[str]:
+        """Return a line that says how many there are, with the first of them; none if there are none."""
+        if not self.changed:
+            return []
+        return [
+            f"[{label}] {self.changed:,} of {self.sentences:,} {what} in another form, by subwords.normalization "
+            f"{self._target.normalization}: {self._example} (docs/data.md)"
+        ]
 
 
 def _tags_and_rest(config: RunConfig, sentence: str) -> tuple[str, str]:

@@ -6,18 +6,17 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
+from recipes.translation.files.atomic_folder import check_replaceable, replaced_folder, verified_folder
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.normalization import normalized, with_rules
-from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords, normalizations, subword_names, train_subwords
 
 SETTINGS = "settings.json"
@@ -34,8 +33,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     """
     config = corpora.config
     folder = Path(config.run) / "subwords"
-    if not folder.exists():
-        corpora.read()  # for the subwords, and in passing for what identifies it
+    check_replaceable(folder)  # before the work
     settings = made_from(corpora)
     ready = None
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
@@ -80,12 +78,13 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     config = corpora.config
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
-    pairs = drawn((pair for _, pairs in corpora.each_corpus() for pair in pairs), config.subwords.train_pairs)
-    sides = [pair.source for pair in pairs], [pair.target for pair in pairs]
+    text = corpora.text
+    places = drawn(len(text), config.subwords.train_pairs)
+    sides = [text.sources[place] for place in places], [text.targets[place] for place in places]
     names = subword_names(config)
     what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     rules = normalizations(config.subwords)
-    print(f"[prepare] {' and '.join(dict.fromkeys(names))}: {what} from {len(pairs):,} pairs", flush=True)
+    print(f"[prepare] {' and '.join(dict.fromkeys(names))}: {what} from {len(places):,} pairs", flush=True)
     with replaced_folder(folder) as new:
         if config.subwords.joint:
             both = [normalized(sentence, rule) for side, rule in zip(sides, rules, strict=True) for sentence in side]
@@ -101,21 +100,17 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
 
 
-def drawn(pairs: Iterable[Pair], count: int) -> list[Pair]:
-    """Draw `count` of the pairs, each as likely as any other and the same in every run; all of them if `count` is 0.
+def drawn(pairs: int, count: int) -> Sequence[int]:
+    """Draw `count` of so many pairs, each as likely as any other and the same in every run; all of them for 0.
 
-    Only those that are drawn are in memory (reservoir sampling, algorithm R in Vitter 1985, "Random sampling with a
-    reservoir").
+    It is by reservoir sampling (algorithm R in Vitter 1985, "Random sampling with a reservoir").
     """
-    if not count:
-        return list(pairs)
+    if not 0 < count < pairs:
+        return range(pairs)
     draw = random.Random(0).random
-    found: list[Pair] = []
-    for number, pair in enumerate(pairs):
-        if number < count:
-            found.append(pair)
-            continue
+    found = list(range(count))
+    for number in range(count, pairs):
         place = int(draw() * (number + 1))
         if place < count:
-            found[place] = pair
+            found[place] = number
     return found

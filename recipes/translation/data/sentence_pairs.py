@@ -52,25 +52,34 @@ def load_pairs(
     return list(lowercased(_read(data, split), lowercase))
 
 
+def say_to_stderr(line: str) -> None:
+    """Say what was noticed in the data."""
+    print(line, file=sys.stderr)
+
+
 def each_training_pair(
-    data: DataConfig, subwords: SubwordConfig, cleaning: CleaningConfig, name: str, hashes: Hashes | None = None
+    data: DataConfig,
+    subwords: SubwordConfig,
+    cleaning: CleaningConfig,
+    name: str,
+    hashes: Hashes | None = None,
+    say: Callable[[str], None] = say_to_stderr,
 ) -> Iterator[Pair]:
     """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
-    The number that each rule removes is reported on stderr, under `name`. The data is never whole in memory. `hashes`
-    gets those of files of lines.
+    `say` gets the number that each rule removes, under `name`. The data is never whole in memory. `hashes` gets those
+    of files of lines; one of which they are known must not have changed.
     """
     rules = Cleaning(cleaning, data.source, data.target, subwords.symbols)
     yield from lowercased(rules.kept(_read(data, "train", hashes)), subwords.lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
-        print(f"[data] {name}: {rules}", file=sys.stderr)
+        say(f"[data] {name}: {rules}")
     if rules.markup:
-        print(
+        say(
             f"[data] {name}: {rules.markup:,} of {rules.read:,} pairs have tags or character entities, such as "
             f"{shortened(rules.example)}, and are learned as they are: convert the files (docs/data.md), or set "
-            "cleaning.markup true",
-            file=sys.stderr,
+            "cleaning.markup true"
         )
     if dropped == rules.read:
         if rules.removed[EMPTY] == dropped:
@@ -104,7 +113,8 @@ def fingerprint(data: DataConfig, split: Split, hashes: Hashes | None = None) ->
         return ""
     digest = hashlib.sha256()
     if data.format == "hub":
-        digest.update(json.dumps(load_pairs(data, split)).encode())
+        for pair in _read(data, split):
+            digest.update(json.dumps(pair).encode())
     else:
         known = {} if hashes is None else hashes
         for path in paths_of(data, split):

@@ -1,146 +1,292 @@
-"""Tokenised training pairs in memory-mapped Arrow files, found again by what they were made from.
+"""Sequences of different lengths as flat arrays in files: written once, checked, and mapped by every process.
 
-Each corpus has a file, a stream of record batches, which is the format of Hugging Face `datasets`' own cache:
-`Dataset.from_file` opens it. Subwords are read when a batch is built, so that a corpus may be larger than memory; of
-each pair only its two lengths are in memory. Nothing here runs code from a file.
+A store is a folder. Each of its sequences has two files of plain little-endian numbers: NAME.values has the items one
+after the other, and NAME.ends, in uint64, where each of them ends. store.json has their types and SHA-256, and whatever
+else its maker notes. Nothing is run from a store, and no item is in memory until it is asked for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, Self, TypeVar
 
+import numpy
 import numpy.typing
 
 from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import sha256
-from recipes.translation.files.json_fields import noted_in
-from recipes.translation.files.writing import claimed, flush, put
-from recipes.translation.text.pair import Pair
-from recipes.translation.text.subwords import Subwords
+from recipes.translation.files.json_fields import TEXT, TEXTS, WrongFieldError, each, fields, is_whole, noted_in, value
+from recipes.translation.files.writing import claimed, flush, make_folder, put
 
-ROWS = 50_000
-"""Pairs in a record batch, of which the last of a corpus may have fewer."""
-LAYOUT = 3
-"""Part of every key: it changes when this file writes something else from the same data."""
-PAIRS = "pairs-{:04}.arrow"
-"""The file of the corpus of this number."""
-DIGESTS = "sha256.json"
-"""The SHA-256 of each of these files, by its name."""
+Array = numpy.typing.NDArray[Any]
+T = TypeVar("T")
+
+NOTE = "store.json"
+ENDS = "<u8"
+SLICE = 10_000
+"""Items that are made, written or checked at a time."""
+DTYPES = ("|u1", "<u2", "<u4", ENDS)
+"""Types of numbers: bytes of UTF-8 text, the ids of small and of large vocabularies, and ends."""
+NOTED = fields(
+    {
+        "files": fields({"*": TEXT}),
+        "dtypes": fields({"*": value(f"one of {', '.join(DTYPES)}", lambda found: found in DTYPES)}),
+        "corpora": each(value("a number of pairs", lambda found: is_whole(found) and found >= 0)),
+        "said": TEXTS,
+    }
+)
+"""What store.json must be."""
 
 
-class StoredIds(Sequence[list[int]]):
-    """One side of the stored pairs: a sequence of lists of ids, each read from the file when it is asked for.
+class Kind(NamedTuple):
+    """What items are, and how they are made of a part of an array."""
+
+    unpacked: Callable[[Array], Any]
+    """Makes of it something that can be sliced."""
+    item: Callable[[Any], Any]
+    """Makes an item of such a slice."""
+
+
+def _decoded(text: bytes) -> str:
+    # In a store whose digests somebody has computed again, the bytes may be anything
+    return text.decode(errors="replace")
+
+
+IDS = Kind(numpy.ndarray.tolist, list)
+TEXT_ITEMS = Kind(numpy.ndarray.tobytes, _decoded)
+
+
+class Flat(Sequence[T]):
+    """Items of different lengths, one after the other in one array.
 
     Args:
-        column: a pyarrow.ChunkedArray of lists.
+        values: the array.
+        ends: where each item ends in it.
+        kind: what the items are.
+        files: those of both arrays, if they are mapped: another process maps them itself.
     """
 
-    def __init__(self, column: Any) -> None:
-        import pyarrow.compute
-
-        self._column = column
-        self.lengths: numpy.typing.NDArray[Any] = pyarrow.compute.list_value_length(column).to_numpy()
-        """The number of subwords of each sentence."""
+    def __init__(self, values: Array, ends: Array, kind: Kind, files: tuple[Path, Path] | None = None) -> None:
+        self.values = values
+        self.ends = ends
+        self.kind = kind
+        self.files = files
 
     def __len__(self) -> int:
-        return len(self._column)
+        return len(self.ends)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return self._column[index].to_pylist()
-        return self._column[index].as_py()
+            return self._items(*index.indices(len(self)))
+        place = range(len(self))[index]
+        return self.kind.item(self.kind.unpacked(self.values[self.start(place) : int(self.ends[place])]))
+
+    def start(self, place: int) -> int:
+        """Return where an item begins."""
+        return int(self.ends[place - 1]) if place else 0
+
+    def lengths(self, start: int, end: int) -> Array:
+        """Return the number of values of each item from `start` to `end`."""
+        return numpy.diff(self.ends[start:end].astype(numpy.int64), prepend=self.start(start))
+
+    def _items(self, start: int, end: int, step: int) -> list[T]:
+        if step != 1:
+            return [self[place] for place in range(start, end, step)]
+        first = self.start(start)
+        ends = [0, *(self.ends[start:end].astype(numpy.int64) - first).tolist()]
+        whole = self.kind.unpacked(self.values[first : first + ends[-1]])
+        return [self.kind.item(whole[at:end]) for at, end in pairwise(ends)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.files is None:
+            return Flat, (self.values, self.ends, self.kind)
+        return mapped, (*self.files, self.values.dtype.str, self.kind)
 
 
-@dataclass(frozen=True)
-class TokenStore:
-    """The ids of both sides of all training corpora, one corpus after the other."""
-
-    sources: StoredIds
-    targets: StoredIds
-    corpora: list[int]
-    """The number of pairs of each."""
-    sha256: str
-    """Of all files."""
-
-    @classmethod
-    def open(cls, folder: Path) -> TokenStore:
-        """Map a store that `write_store` has written, or that `check_store` has found whole."""
-        import pyarrow
-
-        digests: dict[str, str] | None = noted_in(folder / DIGESTS)
-        if digests is None:  # something else stands where it should be
-            raise damaged(folder)
-        tables = []
-        for name in digests:
-            with pyarrow.memory_map(str(folder / name)) as file:
-                tables.append(pyarrow.ipc.open_stream(file).read_all())
-        whole = pyarrow.concat_tables(tables)
-        sides = StoredIds(whole["source"]), StoredIds(whole["target"])
-        return cls(*sides, list(map(len, tables)), "".join(digests.values()))
+def flat_ids(items: Sequence[Sequence[int]]) -> Flat[list[int]]:
+    """Return lists of ids as one array in memory."""
+    lengths = numpy.fromiter(map(len, items), numpy.int64, len(items))
+    values = numpy.fromiter(chain.from_iterable(items), numpy.int32, int(lengths.sum()))
+    return Flat(values, numpy.cumsum(lengths), IDS)
 
 
-def check_store(folder: Path) -> bool:
-    """Return whether there is a store in `folder`; raise DataError if its files are not those that were written."""
-    if not folder.is_dir():
-        return False
-    if noted_in(folder / DIGESTS) != _digests(folder):
-        raise damaged(folder)
-    return True
+def mapped(values: Path, ends: Path, dtype: str, kind: Kind) -> Flat[Any]:
+    """Map the two files of a sequence."""
+    return Flat(_mapped(values, dtype), _mapped(ends, ENDS), kind, (values, ends))
 
 
-def damaged(folder: Path) -> DataError:
+def _mapped(path: Path, dtype: str) -> Array:
+    if not path.stat().st_size:  # which cannot be mapped
+        return numpy.empty(0, dtype)
+    return numpy.memmap(path, dtype, "r").view(numpy.ndarray)
+
+
+class FlatWriter:
+    """Writes the two files of a sequence, part by part."""
+
+    def __init__(self, values: IO[bytes], ends: IO[bytes], dtype: str) -> None:
+        self.values = values
+        self.ends = ends
+        self.dtype = dtype
+        self._end = 0
+
+    def add(self, values: Array | bytes, lengths: Sequence[int]) -> None:
+        """Add items, given one after the other, with the number of values of each."""
+        if not isinstance(values, bytes):
+            values = values.astype(self.dtype).tobytes()
+        ends = self._end + numpy.cumsum(lengths, dtype=ENDS)
+        self.values.write(values)
+        self.ends.write(ends.tobytes())
+        self._end = int(ends[-1])
+
+
+class Store:
+    """A store of whole and checked files, or of files that another process of this machine has checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.note: dict[str, Any] = noted_in(folder / NOTE)
+        try:
+            NOTED(self.note, "")
+        except WrongFieldError as error:
+            raise damaged(folder, f"{NOTE}: {error}") from None
+
+    @property
+    def corpora(self) -> list[int]:
+        """Return the number of pairs of each training corpus, in the order of the settings."""
+        found: list[int] = self.note["corpora"]
+        return found
+
+    @property
+    def said(self) -> list[str]:
+        """Return what was noticed while the store was made."""
+        found: list[str] = self.note["said"]
+        return found
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all files."""
+        return sum((self.folder / name).stat().st_size for name in self.digests)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each file."""
+        found: dict[str, str] = self.note["files"]
+        return found
+
+    def array(self, name: str) -> Array:
+        """Map a file."""
+        return _mapped(self.folder / name, self.note["dtypes"][name])
+
+    def flat(self, name: str, kind: Kind) -> Flat[Any]:
+        """Map a sequence."""
+        values, ends = names_of(name)
+        return mapped(self.folder / values, self.folder / ends, self.note["dtypes"][values], kind)
+
+    def check(self, limits: Mapping[str, int]) -> Self:
+        """Raise DataError unless the files are those that were written, and have sequences with values below `limits`.
+
+        Whoever can write to a folder that is shared can compute the SHA-256 again: what is read by these files must
+        still be one item for each pair, and ids of the vocabulary.
+        """
+        if foreign := [path.name for path in _files_of(self.folder) if not stat.S_ISREG(path.lstat().st_mode)]:
+            raise damaged(self.folder, f"{foreign[0]} is not a file")
+        if digests_of(self.folder) != self.digests:
+            raise damaged(self.folder, f"its files do not have the SHA-256 of {NOTE}")
+        for name, dtype in self.note["dtypes"].items():
+            if name not in self.digests or (self.folder / name).stat().st_size % numpy.dtype(dtype).itemsize:
+                raise damaged(self.folder, f"{name} is not a file of {dtype}")
+        for name, limit in limits.items():
+            if reason := self._wrong(name, limit):
+                raise damaged(self.folder, f"{name}: {reason}")
+        return self
+
+    def _wrong(self, name: str, limit: int) -> str:
+        """Return what is wrong with a sequence; empty if nothing is."""
+        if not set(names_of(name)) <= self.note["dtypes"].keys():
+            return "missing"
+        found = self.flat(name, IDS)
+        if len(found) != sum(self.corpora):
+            return f"{len(found):,} items for {sum(self.corpora):,} pairs"
+        last = 0
+        for ends in parts_of(found.ends):
+            if ends[0] < last or (ends[1:] < ends[:-1]).any():
+                return "an item ends before it begins"
+            last = int(ends[-1])
+        if last != len(found.values):
+            return f"the last item ends at {last:,} of {len(found.values):,} values"
+        largest = max((int(values.max()) for values in parts_of(found.values)), default=-1)
+        return f"a value is {largest:,}, of {limit:,}" if largest >= limit else ""
+
+
+def names_of(name: str) -> tuple[str, str]:
+    """Return the names of the two files of a sequence."""
+    return f"{name}.values", f"{name}.ends"
+
+
+def parts_of(array: Array) -> Iterator[Array]:
+    """Yield an array in parts, so that what is computed of it is small."""
+    for start in range(0, len(array), PART):
+        yield array[start : start + PART]
+
+
+PART = 1 << 18
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name != NOTE)
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Compute the SHA-256 of every file of a store, several at a time."""
+    paths = _files_of(folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
+
+
+def damaged(folder: Path, reason: str) -> DataError:
     """Return the error for a store whose files are not those that were written."""
-    return DataError(
-        f"{folder} is damaged (its files do not have the SHA-256 of {DIGESTS}): remove it, and it is made again"
-    )
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {path.name: sha256(path) for path in sorted(folder.glob("pairs-*.arrow"))}
+    return DataError(f"{folder} is damaged ({reason}): remove it, and it is made again")
 
 
 def write_store(
-    folder: Path, corpora: Iterable[Iterable[tuple[str, Pair]]], source: Subwords, target: Subwords, threads: int
+    folder: Path, dtypes: Mapping[str, str], write: Callable[[Mapping[str, IO[bytes]]], dict[str, Any]]
 ) -> None:
-    """Tokenise the corpora, given as source sentences with tags and pairs, and write the store, whole or not at all.
+    """Write a store, whole or not at all: `write` fills its files, by their names, and returns the rest of the note.
 
     Several runs may write the same store at the same time: on one machine the others wait for the first; another
     machine, whose locks may not be seen here, writes a folder of its own. The first one stays.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     unfinished = folder.with_name(f".unfinished-{folder.name}-{socket.gethostname()}")
     with claimed(unfinished, folder=True):
         if folder.exists():
             return
-        for number, rows in enumerate(corpora):
-            _write_pairs(unfinished / PAIRS.format(number), rows, source, target, threads)
-        (unfinished / DIGESTS).write_text(json.dumps(_digests(unfinished), indent=2) + "\n", encoding="utf-8")
+        with ExitStack() as held:
+            note = write({name: held.enter_context((unfinished / name).open("xb")) for name in dtypes})
+        note = {"files": digests_of(unfinished), "dtypes": dict(dtypes), **note}
+        (unfinished / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         for path in (*unfinished.iterdir(), unfinished):
             flush(path)
         if not folder.exists():
             put(unfinished, folder)
 
 
-def _write_pairs(
-    path: Path, pairs: Iterable[tuple[str, Pair]], source: Subwords, target: Subwords, threads: int
-) -> None:
-    import pyarrow
+def sequence(name: str, dtype: str) -> dict[str, str]:
+    """Return the files of a sequence with their types."""
+    values, ends = names_of(name)
+    return {values: dtype, ends: ENDS}
 
-    # The smallest type for the ids of a vocabulary
-    kinds = [pyarrow.list_(pyarrow.uint16() if len(side) <= 1 << 16 else pyarrow.int32()) for side in (source, target)]
-    schema = pyarrow.schema(list(zip(("source", "target"), kinds, strict=True)))
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-        each_row = iter(pairs)
-        while rows := list(islice(each_row, ROWS)):
-            ids = (
-                source.encode([text for text, _ in rows], threads),
-                target.encode([pair.target for _, pair in rows], threads),
-            )
-            columns = [pyarrow.array(side, kind) for side, kind in zip(ids, kinds, strict=True)]
-            writer.write_batch(pyarrow.record_batch(columns, schema=schema))
+
+def writer(files: Mapping[str, IO[bytes]], name: str, dtype: str) -> FlatWriter:
+    """Return what writes a sequence into its files."""
+    values, ends = names_of(name)
+    return FlatWriter(files[values], files[ends], dtype)

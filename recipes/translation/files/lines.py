@@ -81,11 +81,11 @@ def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, plain or compressed by gzip, xz or bzip2, without its byte order mark.
 
     The file is never whole in memory; `hashes` gets that of the very file that is read. Raises OSError, and DataError
-    for a damaged file or text in another encoding, whose line it names.
+    for a damaged file or text in another encoding, whose line it names, and for another file than `hashes` knows.
     """
     with path.open("rb") as file:
-        if hashes is not None and path not in hashes:
-            hashes[path] = hashed(file)
+        if hashes is not None and hashes.setdefault(path, found := hashed(file)) != found:
+            raise DataError(f"{path} has changed since this run has begun to read it: start again")
         yield from _lines_in(file, str(path))
 
 

@@ -64,8 +64,9 @@ class DataConfig:
     )
     cache: str = setting(
         "",
-        "Folder for the tokenised training pairs, which are then memory-mapped, and found again by their contents: "
-        "for corpora beyond memory. Runs may share it. If it is not set, the pairs are in memory.",
+        "Folder for the text and the subword ids of the training pairs, which every process maps into memory, and "
+        "which are found again by what they are made from. Runs may share it. If it is not set, it is `data` in the "
+        "run's folder.",
     )
     builtin_pairs: int = setting(
         40_000,

@@ -6,6 +6,7 @@ import hashlib
 import io
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ import sentencepiece
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.settings.data import NORMALIZATIONS
 from recipes.translation.text.normalization import composed, normalized, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import model_of, notes_of
@@ -238,9 +240,9 @@ class Subwords:
         return {piece: number for number, piece in enumerate(self.pieces())}
 
     def sample(
-        self, sentences: Sequence[str], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
+        self, plain: Sequence[Sequence[int]], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
     ) -> list[list[int]]:
-        """Draw a segmentation of each sentence, a function of the sentence, its seed and `amount` alone.
+        """Draw another segmentation of each sentence, given as `encode` does; a function of it, its seed and `amount`.
 
         A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020). A unigram
         model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018, section
@@ -248,7 +250,6 @@ class Subwords:
         subwords of the model are never split.
         """
         whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
-        plain = self.encode(list(sentences))
         drawn = [self._sampler.draw(ids, int(seed), amount, whole) for ids, seed in zip(plain, seeds, strict=True)]
         if not self._imported:
             return drawn
@@ -274,6 +275,12 @@ class Subwords:
         """Return what the subwords of a sentence spell, if each of its characters has some; blanks are joined."""
         found: str = self._processor.normalize(composed(sentence, self._rules))
         return found.replace(BLANK, " ").strip(" ")
+
+    def leaves(self, sentence: str) -> bool:
+        """Return whether its rules can be seen not to change a sentence, but for blanks; False does not tell."""
+        if not sentence.isprintable() or BLANK in sentence or self.normalization not in NORMALIZATIONS:
+            return False
+        return sentence.isascii() or (self.normalization == "nfc" and unicodedata.is_normalized("NFC", sentence))
 
     def written(self, sentences: Sequence[str]) -> list[str]:
         """Return each sentence as its subwords spell it."""

@@ -319,12 +319,12 @@ def test_a_run_that_was_begun_keeps_its_settings(tmp_path: Path, capsys: pytest.
     assert load_config(saved_file(tmp_path / "b", "last", "config.yaml")) == expected
 
 
-def test_prepare_makes_the_subwords_says_where_and_makes_nothing_else(
+def test_prepare_makes_the_subwords_and_the_ids_says_where_and_makes_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prepare", *options(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.endswith(f" target subwords in {tmp_path / 'run' / 'subwords'}\n")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["subwords"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["data", "subwords"]
 
 
 @pytest.mark.parametrize("way", ["words", "file", "pipe", "typed"])

@@ -81,10 +81,10 @@ def test_the_batches_of_every_epoch_are_within_the_budget_and_full() -> None:
 
 def test_epochs_differ_and_depend_on_seed_and_epoch_alone() -> None:
     batches = mixed([20, 40], [2.0, 1.0])
-    expected = batches.epoch(3)
-    assert batches.epoch(1) != expected
-    assert mixed([20, 40], [2.0, 1.0]).epoch(3) == expected
-    assert mixed([20, 40], [2.0, 1.0], seed=2).epoch(3) != expected
+    expected = list(batches.epoch(3))
+    assert list(batches.epoch(1)) != expected
+    assert list(mixed([20, 40], [2.0, 1.0]).epoch(3)) == expected
+    assert list(mixed([20, 40], [2.0, 1.0], seed=2).epoch(3)) != expected
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch_of_a_mixture() -> None:

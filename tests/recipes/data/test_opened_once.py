@@ -14,9 +14,7 @@ import pytest
 from recipes.translation.data import corpora as corpora_module
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sentence_pairs import fingerprint
+from recipes.translation.errors import DataError
 from recipes.translation.train import train
 from tests.recipes.files.watching import opened_files
 from tests.recipes.tiny import tiny
@@ -52,50 +50,40 @@ def counts(files: list[Path], folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_training_opens_each_file_of_its_data_once(format: str, tmp_path: Path) -> None:
+def test_a_training_reads_its_data_once_and_is_then_sure_of_the_hash_alone(format: str, tmp_path: Path) -> None:
     settings = made(tmp_path / "data", format)
-    everything = {path.name: 1 for path in (tmp_path / "data").iterdir()}
-    for steps in (1, 2):  # the second resumes, and its subwords are there
+    training = set(settings["corpora"]["a"]["train"])
+    for steps, times in ((1, 2), (2, 1)):  # the second resumes, and finds subwords and ids
         config = tiny(tmp_path / "run", {**settings, "training.steps": steps})
         with opened_files() as files:
             train(config)
-        assert counts(files, tmp_path / "data") == everything
-
-
-def test_subwords_alone_need_each_file_once_too(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "run", made(tmp_path / "data", "text"))
-    for _ in ("made", "reused"):
-        with opened_files() as files:
-            prepare(Corpora(config))
-        assert counts(files, tmp_path / "data") == {"train.en.gz": 1, "train.de": 1}
-
-
-def test_text_beyond_memory_is_read_for_its_hash_for_the_subwords_and_for_the_store(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "run", {**made(tmp_path / "data", "text"), "data.cache": str(tmp_path / "cache")})
-    for times in (3, 1):  # the second finds subwords and store
-        with opened_files() as files:
-            load_corpus(config)
-        found = counts(files, tmp_path / "data")
-        assert found == {"train.en.gz": times, "train.de": times, "valid.en": 1, "valid.de": 1}
+        expected = {path.name: times if path.name in training else 1 for path in (tmp_path / "data").iterdir()}
+        assert counts(files, tmp_path / "data") == expected
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_identifies_a_text_is_the_same_whether_it_is_read_before_or_not(format: str, tmp_path: Path) -> None:
+def test_a_text_is_identified_by_the_contents_of_its_files(format: str, tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", made(tmp_path / "data", format))
-    read = Corpora(config)
-    read.read()
-    with opened_files() as files:
-        identity = read.identity
-    assert counts(files, tmp_path / "data") == {}
-    (corpus,) = read.training
+    (corpus,) = Corpora(config).training
     digest = hashlib.sha256()
     for name in corpus.data.train:
         content = (tmp_path / "data" / name).read_bytes()
         digest.update(f"{len(content)} bytes:".encode() + hashlib.sha256(content).digest())
     settings = {name: getattr(corpus.data, name) for name in ("format", "source", "target", "builtin_pairs")}
-    assert identity == {"a": {**settings, "text": digest.hexdigest()}}
-    assert Corpora(config).identity == identity
-    assert fingerprint(corpus.data, "train") == digest.hexdigest()
+    assert Corpora(config).identity == {"a": {**settings, "text": digest.hexdigest()}}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_changes_after_its_hash_is_refused(format: str, tmp_path: Path) -> None:
+    settings = made(tmp_path / "data", format)
+    corpora = Corpora(tiny(tmp_path / "run", settings))
+    assert corpora.identity
+    (name, *_) = settings["corpora"]["a"]["train"]
+    path = tmp_path / "data" / name
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(DataError, match=f"{name} has changed since this run has begun to read it: start again"):
+        corpora.text
+    assert not list((tmp_path / "run" / "data").iterdir())
 
 
 def test_the_corpora_of_a_training_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

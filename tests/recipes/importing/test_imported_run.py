@@ -121,7 +121,7 @@ def test_sampled_subwords_of_an_imported_model_are_of_its_vocabulary_and_spell_t
     subwords = read_model(published.marian(tmp_path / "model"), Path("run")).translator.source
     assert isinstance(subwords, Subwords)
     text = "Two trains leave at half past seven."
-    drawn = subwords.sample([text] * 200, range(200), 0.2)
+    drawn = subwords.sample(subwords.encode([text] * 200), range(200), 0.2)
     assert len({tuple(row) for row in drawn}) > 100
     assert all(PAD < each < len(subwords) for row in drawn for each in row)
     known = [row for row in drawn if UNK not in row]
@@ -133,7 +133,8 @@ def test_batches_with_noise_have_the_symbols_of_the_imported_model(tmp_path: Pat
     source, target = translator.source, translator.target
     sides = (source.encode([pair[0] for pair in PAIRS]), target.encode([pair[1] for pair in PAIRS]))
     plain = TokenBatches(*sides, batch_tokens=100, seed=0, symbols=source.symbols)
-    drawn = DrawnBatches(plain, Drawing(source, 0.0, NoiseConfig(swap=0.5)), Drawing(target, 0.0))
+    noise = Drawing(source, 0.0, NoiseConfig(swap=0.5), [pair[0] for pair in PAIRS])
+    drawn = DrawnBatches(plain, noise, Drawing(target, 0.0))
     batch = drawn.batch([0, 1, 2])
     assert batch.src[:, 0].tolist() == [source.symbols.prefix[0]] * 3
     assert batch.tgt_in[:, :2].tolist() == [list(source.symbols.start)] * 3

@@ -188,6 +188,6 @@ def test_parts_that_cannot_be_frozen_are_one_line(freeze: list[str], message: st
 def test_prepare_names_where_the_subwords_are(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {**BASE, "training.start_from": str(base)}
     assert main(["prepare", *options(tmp_path / "run", changes)]) == 0
-    assert capsys.readouterr().out == f"[prepare] 360 source and 360 target subwords in {base}\n"
+    assert capsys.readouterr().out.endswith(f"\n[prepare] 360 source and 360 target subwords in {base}\n")
     source, _ = run_subwords(Corpora(tiny(tmp_path / "run", changes)))
     assert len(source) == 360

@@ -377,7 +377,7 @@ def test_the_summary_says_how_good_how_fast_and_where(uninterrupted: Path, monke
     assert state.tokens == sum(step["tokens"] for step in steps_of(uninterrupted))
     assert 0 < state.train_seconds < state.seconds
     assert "best validation, step" in text
-    assert "best, checkpoints, last, metrics.jsonl" in text
+    assert "best, checkpoints, data, last, metrics.jsonl" in text
     assert text.count("->") == 3
 
 

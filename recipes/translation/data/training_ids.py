@@ -1,0 +1,79 @@
+"""The ids of the training pairs, of which every process maps the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy
+
+from recipes.translation.data.model_text import OtherForm
+from recipes.translation.data.token_store import SLICE, Array, FlatWriter, sequence, write_store, writer
+from recipes.translation.data.training_text import SIDES, TrainingText
+from recipes.translation.text.subwords import Subwords
+
+LAYOUT = 1
+"""Part of every key: it changes when this file writes something else from the same text."""
+
+
+class Part(NamedTuple):
+    """Pairs of one corpus that are divided into subwords at a time."""
+
+    start: int
+    end: int
+    tags: tuple[str, ...]
+    """What stands in front of their sources."""
+
+
+def write_ids(
+    folder: Path, text: TrainingText, tags: Sequence[tuple[str, ...]], subwords: tuple[Subwords, Subwords], threads: int
+) -> None:
+    """Divide the training text into subwords, with the tags of each corpus, in this many threads."""
+    dtypes = ["<u2" if len(side) <= 1 << 16 else "<u4" for side in subwords]
+
+    def write(files: Mapping[str, IO[bytes]]) -> dict[str, Any]:
+        writers = [writer(files, name, dtype) for name, dtype in zip(SIDES, dtypes, strict=True)]
+        form = OtherForm(subwords[1])
+        parts = _parts(text.corpora, tags)
+        with ThreadPoolExecutor(threads) as pool:
+            # As many at a time as there are threads: the memory does not grow with the corpus
+            while some := list(islice(parts, threads)):
+                for found, other in pool.map(lambda part: _encoded(text, part, subwords), some):
+                    form.join(other)
+                    _write(writers, found)
+        return {"corpora": text.corpora, "said": form.lines("data", "target sentences are learned")}
+
+    files = sequence("source", dtypes[0]) | sequence("target", dtypes[1])
+    write_store(folder, files, write)
+
+
+def _parts(corpora: Sequence[int], tags: Sequence[tuple[str, ...]]) -> Iterator[Part]:
+    first = 0
+    for count, each in zip(corpora, tags, strict=True):
+        for start in range(first, first + count, SLICE):
+            yield Part(start, min(start + SLICE, first + count), each)
+        first += count
+
+
+Encoded = list[tuple[Array, list[int]]]
+"""Of each side the ids of all sentences, one after the other, and the number of each one's."""
+
+
+def _encoded(text: TrainingText, part: Part, subwords: tuple[Subwords, Subwords]) -> tuple[Encoded, OtherForm]:
+    sources, targets = text.sources[part.start : part.end], text.targets[part.start : part.end]
+    form = OtherForm(subwords[1])
+    for sentence in targets:
+        form.add(sentence)
+    if part.tags:
+        before = " ".join((*part.tags, ""))
+        sources = [before + sentence for sentence in sources]
+    found = [side.encode(sentences) for side, sentences in zip(subwords, (sources, targets), strict=True)]
+    return [(numpy.fromiter(chain.from_iterable(side), numpy.int32), list(map(len, side))) for side in found], form
+
+
+def _write(writers: Sequence[FlatWriter], found: Encoded) -> None:
+    for each, (ids, lengths) in zip(writers, found, strict=True):
+        each.add(ids, lengths)
