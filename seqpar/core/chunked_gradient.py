@@ -239,7 +239,7 @@ def differentiable_sum(
         loss = walk(chunks, leaves, gradients)
     if gradients is None:
         return loss
-    return TokenLoss(*_StoredGradient.apply(gradients, loss, len(chunks), *tensors))
+    return TokenLoss(*StoredGradient.apply(gradients, loss, len(chunks), *tensors))
 
 
 def sum_over_chunks(
@@ -262,7 +262,7 @@ def sum_over_chunks(
     return sum_of_parts(losses)
 
 
-class _StoredGradient(torch.autograd.Function):
+class StoredGradient(torch.autograd.Function):
     """The node: forward returns a loss whose gradients are stored already, backward scales and returns them."""
 
     @staticmethod

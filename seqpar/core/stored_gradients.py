@@ -66,12 +66,12 @@ class SummedGradient:
     """The gradient of one parameter, summed over chunks in float32 or wider.
 
     Args:
-        leaf: the parameter; only its dtype is used, so it may be another slot.
+        dtype: that of the parameter.
         chunks: how many chunks there will be. The gradient of a single chunk needs no sum and stays in its own dtype.
     """
 
-    def __init__(self, leaf: Tensor | SummedGradient, chunks: int) -> None:
-        self.dtype: torch.dtype = leaf.dtype
+    def __init__(self, dtype: torch.dtype, chunks: int) -> None:
+        self.dtype = dtype
         self.chunks = chunks
         self.parts: list[Tensor] = []
         """The sum: as a whole, or its upper and lower rows, each half in memory of its own (`narrowed`)."""
@@ -146,11 +146,15 @@ class Gradients:
             for t, w in zip(per_token, rows_wanted, strict=True)
         ]
         self.params = [
-            SummedGradient(t, len(chunks)) if t is not None and w else None
+            SummedGradient(t.dtype, len(chunks)) if t is not None and w else None
             for t, w in zip(params, sums_wanted, strict=True)
         ]
-        # Without dimensions, so that it can multiply a loss; a copy, because a GradScaler changes its tensor in place
-        self.scale = scale.detach().clone().reshape(()) if isinstance(scale, Tensor) else scale
+        self.scale = scale
+        if isinstance(scale, Tensor):
+            # Without dimensions, so that it can multiply a loss on the rows' device; a copy, because a GradScaler
+            # changes its tensor in place
+            device = next(t.device for t in per_token if t is not None)
+            self.scale = scale.detach().to(device, copy=True).reshape(())
         self.detached_chunks = 0
         """How many chunks had a loss without a graph, such as a detached number."""
 

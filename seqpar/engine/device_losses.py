@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from seqpar.core.chunked_gradient import (
     AutogradChunkLoss,
-    Leaves,
     PlainLeaves,
     Walk,
     differentiable_sum,
@@ -27,7 +26,7 @@ from seqpar.core.chunked_gradient import (
     sum_over_chunks,
 )
 from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, recording, rows_per_chunk
-from seqpar.core.structures import map_tensors
+from seqpar.core.device_sum import Job, sum_over_devices
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -115,19 +114,30 @@ def loss_over_devices(
     jobs = []
     for replica, shard in zip(heads, shards, strict=True):
         if isinstance(match, FormulaMatch):
-            jobs.append((*_linear_job(match.of_replica(replica), shard, cut, count), loss_scale))
+            jobs.append(_linear_job(match.of_replica(replica), shard, cut, count))
         else:
             chunks = _chunks(shard.counted, facts, cut)
-            params = parts.parameters if replica is head else list(replica.parameters())
+            params = parts.parameters if replica is head else parts_of(replica).parameters
             call_itself = replica is head and facts.keeps_nothing and not _fires_hooks(head, params)
-            jobs.append((*_autograd_job(replica, params, shard, chunks, call_itself), loss_scale))
+            jobs.append(_autograd_job(replica, params, shard, chunks, call_itself))
     if cut.devices is None and heads[0] is head:
-        return differentiable_sum(*jobs[0])
-    # One thread per device; the losses are added on the first one, and autograd sends the gradients back
+        return differentiable_sum(*jobs[0], loss_scale)
     devices = [shard.hidden.device for shard in shards]
+    if isinstance(match, FormulaMatch):
+        return sum_over_devices(jobs, match.parameters, loss_scale, partial(_in_turn, devices))
+    # The caller's modules have a thread for each device
     with _adding_up(parts.buffers if adds_up else [], heads):
-        losses = parallel_apply([differentiable_sum] * len(shards), jobs, devices=devices)
-    return sum_on_first(losses)
+        return sum_over_devices(jobs, parts.parameters, loss_scale, partial(parallel_apply, devices=devices))
+
+
+def _in_turn(
+    devices: Sequence[torch.device], walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]
+) -> list[TokenLoss]:
+    """Return the loss of each walk; an accelerator's reads nothing and goes on by itself, so the CPU comes last."""
+    found: dict[int, TokenLoss] = {}
+    for i in sorted(range(len(walks)), key=lambda i: devices[i].type == "cpu"):
+        found[i] = walks[i](*arguments[i])
+    return [found[i] for i in range(len(walks))]
 
 
 def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
@@ -232,10 +242,6 @@ def linear_loss(
     )
 
 
-Job = tuple[Walk, Sequence[Chunk], Leaves]
-"""What `differentiable_sum` adds up on a device."""
-
-
 def _linear_job(here: FormulaMatch, shard: Shard, cut: Cut, count: LateNumber | None) -> Job:
     """Return what a device adds up in closed form, given the match of its replica; `count` as in `Checked`."""
     # The caller's whole batch has been checked before it was scattered
@@ -285,9 +291,3 @@ def _autograd_job(
     rows = (*rows_of(shard), *criterion_rows_of(shard))
     walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, ends))
     return walk, chunks, PlainLeaves(rows, params, empty)
-
-
-def sum_on_first(losses: Sequence[TokenLoss]) -> TokenLoss:
-    """Return the sum of the devices' losses, on the first one."""
-    device = losses[0].total.device
-    return sum((map_tensors(lambda t: t.to(device), loss) for loss in losses[1:]), start=losses[0])

@@ -33,6 +33,11 @@ class FormulaMatch(NamedTuple):
         return int(self.projection.weight.size(0))
 
     @property
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Return the tensors of the projection that gradients flow into, in the order of `LinearLeaves`."""
+        return self.projection.weight, self.projection.bias
+
+    @property
     def soft_target(self) -> SoftTarget:
         """Return the target distribution of a row."""
         return soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)

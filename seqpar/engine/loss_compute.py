@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from seqpar.core.checks import check_loss_scale, check_module, check_size, refuse_transforms
+from seqpar.core.device_sum import sum_on_first
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
-from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices, sum_on_first
+from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
 from seqpar.engine.explanation import LatestCall, explanation
 from seqpar.engine.formula_match import Asked, FormulaMatch, match_formula, match_split
 from seqpar.engine.scores import over_devices

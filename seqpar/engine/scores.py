@@ -12,9 +12,9 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded, structural_copy
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
-from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
+from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, scattered
 from seqpar.multi_device.parallel_apply import parallel_apply
-from seqpar.multi_device.replicas import check_replicable
+from seqpar.multi_device.replicas import check_replicable, needs_no_replica, replicate
 from seqpar.rows.criteria import ignored_target
 
 Found = TypeVar("Found")
@@ -61,7 +61,7 @@ def over_devices(
     check_width(shards, match.projection.weight.size(1))
     check_targets(shards, match.vocab_size)
     on = [shard.hidden.device for shard in shards]
-    heads = heads_on(head, list(head.parameters()), shards)
+    heads = [head] if needs_no_replica(head.parameters(), on) else replicate(head, on)
     arguments = [(function, match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
     found: list[Found] = parallel_apply([_of_shard] * len(shards), arguments, devices=on)
     return found

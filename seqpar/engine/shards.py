@@ -22,7 +22,7 @@ from seqpar.core.checks import (
     check_target,
     check_type,
 )
-from seqpar.multi_device.replicas import needs_no_replica, replicate, scatter
+from seqpar.multi_device.replicas import detached_replicas, needs_no_replica, scatter
 
 OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""
@@ -210,8 +210,11 @@ def one_for_each_device(shards: list[Shard]) -> list[Shard]:
 
 
 def heads_on(head: nn.ModuleDict, parameters: Sequence[nn.Parameter], shards: Sequence[Shard]) -> list[nn.ModuleDict]:
-    """Return generator and criterion on each shard's device: replicas, or the originals if they are already there."""
+    """Return generator and criterion on each shard's device: the originals if they are already there, or replicas.
+
+    A replica's parameters are detached: the loss over devices hands out the gradients of the originals itself.
+    """
     devices = [shard.hidden.device for shard in shards]
     if needs_no_replica(parameters, devices):
         return [head]
-    return replicate(head, devices)
+    return detached_replicas(head, devices)

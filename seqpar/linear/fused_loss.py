@@ -197,7 +197,7 @@ class _WeightGradient(SummedGradient):
     """The weight's gradient, with that of the bias in a column beside it if there is a `beside` to receive it."""
 
     def __init__(self, slot: SummedGradient, width: int) -> None:
-        super().__init__(slot, slot.chunks)
+        super().__init__(slot.dtype, slot.chunks)
         self.width = width
         self.beside: _ColumnGradient | None = None
 
@@ -232,7 +232,7 @@ class _ColumnGradient(SummedGradient):
     """The bias's gradient, which is summed beside the weight's."""
 
     def __init__(self, slot: SummedGradient, weight: _WeightGradient) -> None:
-        super().__init__(slot, slot.chunks)
+        super().__init__(slot.dtype, slot.chunks)
         self.weight = weight
         self.factor: Tensor | None = None
 

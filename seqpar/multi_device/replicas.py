@@ -1,7 +1,7 @@
 """Replicate, scatter and gather: three of the four primitives of `torch.nn.parallel`, for any device list.
 
 A device may be listed more than once (`["cpu"] * 3`, `["cuda:0"] * 2`), and the CPU may be combined with one kind of
-accelerator. Several distinct CUDA devices use torch's own NCCL-backed broadcast, scatter and reduction.
+accelerator. All devices take the same way, by copies from one to the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel._functions import Broadcast, Gather, Scatter
 from torch.nn.parameter import is_lazy
 
 from seqpar.core.checks import (
@@ -28,15 +27,11 @@ from seqpar.core.checks import (
 )
 from seqpar.core.chunks import even_sizes
 from seqpar.core.structures import describe, leaves, rebuild
+from seqpar.core.token_loss import wide
 from seqpar.distributed.wrappers import structural_copy
 from seqpar.multi_device.devices import Device, check_devices, moved
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-def _distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Return whether torch's own broadcast, scatter and reduction can be used: only on different CUDA devices."""
-    return all(d.type == "cuda" for d in devices) and 1 < len(set(devices)) == len(devices)
 
 
 # replicate
@@ -142,14 +137,36 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
     devices = check_devices(device_ids, "device_ids")
     check_replicable(module)
     parameters = list(module.parameters())
-    buffers = list(module.buffers())
-    linked = _linked_parameters(parameters, devices)
+    return _replicas(module, parameters, _linked_parameters(parameters, devices), devices)
+
+
+def detached_replicas(module: Module, devices: Sequence[torch.device]) -> list[Module]:
+    """Return one replica per device, as `replicate` does, for a caller who hands out the gradients himself.
+
+    Their parameters are leaves, detached from the original's, of which those on its device share the memory.
+    """
+    parameters = list(module.parameters())
+    there = {d: [p.detach().to(d) for p in parameters] for d in dict.fromkeys(devices)}
+    # By `detach` once more, so that each replica has tensors of its own
+    copies = [
+        [t.detach().requires_grad_(p.requires_grad) for t, p in zip(there[d], parameters, strict=True)] for d in devices
+    ]
+    return _replicas(module, parameters, copies, devices)
+
+
+def _replicas(
+    module: Module,
+    parameters: Sequence[nn.Parameter],
+    copies: Sequence[Sequence[Tensor]],
+    devices: Sequence[torch.device],
+) -> list[Module]:
+    """Return replicas with these copies of the parameters, and buffers as `replicate` says."""
     own_buffers: set[torch.device] = set()
     replicas = []
-    for device, copies in zip(devices, linked, strict=True):
+    for device, own in zip(devices, copies, strict=True):
         # By identity, as `bind` looks them up: a tied parameter is one tensor in the replica as well
-        tensors = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
-        for buffer in buffers:
+        tensors = {id(p): copy for p, copy in zip(parameters, own, strict=True)}
+        for buffer in module.buffers():
             shared = device == buffer.device and device not in own_buffers
             if not shared:
                 tensors[id(buffer)] = buffer.to(device, copy=True)
@@ -178,12 +195,7 @@ def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.d
     """Return the parameters on each device: one transfer per distinct device, an alias for each repeat."""
     distinct = list(dict.fromkeys(devices))
     # One flat tuple: all parameters on the first device, then all on the second, ...
-    if len(distinct) == 1:
-        flat = [p.to(distinct[0]) for p in parameters]
-    elif _distinct_cuda(distinct) and parameters and all(p.is_cuda for p in parameters):
-        flat = Broadcast.apply([d.index for d in distinct], *parameters)
-    else:
-        flat = _Copies.apply(distinct, *parameters)
+    flat = [p.to(distinct[0]) for p in parameters] if len(distinct) == 1 else _Copies.apply(distinct, *parameters)
     count = len(parameters)
     there = {d: flat[i * count : (i + 1) * count] for i, d in enumerate(distinct)}
     # An alias is no leaf, in every replica alike
@@ -212,8 +224,22 @@ class _Copies(torch.autograd.Function):
         found = []
         for i, home in enumerate(ctx.homes):
             parts = [grad.to(home) for grad in grads[i::count] if grad is not None]
-            found.append(sum(parts[1:], start=parts[0]) if parts else None)
+            # In float32 or wider, and narrowed once
+            total = (
+                sum((part.to(wide(part.dtype)) for part in parts[1:]), start=parts[0].to(wide(parts[0].dtype)))
+                if parts
+                else None
+            )
+            found.append(total if total is None else total.to(parts[0].dtype))
         return None, *found
+
+
+def _sum(grads: Sequence[Tensor]) -> Tensor:
+    """Return the sum of gradients in their dtype, in which it is rounded once."""
+    first, *others = grads
+    if not others:
+        return first
+    return sum((grad.to(wide(grad.dtype)) for grad in others), start=first.to(wide(first.dtype))).to(first.dtype)
 
 
 # scatter and gather
@@ -293,9 +319,6 @@ def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes
         return [leaf] * len(devices)
     if leaf.dim() == 0:
         return [leaf.to(d) for d in devices]
-    if _distinct_cuda(devices):
-        pieces: Sequence[Tensor] = Scatter.apply([d.index for d in devices], sizes, dim, leaf)
-        return pieces
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     # Not `split`, whose pieces may not be changed in place
     pieces = [leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
@@ -349,8 +372,6 @@ def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> ob
     # A loss without dimensions becomes one entry of a vector
     outputs = [torch.atleast_1d(t) for t in column]
     check_joinable(dim, **dict(zip(named, outputs, strict=True)))
-    if device.type == "cuda" and _distinct_cuda([t.device for t in outputs]):
-        return Gather.apply(device.index, dim, *outputs)
     return torch.cat([t.to(device) for t in outputs], dim)
 
 

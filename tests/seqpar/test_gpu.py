@@ -385,7 +385,7 @@ def test_a_training_step_can_be_recorded_in_a_cuda_graph_and_replayed_on_other_d
 
 def test_the_weight_gradient_is_added_up_in_float32_without_a_rounding_between():
     """256 products of 1 + 2^-9: in bfloat16 each would be rounded to 1."""
-    sums = SummedGradient(torch.zeros(1, 1, device="cuda", dtype=torch.bfloat16), chunks=256)
+    sums = SummedGradient(torch.bfloat16, chunks=256)
     part = torch.tensor([[1.0, 2.0**-9]], device="cuda", dtype=torch.bfloat16)
     ones = torch.ones(2, 1, device="cuda", dtype=torch.bfloat16)
     for _ in range(256):

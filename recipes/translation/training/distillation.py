@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import seqpar
 from models import EncoderDecoder
+from seqpar.core.device_sum import sum_on_first
 from seqpar.distributed.torch_private import forget_forwards
-from seqpar.engine.device_losses import sum_on_first
 from seqpar.engine.scores import over_devices
 
 

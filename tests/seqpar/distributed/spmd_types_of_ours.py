@@ -54,7 +54,7 @@ def apply_spmd_types() -> None:
         collectives._CopyToGroup: _copied,
         collectives._SumFromGroup: _summed,
         collectives._JoinFromGroup: _joined,
-        chunked_gradient._StoredGradient: _loss,
+        chunked_gradient.StoredGradient: _loss,
         token_scores._Scores: _scores,
     }
     for node, types in nodes.items():

@@ -102,7 +102,8 @@ def test_a_checkpoint_around_several_places_gives_the_plain_gradient():
     expected = torch.autograd.grad(total(x), parameters)
     for _ in range(20):
         found = torch.autograd.grad(checkpoint(total, x, use_reentrant=False), parameters)
-        assert all(map(torch.equal, found, expected))
+        # Threads decide in which order the gradients of x are added
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 class Seen(TorchDispatchMode):
