@@ -32,7 +32,7 @@ from seqpar.core.checks import (
 )
 from seqpar.core.chunks import Chunk, note_rows, recording
 from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
-from seqpar.core.row_independence import ask, ask_alone, change_in_company
+from seqpar.core.row_independence import ask, ask_alone, change_in_company, torch_random_kept
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
@@ -192,8 +192,7 @@ def _refuse_joined_rows(
         some = slice(int(row_K[0]), int(row_K[-1]) + 1) if isinstance(chunk, slice) else row_K
         return _checked(per_chunk(ends, tuple(rows), some)).total
 
-    forked = [row_K.device] if row_K.device.type == "cuda" else []
-    with torch.random.fork_rng(forked), graph_of_its_own():
+    with torch_random_kept(row_K.device), graph_of_its_own():
         rows = [*(t[row_K] for t in per_token), row_K]
         together = ask(total, rows)
         change = change_in_company(together, ask_alone(total, rows))

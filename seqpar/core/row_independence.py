@@ -13,6 +13,7 @@ Shape suffixes: K rows in company, M of them alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -115,6 +116,12 @@ def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = No
     for own, other in zip(alone.gradients, together.gradients, strict=False):
         gradient = max(gradient, largest_difference(own if row_K is None else own[row_K], other))
     return Change(value, gradient, max(together.rounding, alone.rounding))
+
+
+def torch_random_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which torch's random states are as before: the CPU's, and that of this device."""
+    on_device = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(on_device, device_type=device.type)
 
 
 TINY = torch.finfo(torch.float32).tiny

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
 from seqpar.core.reach import is_of_library
+from seqpar.core.row_independence import torch_random_kept
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes that a structural copy has for itself."""
@@ -214,9 +215,8 @@ def random_states_kept(device: torch.device, generators: list[Any]) -> Iterator[
     if numpy is not None:
         sources.append((numpy.get_state, numpy.set_state))
     before = [read() for read, _ in sources]
-    on_device = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(on_device, device_type=device.type):
+        with torch_random_kept(device):
             yield
     finally:
         for (_, write), state in zip(sources, before, strict=True):

@@ -39,7 +39,7 @@ class MultiGPULossCompute:
     Args:
         generator, criterion, devices: as in `LossCompute`.
         opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
-        chunk_size: time steps whose logits exist at once.
+        chunk_size: time steps whose logits exist at once, 5 in 2018; None cuts rows by their memory, as `LossCompute`.
 
     Raises:
         TypeError: `opt` has no `.step()`. Everything `LossCompute` raises.
@@ -60,7 +60,7 @@ class MultiGPULossCompute:
         criterion: nn.Module,
         devices: Sequence[Device],
         opt: Stepper | None = None,
-        chunk_size: int = 5,
+        chunk_size: int | None = None,
     ) -> None:
         if opt is not None and not callable(getattr(opt, "step", None)):
             raise TypeError(f"opt is a {type(opt).__name__}; it must be an optimizer with .step(), or None to evaluate")

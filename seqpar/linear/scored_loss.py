@@ -15,7 +15,14 @@ from seqpar.core.checks import check_floating, check_function, check_shapes, ref
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
-from seqpar.core.row_independence import Answer, ask_alone, change_in_company, largest_difference, rounding_of
+from seqpar.core.row_independence import (
+    Answer,
+    ask_alone,
+    change_in_company,
+    largest_difference,
+    rounding_of,
+    torch_random_kept,
+)
 from seqpar.core.structures import each
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -198,8 +205,7 @@ class _LossByAutograd:
             some_scores = scores._replace(**dict(zip(given, tensors, strict=False)))
             return self._called(some_scores, tensors[len(given) :])
 
-        cuda = [loss_K.device] if loss_K.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):
+        with torch_random_kept(loss_K.device):
             alone = ask_alone(called, [t[some] for t in (*given.values(), *rows)])
             change = change_in_company(together, alone)
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends

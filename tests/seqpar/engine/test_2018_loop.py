@@ -121,14 +121,17 @@ def test_evaluation_builds_no_graph_and_steps_nothing():
     assert generator.proj.weight.grad is None
 
 
-def test_without_a_chunk_size_five_time_steps_have_logits_at_once_as_in_2018():
-    compute = seqpar.MultiGPULossCompute(Affine(), smoothing(), ["cpu"])
+@pytest.mark.parametrize(("chunk_size", "steps"), [(5, 5), (None, 12)])
+def test_a_chunk_size_says_how_many_time_steps_have_logits_at_once_and_none_leaves_it_to_their_memory(
+    chunk_size, steps
+):
+    compute = seqpar.MultiGPULossCompute(Affine(), smoothing(), ["cpu"], chunk_size=chunk_size)
     out, targets = leaf(1, 2, 12, D), torch.ones(2, 12, dtype=torch.int64)
     compute(out, targets, 24)  # the first call looks at logits of its own
     with WATCH:
         WATCH.rows = 0
         compute(out, targets, 24)
-    assert WATCH.rows == 2 * 5
+    assert WATCH.rows == 2 * steps
 
 
 def test_a_step_on_no_gradient_is_refused_by_name():
