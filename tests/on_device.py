@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 import seqpar.multi_device.devices as devices
+import seqpar.multi_device.parallel_apply as parallel_apply
 
 LACKING = {
     "'Sparseemulated'": "the emulated accelerator has no sparse tensors",
@@ -116,6 +117,16 @@ def autocast_there(kind: str) -> None:
     torch.autocast.__init__ = begun  # type: ignore[method-assign]
 
 
+def thread_all_the_same() -> None:
+    """Let the modes of the switch be no reason to run jobs one after another: threads are what it is for."""
+    modes_around = parallel_apply._get_current_function_mode_stack
+
+    def without_the_switch() -> list[TorchFunctionMode]:
+        return [mode for mode in modes_around() if not isinstance(mode, (OnDevice, Nowhere))]
+
+    parallel_apply._get_current_function_mode_stack = without_the_switch
+
+
 def reason_to_skip(error: BaseException) -> str:
     """Return why the test cannot run under the switch; empty if the error is about the code under test."""
     return next((reason for text, reason in LACKING.items() if text in str(error)), "")
@@ -130,3 +141,4 @@ def switch(kind: str) -> None:
     OnDevice(torch.device(kind, 0)).__enter__()
     take_turns(kind)
     autocast_there(kind)
+    thread_all_the_same()

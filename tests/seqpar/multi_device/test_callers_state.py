@@ -122,6 +122,7 @@ class Doubled(TorchFunctionMode):
         return 2 * result if function is torch.exp else result
 
 
+@pytest.mark.unswitched
 def test_modes_of_torch_reach_every_job():
     x = torch.zeros(3)
     with Seen() as seen:

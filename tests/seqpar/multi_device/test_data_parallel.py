@@ -152,6 +152,7 @@ def caching(name):
     return CACHING[name](transformers).double().eval()
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("name", CACHING)
 def test_caches_of_the_replicas_are_joined_and_can_be_continued(name):
     model = caching(name)
@@ -164,6 +165,7 @@ def test_caches_of_the_replicas_are_joined_and_can_be_continued(name):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.unswitched
 def test_a_cache_that_several_replicas_would_fill_together_is_refused():
     from transformers import DynamicCache
 
