@@ -63,6 +63,19 @@ def made_up_logits(labels_RW: Tensor, like: Tensor) -> Tensor:
 
 
 @contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and restore each module's mode after the block."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore random states, buffers (those of batch normalisation) and counters after the block."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -9,6 +9,7 @@ Tested with ms-swift 4.6.0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from swift.loss import BaseLoss, loss_map
@@ -18,8 +19,7 @@ from torch import Tensor
 from seqpar.integrations.say_once import say_once
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 
-OTHER_LOSSES = "enable_dft_loss", "enable_channel_loss"
-"""The trainer's options that compute losses of their own from the logits."""
+WAY_OUT = "leave it out, or the loss_type"
 
 
 class SeqparLoss(BaseLoss):
@@ -27,41 +27,29 @@ class SeqparLoss(BaseLoss):
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__(args, trainer)
-        self._refuse(args, trainer)
+        if named := list(self._computed_from_logits()):
+            raise ValueError(f"--loss_type seqpar does not support {' or '.join(named)}; {WAY_OUT}")
         model = trainer.template.model
         if model is None:
-            raise ValueError(
-                "template.model is None; set it to the model before you make the trainer, as swift sft does"
-            )
+            raise ValueError("template.model is None; set it before you make the trainer, as swift sft does")
         self.loss_of = compute_loss_func(apply_seqpar_loss(model, label_smoothing=args.label_smoothing_factor))
         say_once("ms-swift", get_logger().info, model.get_output_embeddings().weight)
 
-    def _refuse(self, args: Any, trainer: Any) -> None:
-        """Raise ValueError for what the trainer would compute from logits that are not there."""
-        named = [name for name in OTHER_LOSSES if getattr(args, name, False)]
-        template = trainer.template
+    def _computed_from_logits(self) -> Iterator[str]:
+        """Yield the options with which the trainer uses logits, which are not there."""
+        yield from (n for n in ("enable_dft_loss", "enable_channel_loss") if getattr(self.args, n, False))
         if self.is_megatron:
-            named.append("Megatron")
-        if template.sequence_parallel_size > 1:
-            named.append(f"sequence_parallel_size={template.sequence_parallel_size}")
-        if not template.loss_scale.is_binary_loss_scale:
-            named.append("a loss_scale with weights other than 0 and 1")
-        if named:
-            raise ValueError(
-                f"--loss_type seqpar does not support {' or '.join(named)}; leave it out, or the loss_type"
-            )
+            yield "Megatron"
+        if (ranks := self.trainer.template.sequence_parallel_size) > 1:
+            yield f"sequence_parallel_size={ranks}"
+        if not self.trainer.template.loss_scale.is_binary_loss_scale:
+            yield "a loss_scale with weights other than 0 and 1"
 
-    def __call__(
-        self, outputs: Any, labels: Tensor, *, num_items_in_batch: Any = None, loss_scale: Any = None, **_: object
-    ) -> Tensor:
-        """Return the loss, and leave no hidden states behind for the trainer's accuracy to read as logits."""
+    def __call__(self, outputs: Any, labels: Tensor, *, loss_scale: object = None, **options: Any) -> Tensor:
+        """Return the loss of `num_items_in_batch`, if that is given."""
         if loss_scale is not None:
-            raise ValueError("--loss_type seqpar does not support loss_scale; leave it out, or the loss_type")
-        training = self.trainer.model.training
-        loss = self.loss_of(outputs, labels, num_items_in_batch)
-        if training:
-            outputs.logits = None
-        return loss
+            raise ValueError(f"--loss_type seqpar does not support loss_scale; {WAY_OUT}")
+        return self.loss_of(outputs, labels, options.get("num_items_in_batch"))
 
 
 loss_map["seqpar"] = SeqparLoss

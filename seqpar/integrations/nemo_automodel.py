@@ -15,22 +15,16 @@ from typing import Any
 
 from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from seqpar.integrations.say_once import say_once
-from seqpar.integrations.transformers_model import SCALES, SOFTCAPS, configurations
+from seqpar.integrations.transformers_model import settings_of_logits
 from seqpar.linear.cross_entropy import linear_cross_entropy
-
-logger = logging.getLogger(__name__)
 
 
 class SeqparCrossEntropy(ChunkedCrossEntropy):
     """The summed cross-entropy divided by `num_label_tokens`; without that the sum, as of AutoModel's other losses.
 
-    Args:
-        label_smoothing: eps in [0, 1), eps/V for every class.
-        chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
-        ignore_index: the label that is left out.
+    `label_smoothing` is eps in [0, 1), eps/V for every class; `chunk_tokens` the most tokens of a chunk.
     """
 
     def __init__(self, label_smoothing: float = 0.0, chunk_tokens: int | None = None, ignore_index: int = -100) -> None:
@@ -39,14 +33,8 @@ class SeqparCrossEntropy(ChunkedCrossEntropy):
 
     def validate_lm_head(self, lm_head: nn.Module | None, *, model_config: Any = None) -> Any:
         """Return the output head; raise ValueError unless a product with its weight is all that makes the logits."""
-        for config in () if model_config is None else configurations(model_config):
-            for name in SOFTCAPS + SCALES:
-                value = getattr(config, name, None)
-                if value and value != (name in SCALES):
-                    raise ValueError(
-                        f"{name} is {value} in the model's configuration: its logits are more than the product with "
-                        "lm_head.weight, which is all that the loss is given; use MaskedCrossEntropy"
-                    )
+        for name, value in () if model_config is None else settings_of_logits(model_config):
+            raise ValueError(f"{name} is {value}, and the loss is given only lm_head.weight; use MaskedCrossEntropy")
         return super().validate_lm_head(lm_head)
 
     def forward(
@@ -55,20 +43,17 @@ class SeqparCrossEntropy(ChunkedCrossEntropy):
         labels: Tensor,
         lm_weight: Tensor,
         num_label_tokens: int | None = None,
-        grad_reduce_group: ProcessGroup | None = None,
+        grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,
-        **_: object,
+        logits_dtype: object = None,
     ) -> Tensor:
         """Return the loss of hidden states (..., D) and labels, with a constant weight for each token if given."""
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
-        say_once("NeMo AutoModel", logger.info, weight, self.settings["chunk_tokens"])
-        loss = linear_cross_entropy(
-            hidden_states.flatten(0, -2).to(weight.dtype),
-            weight,
-            labels.flatten().to(weight.device),
-            token_weight=None if loss_weights is None else loss_weights.flatten().to(weight.device),
-            ignore_index=self.ignore_index,
-            **self.settings,
-        )
+        say_once("NeMo AutoModel", logging.getLogger(__name__).info, weight, self.settings["chunk_tokens"])
+        rows, target = hidden_states.flatten(0, -2).to(weight.dtype), labels.flatten().to(weight.device)
+        options = {"ignore_index": self.ignore_index, **self.settings}
+        if loss_weights is not None:
+            options["token_weight"] = loss_weights.flatten().to(weight.device)
+        loss = linear_cross_entropy(rows, weight, target, **options)
         # Where no rank has a token the sum is 0
         return loss.total / num_label_tokens if num_label_tokens else loss.total

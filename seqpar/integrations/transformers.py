@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from seqpar.core.checks import check_size
-from seqpar.core.chunks import rows_per_chunk
 from seqpar.integrations.peft_adapters import base_of, is_peft_model
+from seqpar.integrations.say_once import say_once
 from seqpar.integrations.transformers_check import WITHOUT
 from seqpar.integrations.transformers_copies import owners
 from seqpar.integrations.transformers_head import supported_linear
 from seqpar.integrations.transformers_loss import AppliedLoss
 from seqpar.integrations.transformers_model import refuse_adapter
-from seqpar.integrations.transformers_trainer import is_trainer, model_of, refuse_options, running_trainer
+from seqpar.integrations.transformers_trainer import calling_trainer, is_trainer, model_of, refuse_options
 from seqpar.rows.smoothing import check_smoothing
 
 __all__ = ["AppliedLoss", "SeqparLoss", "apply_seqpar_loss", "compute_loss_func", "remove_seqpar_loss"]
@@ -201,12 +201,7 @@ class SeqparLoss(TrainerCallback):
 
     def _apply(self) -> None:
         """Apply the loss to the model of the Trainer that calls."""
-        frame = running_trainer()
-        if frame is None:
-            raise RuntimeError(
-                "SeqparLoss was called by no Trainer; use apply_seqpar_loss(model) in a loop of your own"
-            )
-        trainer = frame.f_locals["self"]
+        trainer = calling_trainer("use apply_seqpar_loss(model) in a loop of your own")
         model = model_of(trainer)
         if self.applied is not None and self.applied.is_on(model):
             self.applied.meet(trainer)
@@ -216,16 +211,5 @@ class SeqparLoss(TrainerCallback):
                 applied.remove()
         self.applied = apply_seqpar_loss(trainer, label_smoothing=self.label_smoothing, chunk_tokens=self.chunk_tokens)
         self.applied.by_callback = True
-        self._log(model)
-
-    def _log(self, model: PreTrainedModel) -> None:
-        """Say once that the loss is ours."""
-        weight = supported_linear(model).weight
-        rows = self.chunk_tokens or rows_per_chunk(len(weight), weight.dtype, weight.device.type)
-        products = 3 if model.get_output_embeddings().weight.requires_grad else 2
-        LOG.info(
-            "seqpar computes the loss of %s: %d products with the output embeddings, at most %d tokens' logits at once",
-            type(model).__name__,
-            products,
-            rows,
-        )
+        weight = model.get_output_embeddings().weight
+        say_once(type(trainer).__name__, LOG.info, weight, self.chunk_tokens)

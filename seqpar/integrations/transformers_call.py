@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from seqpar.core.token_loss import TokenLoss
@@ -46,32 +46,10 @@ class Call:
     """The logits of the check, once the output embeddings have returned them."""
 
 
-class Slot:
-    """Where output embeddings keep the forward that runs: one for each owner and thread, which may share them."""
+class Running(threading.local):
+    """The forward that runs, in each thread: DataParallel runs one in each."""
 
-    def __init__(self, owner: object) -> None:
-        self.prefix = f"seqpar_call_{id(owner)}_"
-
-    def put(self, head: nn.Module, call: Call | None) -> None:
-        """Keep a forward, past `nn.Module.__setattr__`."""
-        vars(head)[self._name()] = call
-
-    def get(self, head: nn.Module) -> Call | None:
-        """Return the forward that runs."""
-        return vars(head).get(self._name())
-
-    def take(self, head: nn.Module) -> Call | None:
-        """Return the forward that runs, and forget it."""
-        call: Call | None = vars(head).pop(self._name(), None)
-        return call
-
-    def clear(self, head: nn.Module) -> None:
-        """Forget the forwards of all threads: Ctrl-C leaves one behind, and with it the graph of a whole step."""
-        for name in [name for name in vars(head) if name.startswith(self.prefix)]:
-            del vars(head)[name]
-
-    def _name(self) -> str:
-        return f"{self.prefix}{threading.get_ident()}"
+    call: Call | None = None
 
 
 class UsingParameters(torch.autograd.Function):
@@ -92,14 +70,14 @@ class UsingParameters(torch.autograd.Function):
 
 
 def divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
-    """Return the summed loss divided by `items`, or the mean over the labels that are not ignored."""
+    """Return the summed loss divided by `items`, or by the labels that are not ignored; 0 where there are none."""
     if items is None:
         # As the model's own loss divides, whatever tokens other ranks have
-        return loss.total / loss.tokens.clamp(min=1)
+        items = loss.tokens
     # A Trainer counts on the device of the batch, which need not be that of the model's last layers
     if isinstance(items, Tensor):
         items = items.to(loss.total.device)
-    return loss.total / items
+    return loss.total / (items + (items == 0))
 
 
 HIDDEN = "hidden_for_loss"

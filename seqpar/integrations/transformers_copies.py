@@ -10,23 +10,23 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-KINDS = {
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-}
-"""Where a module keeps hooks, and what it remembers about them."""
+HOOKS = "_forward_pre_hooks", "_forward_hooks"
+KINDS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+"""Where a module keeps hooks by their numbers, and what it remembers about them."""
 
 REDUCE = "__reduce_ex__"
 """The method that `copy.deepcopy` and `pickle` ask for; an attribute of the instance goes before the class's."""
 
 
 class LeftOut:
-    """Whose hooks copies do not have. `restored(state)` takes the rest out of a copy's attributes."""
+    """Whose hooks copies do not have."""
+
+    hooks: list[RemovableHandle]
 
     def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Take out of a copy's attributes whatever this has put into those of `module`."""
+        """Take the rest of what this has put into a module out of a copy's attributes."""
         raise NotImplementedError
 
 
@@ -53,11 +53,9 @@ def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     make, arguments, attributes, *rest = reduced
     state = {name: value for name, value in attributes.items() if name != REDUCE}
-    for name, kinds in KINDS.items():
-        hooks = state[name]
-        ours = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), LeftOut)}
-        for each in (name, *kinds):
-            state[each] = type(state[each])((key, value) for key, value in state[each].items() if key not in ours)
     for owner in owners(module):
+        ours = {hook.id for hook in owner.hooks}
+        for name in (*HOOKS, *KINDS):
+            state[name] = type(state[name])((key, value) for key, value in state[name].items() if key not in ours)
         owner.restored(module, state)
     return make, arguments, state, *rest

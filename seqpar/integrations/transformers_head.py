@@ -6,8 +6,6 @@ Shape suffixes: D hidden, R rows and W tokens of the window, V vocabulary.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,19 +41,6 @@ def supported_linear(model: Any) -> nn.Linear:
     linear = linear_of(model.get_output_embeddings(), type(model).__name__, NEEDED)
     adapter_of(model)
     return linear
-
-
-@contextmanager
-def without_dropout(head: nn.Module) -> Iterator[None]:
-    """Switch off the dropout of an adapter on the output embeddings for a while."""
-    training = [module for module in head.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def with_adapter(hidden: Tensor, weight: Tensor, adapter: Adapter | None) -> tuple[Tensor, Tensor]:

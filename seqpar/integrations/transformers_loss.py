@@ -29,7 +29,7 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.made_up import RefusedModelError
 from seqpar.integrations.peft_adapters import adapter_of
-from seqpar.integrations.transformers_call import HIDDEN, Call, Slot, UsingParameters, divided, with_hidden
+from seqpar.integrations.transformers_call import HIDDEN, Call, Running, UsingParameters, divided, with_hidden
 from seqpar.integrations.transformers_check import WITHOUT, check_shapes, mean_loss
 from seqpar.integrations.transformers_copies import LeftOut, copy_as_before, leave_out_of_copies
 from seqpar.integrations.transformers_head import (
@@ -89,8 +89,8 @@ class AppliedLoss(LeftOut):
         self.model = model
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
-        self.slot = Slot(self)
-        self.readings = Readings(model, self.slot)
+        self.running = Running()
+        self.readings = Readings(model, self.running)
         self.signature = inspect.signature(model.forward)
         self.withholds = False
         self.withheld: Reading | None = None
@@ -132,15 +132,13 @@ class AppliedLoss(LeftOut):
         self.restored(self.model, vars(self.model))
         for module in self.hooked:
             copy_as_before(module)
-            self.slot.clear(module)
+        self.running.call = None
         for trainer in list(MET):
             if model_of(trainer) is self.model:
                 give(trainer, self.own_facts)
 
     def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Restore the flags of the model in its attributes or in those of a copy, and leave out forwards that run."""
-        for name in [name for name in state if name.startswith(self.slot.prefix)]:
-            del state[name]
+        """Restore the flags of the model in its attributes or in those of a copy."""
         if module is self.model:
             for name in self.flags:
                 del state[name]
@@ -170,7 +168,7 @@ class AppliedLoss(LeftOut):
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Store the labels for the loss and give the model those of a window."""
         head = model.get_output_embeddings()
-        self.slot.put(head, None)
+        self.running.call = None
         self.withheld = None
         # Labels may have been passed by position
         if args:
@@ -190,7 +188,7 @@ class AppliedLoss(LeftOut):
         self._refuse_trainers(model, kwargs)
         self._check_head(head)
         call, kwargs = self._with_window(model, kwargs)
-        self.slot.put(head, call)
+        self.running.call = call
         return (), kwargs
 
     def _refuse_trainers(self, model: Any, kwargs: dict[str, Any]) -> None:
@@ -219,7 +217,7 @@ class AppliedLoss(LeftOut):
         self._check_head(head)
         call, _ = self._with_window(model, kwargs)
         call.keeps_logits = True
-        self.slot.put(head, call)
+        self.running.call = call
         if self.readings.names_outputs:
             unscaled["return_dict"] = True
         return (), unscaled
@@ -230,8 +228,8 @@ class AppliedLoss(LeftOut):
         classes = number_of_classes(supported_linear(self.model))
         if self._at_head not in head._forward_pre_hooks.values() or classes != self.readings.vocab_size:
             raise RuntimeError(
-                "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
-                "remove() and apply it again"
+                "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that, and PEFT "
+                "for an adapter on them); call remove() and apply it again"
             )
         # Last, after hooks that were registered since: the loss is that of what they make of the hidden states
         hooks: Any = head._forward_pre_hooks
@@ -249,6 +247,8 @@ class AppliedLoss(LeftOut):
             raise ValueError(f"ignore_index is {ignored}, and the loss ignores only {IGNORED}: use that label")
         if labels_BT is not None and labels_BT.dim() != 2:
             raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
+        if labels_BT is not None and labels_BT.is_floating_point():
+            raise TypeError(f"labels are of {labels_BT.dtype}; they must be token ids: labels.long()")
         if lacks_decoder_inputs(model, kwargs):
             if labels_BT is None:
                 raise ValueError(
@@ -276,7 +276,7 @@ class AppliedLoss(LeftOut):
     @outside_graphs
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """Compute the loss of all hidden states, and let only a window of them go on to the output embeddings."""
-        call = self.slot.get(head)
+        call = self.running.call
         if call is None or call.keeps_logits:
             return None
         name = type(call.model).__name__
@@ -300,14 +300,14 @@ class AppliedLoss(LeftOut):
     @outside_graphs
     def _from_head(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return the logits that the model gets for the window (`logits_for`)."""
-        call = self.slot.get(head)
+        call = self.running.call
         return None if call is None or call.keeps_logits else logits_for(call, head, output)
 
     @outside_graphs
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Replace the window's loss by that of all tokens."""
         head = model.get_output_embeddings()
-        call = self.slot.take(head)
+        call, self.running.call = self.running.call, None
         # Without outputs the forward has raised an error, and this hook is called all the same
         if call is None or outputs is None:
             return None

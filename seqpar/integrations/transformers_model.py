@@ -51,17 +51,21 @@ def configurations(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             yield from configurations(value)
 
 
+def settings_of_logits(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of soft caps and factors in a configuration that are in use."""
+    for nested in configurations(config):
+        for name in SOFTCAPS + SCALES:
+            value = getattr(nested, name, None)
+            # Turned off it is None or 0, and a factor of 1 is none
+            if isinstance(value, int | float) and value > 0 and not (name in SCALES and value == 1):
+                yield name, float(value)
+
+
 def readings(model: PreTrainedModel) -> list[Reading]:
     """Return every possible meaning of the configuration's settings; the model's own logits decide between them."""
-    named: dict[str, set[float]] = {name: set() for name in SOFTCAPS + SCALES}
-    for config in configurations(model.config):
-        for name, values in named.items():
-            value = getattr(config, name, None)
-            # A factor that is turned off is None or 0
-            if isinstance(value, int | float) and value > 0:
-                values.add(float(value))
-    softcaps = [None, *sorted(value for name in SOFTCAPS for value in named[name])]
-    scales = {value for name in SCALES for value in named[name]}
+    named = set(settings_of_logits(model.config))
+    softcaps = [None, *sorted({value for name, value in named if name in SOFTCAPS})]
+    scales = {value for name, value in named if name in SCALES}
     # z * scale is a temperature of 1 / scale, z / scale one of scale, and a scale that is ignored one of 1
     temperatures = sorted({1.0, *scales, *(1 / scale for scale in scales)})
     return [Reading(softcap, temperature) for softcap in softcaps for temperature in temperatures]

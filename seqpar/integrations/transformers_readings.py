@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.distributed.reducers import gathers_for_any
-from seqpar.integrations.made_up import RefusedModelError, undisturbed, unrounded
-from seqpar.integrations.transformers_call import Call, Slot
+from seqpar.integrations.made_up import RefusedModelError, evaluating, undisturbed, unrounded
+from seqpar.integrations.transformers_call import Call, Running
 from seqpar.integrations.transformers_check import WITHOUT, Examined, check_added, examine, own_outputs
-from seqpar.integrations.transformers_head import number_of_classes, supported_linear, without_dropout
+from seqpar.integrations.transformers_head import number_of_classes, supported_linear
 from seqpar.integrations.transformers_model import (
     Reading,
     Settings,
@@ -39,8 +39,8 @@ UNCALLED = (
 class Readings:
     """What a model was seen to do, and the labels with which it is asked."""
 
-    def __init__(self, model: PreTrainedModel, slot: Slot) -> None:
-        self.slot = slot
+    def __init__(self, model: PreTrainedModel, running: Running) -> None:
+        self.running = running
         self.shifts = shifts_labels(model)
         self.checked: dict[Settings, Reading] = {}
         self.vocab_size = number_of_classes(supported_linear(model))
@@ -93,23 +93,23 @@ class Readings:
         head = model.get_output_embeddings()
         weight_VD = supported_linear(model).weight
         call = Call(model, self.target(kwargs), examined=True, certain=certain)
-        self.slot.put(head, call)
+        self.running.call = call
         # Behind all other hooks, also those that `fully_shard` has added since
         widening = head.register_forward_hook(self._unrounded)
         try:
             # With gradients, so that a loss that needs one is noticed
-            with undisturbed(model, weight_VD.device), without_dropout(head), torch.enable_grad(), graph_of_its_own():
+            with undisturbed(model, weight_VD.device), evaluating(head), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
             widening.remove()
-            self.slot.put(head, None)
+            self.running.call = None
         if call.made_up is None:
             raise RefusedModelError(f"{name} {UNCALLED}; {WITHOUT}")
         return examine(name, readings(model), call.made_up, final_bias(model, weight_VD), call.window_RW, outputs)
 
     def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
-        call = self.slot.get(head)
+        call = self.running.call
         if call is None or call.made_up is None:
             return None
         return unrounded(output, call.made_up).clone()

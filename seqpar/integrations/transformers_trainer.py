@@ -17,9 +17,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from seqpar.integrations.peft_adapters import base_of
+from seqpar.integrations.transformers_model import shifts_labels
 
 MET: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers that have trained a model with the loss; applied to the model again, it is theirs again."""
@@ -42,8 +43,7 @@ def facts_of(model: PreTrainedModel) -> Facts:
     if divides is None:
         parameters = inspect.signature(model.forward).parameters.values()
         divides = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None))
-    return Facts(divides, loss is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False))
+    return Facts(divides, getattr(model, "loss_type", None) in LOSS_MAPPING and shifts_labels(model))
 
 
 def is_trainer(value: object) -> bool:
@@ -101,6 +101,14 @@ def running_trainer(*methods: str) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def calling_trainer(way_out: str) -> Any:
+    """Return the Trainer that calls a callback; raise RuntimeError if none does."""
+    frame = running_trainer()
+    if frame is None:
+        raise RuntimeError(f"the callback was called by no Trainer; {way_out}")
+    return frame.f_locals["self"]
 
 
 def refuse_other_facts(step: FrameType, name: str, own: Facts, facts: Facts, given: Mapping[str, object]) -> None:

@@ -24,15 +24,16 @@ from trl.trainer import utils as trl_utils
 
 from seqpar.core.checks import check_size, is_dtensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
-from seqpar.integrations.peft_adapters import Adapter, adapted_head, adapter_of, base_of, is_peft_model
+from seqpar.integrations.peft_adapters import adapted_head, adapter_of, base_of, is_peft_model
+from seqpar.integrations.say_once import say_once
+from seqpar.integrations.transformers_head import with_adapter
 from seqpar.integrations.transformers_model import Reading, refuse_adapter
-from seqpar.integrations.transformers_trainer import running_trainer
+from seqpar.integrations.transformers_trainer import calling_trainer, model_of
 from seqpar.integrations.trl_distillation import AppliedDistillation
 from seqpar.integrations.trl_head import WITHOUT, ReadModels, examine, scored_head
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
 from seqpar.integrations.trl_statistics import LogitStatistics
-from seqpar.linear.lora import adapter_rows, lora_scores
-from seqpar.linear.token_scores import TokenScores, token_scores
+from seqpar.linear.token_scores import token_scores
 
 LOG = logging.getLogger(__name__)
 
@@ -300,22 +301,12 @@ class SeqparScores(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Apply the scores to the trainer that is about to train."""
-        frame = running_trainer()
-        if frame is None:
-            raise RuntimeError(
-                "SeqparScores was called by no trainer; give it to one of TRL's: callbacks=[SeqparScores()]"
-            )
+        trainer = calling_trainer("give it to one of TRL's: callbacks=[SeqparScores()]")
         # A training that raised an error has not ended
         self.on_train_end(args, state, control)
-        trainer = frame.f_locals["self"]
         self.applied = apply_seqpar_scores(trainer, chunk_tokens=self.chunk_tokens)
-        LOG.info(
-            "seqpar computes the log-probabilities of %s: %d products with the output embeddings",
-            type(trainer).__name__,
-            4
-            if base_of(trainer.accelerator.unwrap_model(trainer.model)).get_output_embeddings().weight.requires_grad
-            else 2,
-        )
+        weight = model_of(trainer).get_output_embeddings().weight
+        say_once(type(trainer).__name__, LOG.info, weight, self.chunk_tokens, scores=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the trainer."""
@@ -385,52 +376,20 @@ class _Node:
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of TRL's function, of weights that are whole at this moment."""
         # Read here and not before the backbone, because FSDP2 gathers the weights on the way
-        adapter = adapter_of(self.model)
-        dropped_ND = hidden_ND
-        if adapter is not None:
-            dropped_ND = adapter.dropout(hidden_ND)
+        rows, weight = with_adapter(hidden_ND, weight_VD, adapter_of(self.model))
         options: dict[str, Any] = {
             "bias": bias_V,
             "softcap": self.reading.softcap,
             "temperature": self.reading.temperature * temperature,
-        }
-        scores = self._scores(hidden_ND, dropped_ND, weight_VD, adapter, target_N, outputs, options)
-        with torch.no_grad():
-            parts = [(hidden_ND, weight_VD)]
-            if adapter is not None:
-                low_rank_NR = adapter_rows(dropped_ND, adapter.a_RD, adapter.scaling)
-                parts.append((low_rank_NR, adapter.b_VR))
-            statistics = LogitStatistics(parts, **options, chunk_tokens=self.chunk_tokens)
-            mean_logits_N = statistics.mean_logits() if "mean_logits" in outputs else None
-            log_sum_sq_N = statistics.log_sum_sq_probs() if "log_sum_sq_probs" in outputs else None
-        is_top1_N = None
-        if "is_top1" in outputs:
-            assert scores.top_ids is not None
-            is_top1_N = scores.top_ids[:, 0] == target_N
-        return scores.log_prob, scores.entropy, log_sum_sq_N, mean_logits_N, is_top1_N
-
-    def _scores(
-        self,
-        hidden_ND: Tensor,
-        dropped_ND: Tensor,
-        weight_VD: Tensor,
-        adapter: Adapter | None,
-        target_N: Tensor,
-        outputs: tuple[str, ...],
-        options: dict[str, Any],
-    ) -> TokenScores:
-        """Return the scores of the projection and its adapter, if it has one."""
-        asked: dict[str, Any] = {
-            "entropy": "entropy" in outputs,
-            "top_k": 1 if "is_top1" in outputs else None,
             "chunk_tokens": self.chunk_tokens,
         }
-        if not torch.is_autocast_enabled(hidden_ND.device.type):
-            # As in TRL, the products have the dtype of the hidden states, also where the projection's is wider
-            asked["product_dtype"] = hidden_ND.dtype
-        if adapter is None:
-            return token_scores(hidden_ND, weight_VD, target_N, **asked, **options)
-        a_RD, b_VR, scaling, _ = adapter
-        return lora_scores(
-            hidden_ND, weight_VD, a_RD, b_VR, scaling, target_N, adapter_hidden=dropped_ND, **asked, **options
-        )
+        # As in TRL, the products have the dtype of the hidden states, also where the projection's is wider
+        product_dtype = None if torch.is_autocast_enabled(hidden_ND.device.type) else hidden_ND.dtype
+        asked: dict[str, Any] = {"entropy": "entropy" in outputs, "top_k": 1 if "is_top1" in outputs else None}
+        scores = token_scores(rows, weight, target_N, product_dtype=product_dtype, **asked, **options)
+        with torch.no_grad():
+            statistics = LogitStatistics(rows, weight, **options)
+            mean_logits_N = statistics.mean_logits() if "mean_logits" in outputs else None
+            log_sum_sq_N = statistics.log_sum_sq_probs() if "log_sum_sq_probs" in outputs else None
+        is_top1_N = None if scores.top_ids is None else scores.top_ids[:, 0] == target_N
+        return scores.log_prob, scores.entropy, log_sum_sq_N, mean_logits_N, is_top1_N

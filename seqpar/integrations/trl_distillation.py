@@ -10,8 +10,8 @@ teacher's, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from seqpar.core.checks import is_dtensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
 from seqpar.integrations.peft_adapters import adapter_of, base_of
 from seqpar.integrations.trl_head import WITHOUT, ReadModels
-from seqpar.integrations.trl_options import another_version
+from seqpar.integrations.trl_options import check_function
 from seqpar.linear.distillation import linear_distillation
 from seqpar.linear.teachers import TeacherHidden
 from seqpar.linear.token_scores import token_scores
@@ -76,7 +76,7 @@ class AppliedDistillation:
         self.trainer = trainer
         self.chunk_tokens = chunk_tokens
         self.models = ReadModels()
-        _check_version()
+        check_function("its divergence", distillation_trainer, OWN, ARGUMENTS, _sums_of_three_rows)
         teacher = trainer.teacher_model
         if teacher is None or type(trainer)._compute_loss is not distillation_trainer.DistillationTrainer._compute_loss:
             raise TypeError(f"this {type(trainer).__name__} has a loss or a teacher of another kind; {WITHOUT}")
@@ -202,37 +202,20 @@ def _whole(tensor: Tensor | None) -> Any:
     return tensor
 
 
-def _check_version() -> None:
-    """Raise RuntimeError unless the installed TRL computes its divergence as this integration expects."""
-    own: Any = getattr(distillation_trainer, OWN, None)
-    if own is None:
-        raise another_version("its divergence", f"trl.trainer.distillation_trainer has no {OWN}")
-    arguments = list(inspect.signature(own).parameters)
-    if arguments != ARGUMENTS:
-        raise another_version(
-            "its divergence", f"{OWN} takes {', '.join(arguments)} where it took {', '.join(ARGUMENTS)}"
+def _sums_of_three_rows(own: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what TRL's divergence returns."""
+    head = nn.utils.skip_init(nn.Linear, 2, 5)
+    head.weight.copy_(torch.linspace(-2, 3, 10).view(5, 2))
+    head.bias.copy_(torch.linspace(0, 1, 5))
+    hidden, mask = torch.linspace(-1, 1, 6).view(1, 3, 2), torch.tensor([[1, 0, 1]])
+    teacher = TeacherHidden(hidden.flip(1), head.weight.flip(0), head.bias.flip(0))
+    for beta in (0.0, 0.3, 1.0):
+        theirs = own(
+            *(hidden, teacher.hidden, head.weight, teacher.weight, mask, beta, 4),
+            student_lm_head_bias=head.bias,
+            teacher_lm_head_bias=teacher.bias,
+            temperature=0.7,
         )
-    # On the CPU, wherever the model is
-    with torch.no_grad(), torch.device("cpu"):
-        head = nn.utils.skip_init(nn.Linear, 2, 5)
-        head.weight.copy_(torch.linspace(-2, 3, 10).view(5, 2))
-        head.bias.copy_(torch.linspace(0, 1, 5))
-        hidden, mask = torch.linspace(-1, 1, 6).view(1, 3, 2), torch.tensor([[1, 0, 1]])
-        teacher = TeacherHidden(hidden.flip(1), head.weight.flip(0), head.bias.flip(0))
-        for beta in (0.0, 0.3, 1.0):
-            theirs = own(
-                *(hidden, teacher.hidden, head.weight, teacher.weight, mask, beta, 4),
-                student_lm_head_bias=head.bias,
-                teacher_lm_head_bias=teacher.bias,
-                temperature=0.7,
-            )
-            total, entropy, tokens = divergence(hidden, head, teacher, mask != 0, beta, 0.7)
-            for name, got, expected in zip(
-                ("a loss", "an entropy", "a count"), theirs, (total / 4, entropy, tokens), strict=True
-            ):
-                difference = abs(float(got) - float(expected))
-                # Of float32, in numbers of about 1
-                if not difference < 1e-4:
-                    raise another_version(
-                        "its divergence", f"{OWN} returns {name} that differs by {difference:.2g} for beta {beta:g}"
-                    )
+        total, entropy, tokens = divergence(hidden, head, teacher, mask != 0, beta, 0.7)
+        parts = [f"{part} for beta {beta:g}" for part in ("losses", "entropies", "counts")]
+        yield from zip(parts, map(torch.as_tensor, theirs), (total / 4, entropy, tokens), strict=True)

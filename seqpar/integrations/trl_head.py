@@ -7,6 +7,7 @@ Shape suffixes: N rows, D hidden, R rank of the adapter, V vocabulary, W tokens 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seqpar.core.token_loss import wide
 from seqpar.integrations.made_up import (
     WINDOW,
     RefusedModelError,
+    evaluating,
     full_name,
     in_one_line,
     made_up_logits,
@@ -29,6 +32,7 @@ from seqpar.integrations.made_up import (
 )
 from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
 from seqpar.integrations.transformers_check import matching_reading
+from seqpar.integrations.transformers_head import with_adapter
 from seqpar.integrations.transformers_model import (
     Reading,
     Settings,
@@ -69,16 +73,8 @@ class ReadModels:
         return reading
 
 
-class _Seen:
-    """What passed through the output embeddings in one forward."""
-
-    def __init__(self) -> None:
-        self.hidden: list[Tensor] = []
-        self.last_hidden: list[Tensor] = []
-        self.own_logits: list[Tensor] = []
-        self.plain_logits: list[Tensor] = []
-        self.made_up: list[Tensor] = []
-        self.theirs: list[Tensor] = []
+Seen = defaultdict[str, list[Tensor]]
+"""What passed through the output embeddings in one forward."""
 
 
 def examine(model: PreTrainedModel) -> Reading:
@@ -92,8 +88,8 @@ def examine(model: PreTrainedModel) -> Reading:
     head = scored_head(model)
     ids_1W = _made_up_text(model, head)
     text: dict[str, Any] = {"input_ids": ids_1W, "attention_mask": torch.ones_like(ids_1W), "use_cache": False}
-    seen = _Seen()
-    with undisturbed(model, head.weight.device), _evaluating(model):
+    seen: Seen = defaultdict(list)
+    with undisturbed(model, head.weight.device), evaluating(model), torch.no_grad():
         try:
             with _watched(model, head, text, seen):
                 logits = model(**text).logits
@@ -102,17 +98,19 @@ def examine(model: PreTrainedModel) -> Reading:
         except Exception as error:
             failed = f"{name} fails on a text of a few tokens ({in_one_line(error)})"
             raise RefusedModelError(f"{failed}; {WITHOUT}") from error
-    if len(seen.hidden) != 1:
-        raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
+    if len(seen["hidden"]) != 1:
+        raise RefusedModelError(
+            f"{name} calls its output embeddings {len(seen['hidden'])} times in a forward; {WITHOUT}"
+        )
     # The model's own numbers, in the precision that it has
-    if not seen.last_hidden or not same_logits(seen.last_hidden[0], seen.hidden[0], seen.hidden[0].dtype):
+    if not seen["last_hidden"] or not same_logits(seen["last_hidden"][0], seen["hidden"][0], seen["hidden"][0].dtype):
         between = "changes its hidden states between its backbone and its output embeddings"
         raise RefusedModelError(f"{name} {between}; {WITHOUT}")
-    own = seen.own_logits[0]
-    if not same_logits(seen.plain_logits[0], own, own.dtype):
+    own = seen["own_logits"][0]
+    if not same_logits(seen["plain_logits"][0], own, own.dtype):
         raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
-    theirs = unrounded(logits, seen.theirs[-1])
-    return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
+    theirs = unrounded(logits, seen["theirs"][-1])
+    return matching_reading(name, readings(model), seen["made_up"][0], theirs, WITHOUT)
 
 
 def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
@@ -126,42 +124,28 @@ def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off, and restore each module's mode after the block."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: _Seen) -> Iterator[None]:
+def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: Seen) -> Iterator[None]:
     """Record the hidden states and logits of the output embeddings, and let them return random logits."""
 
     def after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        seen.hidden.append(args[0])
-        if len(seen.hidden) == 1 and model.base_model is not model:
+        seen["hidden"].append(args[0])
+        if len(seen["hidden"]) == 1 and model.base_model is not model:
             # TRL calls the backbone itself and projects what it returns. Here autocast is as in the model's forward
             last_hidden = getattr(model.base_model(**text), "last_hidden_state", None)
             if last_hidden is not None:
-                seen.last_hidden.append(last_hidden)
-        seen.own_logits.append(output)
+                seen["last_hidden"].append(last_hidden)
+        seen["own_logits"].append(output)
         # Here the weights are whole under FSDP2, too
-        seen.plain_logits.append(_plain_logits(args[0], head, adapter_of(model)))
-        seen.made_up.append(made_up_logits(text["input_ids"], output))
+        seen["plain_logits"].append(_plain_logits(args[0], head, adapter_of(model)))
+        seen["made_up"].append(made_up_logits(text["input_ids"], output))
         # A copy, because a model may change its logits in place
-        return seen.made_up[-1].clone()
+        return seen["made_up"][-1].clone()
 
     def last_after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return unrounded(output, seen.made_up[-1]).clone()
+        return unrounded(output, seen["made_up"][-1]).clone()
 
     def after_model(module: Any, args: tuple[Any, ...], outputs: Any) -> None:
-        seen.theirs.append(outputs.logits)
+        seen["theirs"].append(outputs.logits)
 
     hooks = [
         # Before the hooks of others, which then change the random logits and are noticed
@@ -178,13 +162,6 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
 
 def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
     """Return hidden x weight with the bias and the adapter's share, at least in the precision of hidden."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    hidden = hidden.to(wide)
-    bias = None
-    if head.bias is not None:
-        bias = head.bias.to(wide)
-    logits = F.linear(hidden, head.weight.to(wide), bias)
-    if adapter is None:
-        return logits
-    low_rank = F.linear(hidden, adapter.a_RD.to(wide)) * adapter.scaling
-    return logits + F.linear(low_rank, adapter.b_VR.to(wide))
+    dtype = wide(hidden.dtype)
+    rows, weight = with_adapter(hidden.to(dtype), head.weight.to(dtype), adapter)
+    return F.linear(rows, weight, None if head.bias is None else head.bias.to(dtype))

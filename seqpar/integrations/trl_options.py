@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 import trl
+from torch import Tensor
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer import utils as trl_utils
+
+Compared = tuple[str, Tensor, Tensor]
 
 TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer)
 
@@ -37,8 +41,34 @@ FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 def check_version() -> None:
     """Raise RuntimeError unless the installed TRL computes its log-probabilities as this integration expects."""
-    if changed := _changed():
-        raise another_version("its log-probabilities", changed)
+    if not hasattr(trl_utils, COMPACT):
+        raise another_version("its log-probabilities", f"trl.trainer.utils has no {COMPACT}")
+    check_function("its log-probabilities", trl_utils, NODE, NODE_ARGUMENTS, _fields_of_three_logits)
+
+
+def check_function(
+    what: str, module: ModuleType, name: str, arguments: list[str], compared: Callable[[Any], Iterator[Compared]]
+) -> None:
+    """Raise RuntimeError unless a function of TRL's has these arguments and returns what ours does.
+
+    Args:
+        what: it computes, for the error.
+        compared: yields the name, their number and ours of each part that it returns.
+    """
+    own: Any = getattr(module, name, None)
+    if own is None:
+        raise another_version(what, f"{module.__name__} has no {name}")
+    # A node of autograd takes them in its forward, after its context
+    taken = list(inspect.signature(getattr(own, "forward", own)).parameters)[hasattr(own, "forward") :]
+    if taken != arguments:
+        raise another_version(what, f"{name} takes {', '.join(taken)} where it took {', '.join(arguments)}")
+    # On the CPU, wherever the model is
+    with torch.no_grad(), torch.device("cpu"):
+        for part, theirs, ours in compared(own):
+            difference = float((theirs.double() - ours.double()).abs().max())
+            # Of float32, in numbers of about 1
+            if not difference < 1e-4:
+                raise another_version(what, f"{name} returns {part} that differ by up to {difference:.2g} from ours")
 
 
 def another_version(what: str, changed: str) -> RuntimeError:
@@ -49,37 +79,25 @@ def another_version(what: str, changed: str) -> RuntimeError:
     )
 
 
-def _changed() -> str:
-    """Return how TRL's function differs from the one that ours takes the place of; an empty string if it does not."""
-    missing = [name for name in (NODE, COMPACT) if not hasattr(trl_utils, name)]
-    if missing:
-        return f"trl.trainer.utils has no {' and no '.join(missing)}"
-    node: Any = getattr(trl_utils, NODE)
-    arguments = list(inspect.signature(node.forward).parameters)[1:]
-    if arguments != NODE_ARGUMENTS:
-        return f"{NODE} takes {', '.join(arguments)} where it took {', '.join(NODE_ARGUMENTS)}"
-    # On the CPU, wherever the model is
-    with torch.no_grad(), torch.device("cpu"):
-        hidden, weight = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(-2, 3, 10).view(5, 2)
-        bias, target = torch.linspace(0, 1, 5), torch.tensor([0, 3, 4])
-        theirs = node.apply(hidden, weight, bias, target, 0.7, 4, 2.0, 0.5, FIELDS)
-        logits = 2 * torch.tanh(0.5 * (hidden @ weight.T + bias) / 2) / 0.7
-        log_p = logits.log_softmax(-1)
-        ours = (
-            log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1),
-            -(log_p * log_p.exp()).sum(-1),
-            (2 * log_p).logsumexp(-1),
-            logits.mean(-1),
-            logits.argmax(-1) == target,
-        )
+def _fields_of_three_logits(node: Any) -> Iterator[Compared]:
+    """Yield the fields of TRL's log-probabilities."""
+    hidden, weight = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(-2, 3, 10).view(5, 2)
+    bias, target = torch.linspace(0, 1, 5), torch.tensor([0, 3, 4])
+    theirs = node.apply(hidden, weight, bias, target, 0.7, 4, 2.0, 0.5, FIELDS)
     if len(theirs) != len(FIELDS):
-        return f"{NODE} returns {len(theirs)} fields where it returned {len(FIELDS)}"
-    for name, got, expected in zip(FIELDS, theirs, ours, strict=True):
-        difference = float((got.double() - expected.double()).abs().max())
-        # Of float32, in numbers of about 1
-        if not difference < 1e-4:
-            return f"{NODE} returns {name} that differ by up to {difference:.2g} from those of the same three logits"
-    return ""
+        raise another_version(
+            "its log-probabilities", f"{NODE} returns {len(theirs)} fields where it returned {len(FIELDS)}"
+        )
+    logits = 2 * torch.tanh(0.5 * (hidden @ weight.T + bias) / 2) / 0.7
+    log_p = logits.log_softmax(-1)
+    ours = (
+        log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        -(log_p * log_p.exp()).sum(-1),
+        (2 * log_p).logsumexp(-1),
+        logits.mean(-1),
+        logits.argmax(-1) == target,
+    )
+    yield from zip(FIELDS, theirs, ours, strict=True)
 
 
 def refuse_options(trainer: Any) -> None:

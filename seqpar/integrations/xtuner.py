@@ -20,13 +20,12 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 class SeqparCrossEntropyConfig(CELossConfig):  # type: ignore[misc, unused-ignore]
     """xtuner's configuration of the loss, with smoothing; weights of samples (`loss_reduction`) are xtuner's own.
 
-    Models with heads for several next tokens build a loss of their own from it, and refuse the two further fields.
+    `label_smoothing` is eps in [0, 1), eps/V for every class; `chunk_tokens` the most tokens whose logits exist at
+    once. Models with heads for several next tokens build a loss of their own from it, and refuse these two fields.
     """
 
     label_smoothing: float = 0.0
-    """eps in [0, 1), eps/V for every class."""
     chunk_tokens: int | None = None
-    """The most tokens whose logits exist at once; None chooses by bytes."""
 
     @property
     def loss_ctx_cls(self) -> type[SeqparCrossEntropy]:

@@ -1,7 +1,11 @@
 """axolotl's own plugin manager, configuration and trainer, with the plugin: gradients are those of one batch."""
 
+import logging
+import os
+import tempfile
 import warnings
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +13,10 @@ import torch.nn.functional as F
 from datasets import Dataset
 from transformers import TrainingArguments
 
+from seqpar.integrations import say_once
+from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.tiny_models import gradients, relative_error, tiny
-from tests.seqpar.integrations.trainer_runs import ONE_STEP
+from tests.seqpar.integrations.trainer_runs import FSDP2, ONE_STEP, Gradients, begin_anew, take_cpus_for_accelerators
 from tests.seqpar.integrations.trl_runs import Run, made
 
 with warnings.catch_warnings(action="ignore"):
@@ -18,6 +24,7 @@ with warnings.catch_warnings(action="ignore"):
     from axolotl.core.training_args_base import AxolotlTrainingMixins
     from axolotl.integrations.base import PluginManager
     from axolotl.integrations.config import merge_input_args
+    from axolotl.logging_config import configure_logging
     from axolotl.utils.dict import DictDefault
 
     from seqpar.integrations.axolotl import LOSSES, SeqparPlugin
@@ -36,13 +43,18 @@ CONFIGURATION = {
 }
 
 
-@pytest.fixture
-def manager():
+def registered():
+    """axolotl's manager of plugins, with ours alone."""
     PluginManager._instance = None
     manager = PluginManager.get_instance()
     manager.register(NAME)
     assert isinstance(manager.plugins[NAME], SeqparPlugin)
     return manager
+
+
+@pytest.fixture
+def manager():
+    return registered()
 
 
 def test_the_options_are_part_of_the_configuration(manager):
@@ -56,13 +68,13 @@ def test_the_options_are_part_of_the_configuration(manager):
 @pytest.mark.parametrize("option", [{name: True} for name in LOSSES])
 def test_a_second_loss_is_refused(manager, option):
     _, config_class = merge_input_args()
-    with pytest.raises(ValueError, match=f"{next(iter(option))} replaces the loss, and so does the plugin"):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} replaces the loss, as the plugin"):
         config_class(**CONFIGURATION | option)
 
 
 def test_smoothing_is_refused_where_an_objective_has_none(manager):
     _, config_class = merge_input_args()
-    with pytest.raises(ValueError, match="seqpar_label_smoothing is for the cross-entropy; rl: dpo has none"):
+    with pytest.raises(ValueError, match="seqpar_label_smoothing is for a cross-entropy; rl: dpo has none"):
         config_class(**CONFIGURATION | {"rl": "dpo", "seqpar_label_smoothing": 0.1})
 
 
@@ -74,9 +86,6 @@ class Arguments(AxolotlTrainingMixins, TrainingArguments):
 def test_an_objective_gets_the_scores_and_leaves_the_models_loss(manager, tmp_path):
     trainer = made(Run("dpo", "stock"), str(tmp_path))
     options = DictDefault({"seqpar_chunk_tokens": 4, "rl": "dpo"})
-    hooks = len(trainer.model._forward_hooks)
-    manager.post_model_load(options, trainer.model)
-    assert len(trainer.model._forward_hooks) == hooks
     manager.post_trainer_create(options, trainer)
     with pytest.raises(ValueError, match="already"):
         apply_seqpar_scores(trainer)
@@ -91,35 +100,59 @@ def examples():
         yield {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
 
-def stepped(folder, manager=None):
-    """The gradient of a step of two micro-batches, with the plugin if there is a manager, and that of one batch."""
+def one_batch(smoothing):
+    """The gradient of all four sequences' logits."""
     batches, model = list(examples()), tiny("llama").double().train()
     tokens, labels = (torch.tensor([b[name] for b in batches]) for name in ("input_ids", "labels"))
-    smoothing = 0.1 if manager else 0.0
     logits = model(tokens).logits[:, :-1]
     F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    options = DictDefault({"seqpar_label_smoothing": smoothing, "seqpar_chunk_tokens": 4, "rl": None})
-    if manager:
-        manager.post_model_load(options, model)
-    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "sample_packing": False}
-    arguments = Arguments(output_dir=str(folder), **ONE_STEP | two)
-    trainer = AxolotlTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(batches))
-    if manager:
-        manager.post_trainer_create(options, trainer)
-    got = {}
-    trainer.optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    trainer.optimizer.register_step_pre_hook(lambda *_: got.update(gradients(model)))
-    trainer.train()
-    return got, expected
+    return gradients(model)
 
 
-def test_a_step_of_the_trainer_has_the_gradient_of_the_whole_batch(manager, tmp_path):
-    got, expected = stepped(tmp_path, manager)
-    assert relative_error(got, expected) < 1e-12
+def stepped(rank, world, smoothing, layout=None):
+    """The gradient of a step over the four sequences, one or two at a time; with the plugin if there is smoothing."""
+    begin_anew()
+    model, kept = tiny("llama").double().train(), Gradients()
+    manager, options = registered(), {"seqpar_label_smoothing": smoothing, "seqpar_chunk_tokens": 4, "rl": None}
+    two = {"per_device_train_batch_size": 2 // world, "gradient_accumulation_steps": 2, "sample_packing": False}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        arguments = Arguments(output_dir=folder, **ONE_STEP | two | (FSDP2 if layout == "fsdp2" else {}))
+        if layout == "fsdp2":
+            take_cpus_for_accelerators(arguments)
+        given = {"train_dataset": Dataset.from_list(list(examples())), "callbacks": [kept]}
+        trainer = AxolotlTrainer(model=model, args=arguments, **given)
+        if smoothing:
+            manager.post_trainer_create(DictDefault(options), trainer)
+        trainer.train()
+    return kept.seen
 
 
-def test_without_the_plugin_accumulation_is_a_mean_of_means(tmp_path):
-    got, expected = stepped(tmp_path)
-    assert relative_error(got, expected) > 0.05
+def test_a_step_of_the_trainer_has_the_gradient_of_the_whole_batch():
+    assert relative_error(stepped(0, 1, 0.1), one_batch(0.1)) < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_step_on_two_ranks_has_the_gradient_of_the_whole_batch(layout):
+    pool = Pool(2)
+    try:
+        results = pool.call(stepped, 0.1, layout)
+    finally:
+        pool.close()
+    for got in results:
+        assert relative_error(got, one_batch(0.1)) < 1e-12
+
+
+def test_without_the_plugin_accumulation_is_a_mean_of_means():
+    assert relative_error(stepped(0, 1, 0.0), one_batch(0.0)) > 0.05
+
+
+def test_axolotls_log_shows_the_line_that_the_loss_is_ours(capfd, monkeypatch):
+    monkeypatch.setattr(say_once, "_said", set())
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    configure_logging()
+    try:
+        stepped(0, 1, 0.1)
+    finally:
+        root.handlers[:], root.level = before
+    assert "seqpar computes the loss in axolotl: 3 products" in "".join(capfd.readouterr())

@@ -123,6 +123,7 @@ NOT_TINY = {
     "Kosmos2ForConditionalGeneration": "its vision tower stays at 400 million parameters",
     "Kosmos2_5ForConditionalGeneration": "its vision tower stays at 240 million parameters",
     "KyutaiSpeechToTextForConditionalGeneration": CODEBOOKS,
+    "Llama4ForConditionalGeneration": "its own forward fails in 5.24: it reads an output that its text does not have",
     "MoshiForConditionalGeneration": CODEBOOKS,
     "MusicgenForCausalLM": CODEBOOKS,
     "MusicgenForConditionalGeneration": CODEBOOKS,

@@ -7,9 +7,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.testing.ranks import Pool
+from tests.seqpar.integrations.small_seq2seq import whole_gradients
 from tests.seqpar.integrations.tiny_models import gradients, relative_error, tiny
 
 with warnings.catch_warnings(action="ignore"):
@@ -60,13 +62,18 @@ def trainer_of(model, **options):
     return trainer
 
 
-def trained(rank, world, counted):
+def trained(rank, world, wrapping, counted):
     """Two micro-batches through the trainer's own `compute_loss`."""
     model = tiny("llama").double().train()
     model.model_info = SimpleNamespace(is_moe_model=False)
     trainer = trainer_of(model)
     trainer.compute_loss_func = loss_map["seqpar"](trainer.args, trainer)
-    wrapped = model if world == 1 else DistributedDataParallel(model)
+    wrapped = model
+    if wrapping == "ddp":
+        wrapped = DistributedDataParallel(model)
+    elif wrapping == "fsdp2":
+        for unit in (*model.model.layers, model):
+            fully_shard(unit)
     trainer.accelerator = SimpleNamespace(num_processes=world, unwrap_model=lambda m: model)
     trainer.model_accepts_loss_kwargs = model.accepts_loss_kwargs
     trainer.custom_metrics = MagicMock()
@@ -78,15 +85,15 @@ def trained(rank, world, counted):
         loss.backward()
         shares = shares + loss.detach() / world
     assert not trainer.custom_metrics.mock_calls
-    return shares, gradients(model)
+    return shares, whole_gradients(model)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(ranks):
+@pytest.mark.parametrize(("ranks", "wrapping"), [(1, "alone"), (2, "ddp"), (2, "fsdp2")])
+def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(ranks, wrapping):
     batches = [batch(rank, index) for rank in range(ranks) for index in range(2)]
     pool = Pool(ranks)
     try:
-        results = pool.call(trained, count(batches))
+        results = pool.call(trained, wrapping, count(batches))
     finally:
         pool.close()
     loss, expected = one_batch(batches)

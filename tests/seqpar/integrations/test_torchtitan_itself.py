@@ -108,18 +108,21 @@ def sharded(config, dims):
         model.parallelize(dims)
     if dims.spmd_backend == "spmd_types":
         return model  # sharding its weights, too, needs an FSDP2 that knows spmd_types, which torch 2.13 has not
-    apply_fsdp_to_decoder(model, dims.get_mesh(["fsdp"]), torch.float64, torch.float64, pp_enabled=False)
+    data = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
+    apply_fsdp_to_decoder(model, dims.get_mesh(data), torch.float64, torch.float64, pp_enabled=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return model
 
 
-def trained(rank, world, tensor_parallel, backend, tied):
+def trained(rank, world, tensor_parallel, backend, tied, replicas=1):
     """One step of torchtitan's trainer, without what its constructor needs an accelerator for."""
     torchtitan.distributed.parallel_dims.device_type = "cpu"
     titan.set_spmd_backend(backend)
-    dims = ParallelDims(1, world // tensor_parallel, 1, tensor_parallel, 1, 1, world, spmd_backend=backend)
+    dims = ParallelDims(
+        replicas, world // tensor_parallel // replicas, 1, tensor_parallel, 1, 1, world, spmd_backend=backend
+    )
     dims.build_mesh()
     trainer = Trainer.__new__(Trainer)
     model = sharded(decoder(tied), dims)
@@ -158,19 +161,22 @@ def put_together(parts, like):
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor_parallel", "backend", "tied"),
+    ("world", "tensor_parallel", "backend", "tied", "replicas"),
     [
-        (2, 1, "partial_dtensor", False),
-        (2, 1, "partial_dtensor", True),
-        (2, 2, "partial_dtensor", False),
-        (2, 2, "spmd_types", False),
-        (4, 2, "partial_dtensor", False),
+        (2, 1, "partial_dtensor", False, 1),
+        (2, 1, "partial_dtensor", True, 1),
+        (2, 1, "partial_dtensor", False, 2),
+        (2, 2, "partial_dtensor", False, 1),
+        (2, 2, "spmd_types", False, 1),
+        (4, 2, "partial_dtensor", False, 1),
     ],
 )
-def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(world, tensor_parallel, backend, tied):
+def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(
+    world, tensor_parallel, backend, tied, replicas
+):
     pool = Pool(world)  # of its own, because torchtitan leaves its meshes behind in a process
     try:
-        results = pool.call(trained, tensor_parallel, backend, tied)
+        results = pool.call(trained, tensor_parallel, backend, tied, replicas)
     finally:
         pool.close()
     loss, expected = whole_batch(world // tensor_parallel, tied)
@@ -188,5 +194,5 @@ def test_a_head_that_does_more_than_multiply_is_refused():
 
     loss = SeqparCrossEntropy.Config().build()
     for head, kind in ((Capped(4, 9, bias=False), "Capped"), (torch.nn.Linear(4, 9), "torch.nn.modules.linear.Linear")):
-        with pytest.raises(TypeError, match=f"lm_head is a .*{kind}; the loss needs an nn.Linear without a bias"):
+        with pytest.raises(TypeError, match=f"lm_head is a .*{kind}, not an nn.Linear without bias: use Chunked"):
             loss.set_lm_head(head)

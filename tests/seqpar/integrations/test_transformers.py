@@ -592,3 +592,15 @@ def test_output_embeddings_whose_weight_computes_in_its_own_way_are_refused():
     applied.remove()
     with pytest.raises(TypeError, match=r"the weight of LlamaForCausalLM's output embeddings is a Rounded"):
         apply_seqpar_loss(model)
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_a_step_without_labels_has_loss_0_and_gradient_0_whatever_it_is_divided_by(items):
+    model = model_of("llama")
+    batch = batch_of(model, [5, 3])
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with apply_seqpar_loss(model, label_smoothing=0.1):
+        loss = model(**batch, num_items_in_batch=items).loss
+    loss.backward()
+    assert loss == 0
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients(model).values())

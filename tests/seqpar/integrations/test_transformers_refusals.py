@@ -320,3 +320,13 @@ def test_what_is_no_hugging_face_model_is_refused(wrapper):
     wrapped = wrapper(model_of("llama"))
     with pytest.raises(TypeError, match=rf"^model is a {type(wrapped).__name__}; it must be a Hugging Face model"):
         apply_seqpar_loss(wrapped)
+
+
+def test_labels_that_are_no_ids_are_refused_and_ids_of_any_integer_dtype_are_not():
+    model = model_of("llama")
+    batch = batch_of(model, [5, 3])
+    with apply_seqpar_loss(model):
+        expected = model(**batch).loss
+        assert torch.equal(model(**batch | {"labels": batch["labels"].int()}).loss, expected)
+        with pytest.raises(TypeError, match=r"^labels are of torch.float32; they must be token ids: labels.long\(\)$"):
+            model(**batch | {"labels": batch["labels"].float()})

@@ -1,8 +1,9 @@
-"""Print how much too large the stock Seq2SeqTrainer's gradient is at four accumulation steps, and ours.
+"""Print how much too large the stock Seq2SeqTrainer's gradient is at four accumulation steps, and its memory; and ours.
 
-    python -m benchmarks.hf_accumulation
+    python -m benchmarks.hf_trainer
 
-The gradients are compared with that of the whole step's own loss; the models are tiny, with random weights.
+The gradients are compared with that of the whole step's own loss. The peaks are of one batch on the CPU, in float32,
+with a vocabulary of 50,000. The models are tiny, with random weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import transformers as hf
 from torch import Tensor
 
 from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.testing.peak_memory import peak_bytes
 
 STEPS = 4
 SIZES = {"vocab_size": 60, "d_model": 32, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -68,8 +70,32 @@ def gradient(model: Any, ours: bool) -> Tensor:
     return kept.seen
 
 
+def print_peaks() -> None:
+    """Print the memory of an evaluation and of a training step."""
+    config = hf.LlamaConfig(
+        vocab_size=50_000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    tokens = torch.randint(50_000, (8, 250))
+    batch = {"input_ids": tokens, "labels": tokens}
+    for ours in (False, True):
+        model = hf.LlamaForCausalLM(config)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = hf.TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
+            trainer = hf.Trainer(model, arguments, eval_dataset=[batch], data_collator=lambda rows: rows[0])
+            with apply_seqpar_loss(trainer) if ours else nullcontext():
+                trainer.evaluate()
+                evaluation = peak_bytes(trainer.evaluate)
+                model.train()
+                model(**batch).loss.backward()
+                step = peak_bytes(lambda model=model: model(**batch).loss.backward())
+        name = "ours" if ours else "stock"
+        print(
+            f"{name}: peak of an evaluation {evaluation / 2**20:,.0f} MiB, of a training step {step / 2**20:,.0f} MiB"
+        )
+
+
 def main() -> None:
-    """Print a line for each model."""
+    """Print a line for each model, and the peaks."""
     print(f"transformers {hf.__version__}, torch {torch.__version__}, {STEPS} accumulation steps")
     for name, make in MODELS.items():
         torch.manual_seed(0)
@@ -82,6 +108,7 @@ def main() -> None:
         stock, ours = (gradient(model, way) / exact.norm() for way in (False, True))
         error = float((ours - exact / exact.norm()).norm())
         print(f"{name}: stock gradient {float(stock.norm()):.2f} times the exact one, ours off by {error:.1e}")
+    print_peaks()
 
 
 if __name__ == "__main__":
