@@ -20,6 +20,7 @@ from tests.seqpar.integrations.trainer_runs import FSDP2, ONE_STEP, Gradients, b
 from tests.seqpar.integrations.trl_runs import Run, made
 
 with warnings.catch_warnings(action="ignore"):
+    import axolotl.utils.distributed
     from axolotl.core.trainers.base import AxolotlTrainer
     from axolotl.core.training_args_base import AxolotlTrainingMixins
     from axolotl.integrations.base import PluginManager
@@ -112,6 +113,7 @@ def one_batch(smoothing):
 def stepped(rank, world, smoothing, layout=None):
     """The gradient of a step over the four sequences, one or two at a time; with the plugin if there is smoothing."""
     begin_anew()
+    axolotl.utils.distributed.distributed_state = None  # it keeps what it has read of accelerate's
     model, kept = tiny("llama").double().train(), Gradients()
     manager, options = registered(), {"seqpar_label_smoothing": smoothing, "seqpar_chunk_tokens": 4, "rl": None}
     two = {"per_device_train_batch_size": 2 // world, "gradient_accumulation_steps": 2, "sample_packing": False}
