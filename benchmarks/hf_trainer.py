@@ -16,8 +16,8 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from conformance.peak_memory import peak_bytes
 from seqpar.integrations.transformers import apply_seqpar_loss
-from seqpar.testing.peak_memory import peak_bytes
 
 STEPS = 4
 SIZES = {"vocab_size": 60, "d_model": 32, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}

@@ -228,8 +228,8 @@ class AppliedLoss(LeftOut):
         classes = number_of_classes(supported_linear(self.model))
         if self._at_head not in head._forward_pre_hooks.values() or classes != self.readings.vocab_size:
             raise RuntimeError(
-                "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that, and PEFT "
-                "for an adapter on them); call remove() and apply it again"
+                "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that, and "
+                "an adapter of PEFT's on them); call remove() and apply it again"
             )
         # Last, after hooks that were registered since: the loss is that of what they make of the hidden states
         hooks: Any = head._forward_pre_hooks

@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
@@ -93,28 +93,10 @@ def loaded(run: Run) -> Any:
     return type(run.tiny).from_pretrained(run.folder, dtype=torch.float64, distributed_config=config).train()
 
 
-def begin_anew() -> None:
-    """Have accelerate forget what an earlier Trainer of this process has set."""
+def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     GradientState._reset_state()
-
-
-FSDP2: dict[str, Any] = {
-    "fsdp": True,
-    "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-}
-"""Arguments of a Trainer with which accelerate shards the model; it needs `take_cpus_for_accelerators` here."""
-
-
-def take_cpus_for_accelerators(arguments: TrainingArguments) -> None:
-    """Have accelerate shard models on these processes' CPUs from here on, as it does on accelerators only."""
-    assert arguments.device.type == "cpu"
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
-    begin_anew()
     model = loaded(run)
     function, kept = None, Gradients()
     if run.way != "stock":
@@ -129,10 +111,13 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             label_smoothing_factor=run.smoothing if run.way in ("stock", "both") else 0.0,
             **ONE_STEP,
             train_sampling_strategy="sequential" if run.ranks else "random",
-            **(FSDP2 if run.layout == "fsdp2" else {}),
+            fsdp=run.layout == "fsdp2",
+            fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if run.layout == "fsdp2" else None,
         )
         if run.layout in ("fsdp2", "split"):
-            take_cpus_for_accelerators(arguments)
+            # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
+            assert arguments.device.type == "cpu"
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         # Ranks that split a model have the same sentences
         readers = 1 if run.layout == "split" else world
         labels_go = function is not None or (run.way in ("stock", "both") and run.smoothing > 0)
