@@ -37,7 +37,9 @@ def all_of(section: str) -> set[str]:
 
 TEXT = {"data.format", "data.path", "data.train", "data.source", "data.target", "data.builtin_pairs"}
 TEXT |= {"data.language_tags", "corpora", *all_of("cleaning"), "subwords.lowercase"}
-SPELLING = {f"subwords.{name}" for name in ("vocab_size", "kind", "joint", "symbols", "normalization", "train_pairs")}
+NEW_SUBWORDS = ("vocab_size", "kind", "joint", "symbols", "normalization", "train_pairs", "model")
+NEW_SUBWORDS += ("character_coverage", "byte_fallback")
+SPELLING = {f"subwords.{name}" for name in NEW_SUBWORDS}
 OF_CORPUS = {"train", "format", "path", "source", "target", "tag"}
 
 

@@ -24,6 +24,7 @@ from recipes.translation.data.model_text import tags_of
 from recipes.translation.data.noise import noisy
 from recipes.translation.data.token_store import Store
 from recipes.translation.data.training_text import TrainingText
+from recipes.translation.settings.checks import check_sampling
 from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords
 
@@ -201,6 +202,8 @@ def drawn_batches(
     config = corpora.config
     settings = config.subwords
     sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
+    for side, amount in zip((source, target), sampling.values(), strict=True):
+        check_sampling(side.kind, amount, f" ({' '.join(settings.model)})" if settings.model else "")
     texts = TaggedText(corpora) if config.noise != NO_NOISE else ()
     of_source = Drawing(source, sampling["source"], config.noise, texts, [*tags_of(config), *settings.symbols])
     of_target = Drawing(target, sampling["target"], symbols=settings.symbols)

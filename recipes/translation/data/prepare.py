@@ -12,11 +12,15 @@ from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import check_symbols, tags_of
-from recipes.translation.errors import CheckpointError
-from recipes.translation.files.atomic_folder import check_replaceable, replaced_folder, verified_folder
+from recipes.translation.data.training_text import TrainingText
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files.atomic_folder import check_replaceable, replaced_folder, sha256, verified_folder
 from recipes.translation.files.json_fields import noted_in
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.settings.paths import expanded
 from recipes.translation.text.normalization import normalized, with_rules
+from recipes.translation.text.own_model import own_model
+from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords, normalizations, subword_names, train_subwords
 
 SETTINGS = "settings.json"
@@ -35,16 +39,24 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     folder = Path(config.run) / "subwords"
     check_replaceable(folder)  # before the work
     settings = made_from(corpora)
+    make = _copy if config.subwords.model else _train
     ready = None
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
         ready = verified_folder(folder)
     if ready is None or noted_in(ready / SETTINGS) != settings:
-        _train(corpora, folder, settings)
+        make(corpora, folder, settings)
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
     names = subword_names(config)
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
+    for name, model in models.items():
+        if not config.subwords.model and len(model) < config.subwords.vocab_size:
+            print(
+                f"[prepare] {name}: {len(model):,} subwords, fewer than subwords.vocab_size "
+                f"{config.subwords.vocab_size:,}: the text has no more",
+                flush=True,
+            )
     return models[names[0]], models[names[1]]
 
 
@@ -58,6 +70,14 @@ def made_from(corpora: Corpora) -> dict[str, object]:
     # What is not set is left out: the models of earlier versions, without these settings, are reused as they are
     if config.subwords.normalization:
         subwords["normalization"] = list(normalizations(config.subwords))
+    for name in ("character_coverage", "byte_fallback"):
+        if getattr(config.subwords, name) != getattr(SubwordConfig, name):
+            subwords[name] = getattr(config.subwords, name)
+    if config.subwords.model:
+        try:
+            subwords["model"] = [sha256(path) for path in own_files(config)]
+        except DataError:  # the run has copies, and needs the files no longer
+            subwords["model"] = noted_in(Path(config.run) / "subwords" / SETTINGS, "subwords", "model")
     cleaning = {name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name != "markup"}
     return {
         "data": corpora.identity,
@@ -65,6 +85,34 @@ def made_from(corpora: Corpora) -> dict[str, object]:
         "cleaning": cleaning,
         "tags": list(tags_of(config)),
     }
+
+
+def own_files(config: RunConfig) -> list[Path]:
+    """Return the files of `subwords.model`."""
+    paths = [Path(expanded(name, "subwords.model")) for name in config.subwords.model]
+    if missing := next((path for path in paths if not path.is_file()), None):
+        raise DataError(f"there is no file {missing}; see subwords.model")
+    return paths
+
+
+def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
+    """Copy the subwords that the user brings."""
+    config = corpora.config
+    names = dict.fromkeys(subword_names(config))
+    with replaced_folder(folder) as new:
+        for name, path, rule in zip(names, own_files(config), normalizations(config.subwords), strict=False):
+            tags = () if name == "target" else tags_of(config)
+            added = [*(BLANK + tag for tag in tags), *config.subwords.symbols]
+            (new / f"{name}.model").write_bytes(own_model(path, config.subwords.kind, rule, added))
+            model = Subwords.load(new / f"{name}.model")
+            given = config.subwords.vocab_size
+            if given not in (SubwordConfig.vocab_size, len(model)):
+                raise ConfigError(
+                    f"subwords.vocab_size is {given:,}, but {path} has {len(model):,} subwords, with the special ones "
+                    "and the tags and symbols of the settings: leave it out"
+                )
+            print(f"[prepare] {name}: {len(model):,} {model.kind} subwords of {path}", flush=True)
+        (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def of_other_data(folder: Path, config: RunConfig) -> bool:
@@ -79,12 +127,15 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
     text = corpora.text
-    places = drawn(len(text), config.subwords.train_pairs)
+    places = drawn(len(text), train_pairs(text, config.subwords.train_pairs))
     sides = [text.sources[place] for place in places], [text.targets[place] for place in places]
     names = subword_names(config)
     what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     rules = normalizations(config.subwords)
-    print(f"[prepare] {' and '.join(dict.fromkeys(names))}: {what} from {len(places):,} pairs", flush=True)
+    print(
+        f"[prepare] {' and '.join(dict.fromkeys(names))}: {what} from {len(places):,} of {len(text):,} pairs",
+        flush=True,
+    )
     with replaced_folder(folder) as new:
         if config.subwords.joint:
             both = [normalized(sentence, rule) for side, rule in zip(sides, rules, strict=True) for sentence in side]
@@ -98,6 +149,17 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
                 train_subwords(side, new / name, config.subwords, () if name == "target" else tags, rule)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def train_pairs(text: TrainingText, given: int | None) -> int:
+    """Return from how many pairs subwords are made: as many as are asked for, or as have TRAIN_BYTES."""
+    if given is not None:
+        return given
+    size = len(text.sources.values) + len(text.targets.values)
+    return max(1, len(text) * TRAIN_BYTES // max(size, 1))
+
+
+TRAIN_BYTES = 10_000_000
 
 
 def drawn(pairs: int, count: int) -> Sequence[int]:

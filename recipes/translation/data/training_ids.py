@@ -11,9 +11,9 @@ from typing import IO, Any, NamedTuple
 import numpy
 
 from recipes.translation.data.model_text import OtherForm
-from recipes.translation.data.token_store import SLICE, Array, FlatWriter, sequence, write_store, writer
+from recipes.translation.data.token_store import SLICE, Array, sequence, write_store, writer
 from recipes.translation.data.training_text import SIDES, TrainingText
-from recipes.translation.text.subwords import Subwords
+from recipes.translation.text.subwords import UNK, Subwords
 
 LAYOUT = 1
 """Part of every key: it changes when this file writes something else from the same text."""
@@ -37,14 +37,26 @@ def write_ids(
     def write(files: Mapping[str, IO[bytes]]) -> dict[str, Any]:
         writers = [writer(files, name, dtype) for name, dtype in zip(SIDES, dtypes, strict=True)]
         form = OtherForm(subwords[1])
+        unknown = [0, 0]
+        counts = [0, 0]
         parts = _parts(text.corpora, tags)
         with ThreadPoolExecutor(threads) as pool:
             # As many at a time as there are threads: the memory does not grow with the corpus
             while some := list(islice(parts, threads)):
                 for found, other in pool.map(lambda part: _encoded(text, part, subwords), some):
                     form.join(other)
-                    _write(writers, found)
-        return {"corpora": text.corpora, "said": form.lines("data", "target sentences are learned")}
+                    for side, (ids, lengths) in enumerate(found):
+                        writers[side].add(ids, lengths)
+                        unknown[side] += int((ids == UNK).sum())
+                        counts[side] += len(ids)
+        said = form.lines("data", "target sentences are learned")
+        said += [
+            f"[data] {unknown[side]:,} of {counts[side]:,} {name} subwords are unknown: the model reads, or learns to "
+            "write, one and the same in place of all of them"
+            for side, name in enumerate(SIDES)
+            if unknown[side]
+        ]
+        return {"corpora": text.corpora, "said": said}
 
     files = sequence("source", dtypes[0]) | sequence("target", dtypes[1])
     write_store(folder, files, write)
@@ -72,8 +84,3 @@ def _encoded(text: TrainingText, part: Part, subwords: tuple[Subwords, Subwords]
         sources = [before + sentence for sentence in sources]
     found = [side.encode(sentences) for side, sentences in zip(subwords, (sources, targets), strict=True)]
     return [(numpy.fromiter(chain.from_iterable(side), numpy.int32), list(map(len, side))) for side in found], form
-
-
-def _write(writers: Sequence[FlatWriter], found: Encoded) -> None:
-    for each, (ids, lengths) in zip(writers, found, strict=True):
-        each.add(ids, lengths)

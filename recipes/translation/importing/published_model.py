@@ -22,7 +22,6 @@ from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.run_folder.translator import Translator, fill_model, model_on_meta, tensors_of
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
-from recipes.translation.text.sentencepiece_file import kind_of_model, model_of
 
 
 class Imported(NamedTuple):
@@ -122,7 +121,7 @@ def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, ru
         "data.target": tokenizer.languages[1],
         "subwords.vocab_size": len(tokenizer.target_ids),
         "subwords.joint": False,
-        "subwords.kind": kind_of_model(model_of(tokenizer.source.serialized())),
+        "subwords.kind": tokenizer.source.kind,
         "model.preset": preset,
         **changed,
     }

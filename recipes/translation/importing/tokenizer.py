@@ -19,10 +19,10 @@ from transformers import (
 
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.importing.folder import OWN, reading
-from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Vocabulary, order_of, pieces_in_order
 from recipes.translation.text.sentencepiece_file import model_of, with_pieces
 from recipes.translation.text.subwords import EOS, Subwords, Symbols
+from recipes.translation.text.tokenizer_json import sentencepiece_model
 
 SPM = "sentencepiece.bpe.model"
 
@@ -128,7 +128,7 @@ def _multilingual(theirs: Any, folder: Path, config: Any) -> tuple[Vocabulary, d
             if (folder / SPM).is_file():
                 model = model_of((folder / SPM).read_bytes())
             else:
-                model = sentencepiece_model(theirs, {*special.values(), *added})
+                model = sentencepiece_model(theirs.backend_tokenizer.to_str(), {*special.values(), *added})
     tokens = frozenset([*tags.values(), "<mask>"])
     return Vocabulary(model, ids, special, config.vocab_size, str(folder), tokens), tags
 

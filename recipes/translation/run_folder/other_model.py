@@ -26,6 +26,9 @@ from recipes.translation.run_folder.translator import model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords, normalizations
 
+OF_SUBWORDS = (*SHAPING, "model")
+"""The settings of subwords that a run has in common with the model whose subwords it takes."""
+
 
 def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
     """Return the folder and the settings of the model that a setting names; raise CheckpointError if there is none.
@@ -135,7 +138,7 @@ def sizes_and_subwords(config: RunConfig) -> dict[str, object]:
     """Return the settings without which weights mean nothing: those of the subwords, and all sizes of the model."""
     sizes = asdict(model_sizes(config.model))
     del sizes["dropout"]
-    subwords = {f"subwords.{name}": getattr(config.subwords, name) for name in SHAPING}
+    subwords = {f"subwords.{name}": getattr(config.subwords, name) for name in OF_SUBWORDS}
     return {**subwords, **{f"model.{name}": value for name, value in sizes.items()}}
 
 
@@ -147,7 +150,7 @@ def teacher_folder(name: str) -> Path:
 def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
     """Return the subwords of the teacher; raise ConfigError if the settings ask for others."""
     folder, theirs = other_model("training.teacher", config.training.teacher)
-    for name in SHAPING:
+    for name in OF_SUBWORDS:
         own = getattr(config.subwords, name)
         other = getattr(theirs.subwords, name)
         if own != other:

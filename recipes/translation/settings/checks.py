@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from recipes.translation.errors import ConfigError
+from recipes.translation.settings.data import KINDS
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY, DecodingConfig
 from recipes.translation.settings.run import RunConfig
@@ -58,11 +59,10 @@ def check_decoding(decoding: DecodingConfig) -> None:
 def check_subwords(config: RunConfig) -> None:
     """Raise ConfigError for settings of the subwords that do not go together."""
     subwords = config.subwords
-    if subwords.kind == "bpe" and subwords.sampling >= 1:
-        raise ConfigError(
-            f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
-            "merge, and must be below 1 (0.1 is usual)"
-        )
+    if subwords.model:
+        check_own_model(config)
+    else:
+        check_sampling(subwords.kind, subwords.sampling)
     if not subwords.sampling:
         why = "subwords.sampling is 0, which draws no subwords: set subwords.sampling"
         check_unset(config, ("subwords.sampled",), why)
@@ -72,6 +72,37 @@ def check_subwords(config: RunConfig) -> None:
             f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
             "write it in lower case"
         )
+
+
+def check_sampling(name: str, amount: float, where: str = "") -> None:
+    """Raise ConfigError for an amount of sampling that subwords of this kind cannot have."""
+    kind = KINDS[name]
+    if amount and not kind.sampling:
+        raise ConfigError(
+            f"subwords.sampling is {amount:g}, but the subwords are of kind {name}{where}, which divides a text in one "
+            "way: set it to 0"
+        )
+    if amount >= kind.below:
+        raise ConfigError(
+            f"subwords.sampling is {amount:g}: for subwords.kind {name}{where} it is {kind.sampling}, and must be "
+            f"below {kind.below:g}"
+        )
+
+
+def check_own_model(config: RunConfig) -> None:
+    """Raise ConfigError for settings that contradict the subwords that a user brings."""
+    subwords = config.subwords
+    files = " ".join(subwords.model)
+    if len(subwords.model) != 2 - subwords.joint:
+        raise ConfigError(
+            f"subwords.model names {len(subwords.model)} files ({files}), and subwords.joint is "
+            f"{str(subwords.joint).lower()}: with true it takes one, with false the source's and the target's"
+        )
+    names = ["train_pairs", "character_coverage", "byte_fallback"]
+    if subwords.kind != "none":
+        names += ["kind", "normalization"]
+    why = f"subwords.model is {files}, which has its own: leave the file out"
+    check_unset(config, tuple(f"subwords.{name}" for name in names), why)
 
 
 def check_decoder_only(config: RunConfig) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Literal, NamedTuple
 
 from recipes.translation.settings.schema import setting
 
@@ -17,6 +18,37 @@ NORMALIZATIONS = {
     "sentencepiece's own nmt_nfkc",
 }
 """How text is normalised before it is divided into subwords."""
+
+
+class SubwordKind(NamedTuple):
+    """A way to divide text into subwords."""
+
+    trainer: str
+    """What sentencepiece calls it."""
+    help: str
+    sampling: str = ""
+    """What `subwords.sampling` means; empty where there is nothing to draw."""
+    below: float = inf
+    """What it must be below."""
+    spells: bool = True
+    """Whether characters that no subword has can be spelled in bytes."""
+
+
+KINDS = {
+    "unigram": SubwordKind(
+        "unigram",
+        "the most probable division",
+        "the exponent of a segmentation's probability (Kudo 2018; 0.1 to 0.5 are usual, and less is more random)",
+    ),
+    "bpe": SubwordKind(
+        "bpe", "byte-pair encoding", "the probability of leaving out a merge (BPE-dropout; 0.1 is usual)", below=1
+    ),
+    "char": SubwordKind("char", "single characters"),
+    "none": SubwordKind(
+        "word", "words as blanks divide them: for text that is segmented already; rare ones are unknown", spells=False
+    ),
+}
+"""The kinds of subwords."""
 
 
 @dataclass(frozen=True)
@@ -155,17 +187,37 @@ class SubwordConfig:
 
     vocab_size: int = setting(
         1_000,
-        "Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included.",
+        "Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included; a "
+        "model of your own has its own number.",
         at_least=5,  # imported models may have few; new ones need what `train_subwords` says
     )
     joint: bool = setting(True, "One model for both languages (needed to share embeddings), or one for each.")
     symbols: tuple[str, ...] = setting(
         (), "Words such as <url>, each of which is one subword wherever it occurs, and comes back as it is."
     )
-    train_pairs: int = setting(
-        0, "Training pairs from which the subwords are made, drawn at random; 0 takes all of them.", at_least=0
+    model: tuple[str, ...] = setting(
+        (),
+        "Your own subwords instead of new ones, one file for both sides or one for each: a sentencepiece model, a "
+        "Hugging Face tokenizer.json, or with kind none a list of words. They are copied into the run.",
     )
-    kind: Literal["unigram", "bpe"] = setting("unigram", "unigram | bpe.")
+    train_pairs: int | None = setting(
+        None,
+        "Training pairs from which the subwords are made, drawn at random; 0 takes all of them, null as many as have "
+        "10 million bytes.",
+        at_least=0,
+    )
+    character_coverage: float = setting(
+        0.9999,
+        "Share of the text's characters that subwords have; the rest are spelled in bytes, or unknown.",
+        at_least=0.98,
+        below=1.0001,
+    )
+    byte_fallback: bool = setting(
+        True, "Spell characters that no subword has in UTF-8 bytes, 256 of the subwords; without them they are unknown."
+    )
+    kind: str = setting(
+        "unigram", " | ".join(f"{name} ({kind.help})" for name, kind in KINDS.items()) + ".", choices=tuple(KINDS)
+    )
     normalization: str | tuple[str, str] | None = setting(
         None,
         " | ".join(f"{name} ({what})" for name, what in NORMALIZATIONS.items())
@@ -178,9 +230,9 @@ class SubwordConfig:
     )
     sampling: float = setting(
         0.0,
-        "Draw the subwords of training sentences anew in every epoch. For bpe: the probability of leaving out a "
-        "merge (BPE-dropout; 0.1 is usual). For unigram: the exponent of a segmentation's probability (Kudo 2018; "
-        "0.1 to 0.5 are usual, and less is more random). 0 does not sample; validation and translation never do.",
+        "Draw the subwords of training sentences anew in every epoch. "
+        + " ".join(f"For {name}: {kind.sampling}." for name, kind in KINDS.items() if kind.sampling)
+        + " 0 does not sample; validation and translation never do.",
         at_least=0,
     )
     sampled: Literal["both", "source", "target"] = setting(

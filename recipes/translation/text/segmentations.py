@@ -26,11 +26,13 @@ class Sampler:
     """Draws subwords from a sentencepiece model, word by word.
 
     Args:
-        processor: sentencepiece's own, of a bpe or a unigram model.
+        processor: sentencepiece's own.
+        kind: unigram or bpe.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, kind: str) -> None:
         self._processor = processor
+        self._kind = kind
         special = (processor.is_control, processor.is_unknown, processor.is_byte, processor.is_unused)
         self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
         for each in range(len(self._pieces)):
@@ -38,14 +40,12 @@ class Sampler:
                 self._pieces[each] = ""
         self._ids = {piece: each for each, piece in enumerate(self._pieces) if piece}
         self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
-        # Merges are numbered: the scores of a bpe model are whole numbers, those of a unigram model logarithms
-        self._is_bpe = all(score == int(score) for score in self._scores.values())
         scores = self._scores
         self._last_pieces = lru_cache(REMEMBERED)(lambda word, exponent: last_pieces(word, scores, exponent))
 
-    def __reduce__(self) -> tuple[type[Sampler], tuple[Any]]:
+    def __reduce__(self) -> tuple[type[Sampler], tuple[Any, str]]:
         """Pickle only the model, from which another process makes its own sampler."""
-        return Sampler, (self._processor,)
+        return Sampler, (self._processor, self._kind)
 
     def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:
         """Draw the subwords of a sentence, given those without sampling; the ids in `whole` are never split."""
@@ -75,7 +75,7 @@ class Sampler:
             yield word, 0
 
     def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
-        if self._is_bpe:
+        if self._kind == "bpe":
             return with_dropout(word, self._scores, amount, random)
         return drawn(word, self._last_pieces(word, amount), random)
 

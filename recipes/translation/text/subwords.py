@@ -17,10 +17,10 @@ import sentencepiece
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import RunConfig, SubwordConfig
-from recipes.translation.settings.data import NORMALIZATIONS
+from recipes.translation.settings.data import KINDS, NORMALIZATIONS
 from recipes.translation.text.normalization import composed, normalized, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
-from recipes.translation.text.sentencepiece_file import model_of, notes_of
+from recipes.translation.text.sentencepiece_file import kind_of_model, model_of, notes_of
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
@@ -58,7 +58,7 @@ def normalizations(config: SubwordConfig) -> tuple[str, str]:
 def subword_names(config: RunConfig) -> tuple[str, str]:
     """Return the names of the source's and the target's subword model: one file has one rule of normalisation."""
     source, target = normalizations(config.subwords)
-    if config.subwords.joint and source == target:
+    if config.subwords.joint and (source == target or config.subwords.model):
         return "joint", "joint"
     return "source", "target"
 
@@ -89,7 +89,7 @@ def train_subwords(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=model,
-            model_type=config.kind,
+            model_type=KINDS[config.kind].trainer,
             pad_id=PAD,
             unk_id=UNK,
             bos_id=BOS,
@@ -97,8 +97,8 @@ def train_subwords(
             vocab_size=config.vocab_size,
             user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
             normalization_rule_name="identity",
-            byte_fallback=True,
-            character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
+            byte_fallback=config.byte_fallback and KINDS[config.kind].spells,
+            character_coverage=config.character_coverage,
             max_sentence_length=MAX_BYTES,
             num_threads=4,  # fixed, because the rounding of sums over threads changes the result
             minloglevel=2,
@@ -257,7 +257,7 @@ class Subwords:
 
     @cached_property
     def _sampler(self) -> Sampler:
-        return Sampler(self._processor)
+        return Sampler(self._processor, self.kind)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode each list of ids; padding, start and end symbol are ignored."""
@@ -265,6 +265,12 @@ class Subwords:
             return []
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
         return sentences
+
+    @property
+    def kind(self) -> str:
+        """Return which of KINDS the model is."""
+        trainer = kind_of_model(model_of(self.serialized()))
+        return next(name for name, kind in KINDS.items() if kind.trainer == trainer)
 
     @property
     def normalization(self) -> str:

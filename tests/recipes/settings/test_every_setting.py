@@ -30,9 +30,9 @@ from recipes.translation.run_folder.checkpoint import load_facts, load_translato
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores.evaluate import evaluate
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.settings.schedules import SCHEDULES
-from recipes.translation.text.subwords import EOS
+from recipes.translation.text.subwords import EOS, train_subwords
 from recipes.translation.train import train
 from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import tiny
@@ -108,7 +108,17 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
     "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
-    "subwords.kind": [Change("bpe", ("weights", "subwords"))],
+    "subwords.kind": [
+        *(Change(kind, ("weights", "subwords")) for kind in ("bpe", "char", "none")),
+        Change("char", beside={"subwords.sampling": 0.1}, refused="of kind char, which divides a text in one way"),
+    ],
+    "subwords.model": [
+        Change(("own.model",), ("weights", "subwords")),
+        Change(("own.model", "own.model"), refused="subwords.model names 2 files"),
+        Change(("nothing.model",), refused="there is no file"),
+    ],
+    "subwords.character_coverage": [Change(0.98, ("subwords",))],
+    "subwords.byte_fallback": [Change(False, ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
     "subwords.sampling": [
         Change(0.3, ("weights", "metrics"), ("subwords",)),
@@ -294,6 +304,8 @@ class Runs:
             given["data.path"] = str(self.root / given["data.path"])
         if "data.cache" in given:
             given["data.cache"] = str(self.root / given["data.cache"])
+        if "subwords.model" in given:
+            given["subwords.model"] = [str(self.root / name) for name in given["subwords.model"]]
         if "corpora" in given:
             second = given["corpora"]["b"]
             given["corpora"] = {**given["corpora"], "b": {**second, "path": str(self.root / second["path"])}}
@@ -413,6 +425,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     clean = [f"{en}\t{de}" for en, de in builtin_pairs(100, 7)]
     (root / "one" / "dirty.tsv").write_text("\n".join(["en\tde", *clean, *defects]) + "\n", encoding="utf-8")
+    train_subwords((en for en, _ in builtin_pairs(300, 8)), root / "own", SubwordConfig(vocab_size=360, kind="bpe"))
     train(tiny(root / "start", {**BASE, "training.seed": 9}))
     return Runs(root)
 

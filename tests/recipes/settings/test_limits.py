@@ -37,6 +37,7 @@ RANGES: dict[tuple[float, float], str] = {
         training.label_smoothing training.ema""",
     (1, 1_001): "decoding.beam",
     (5, math.inf): "subwords.vocab_size",
+    (0.98, 1.0001): "subwords.character_coverage",
     (0, 1e6): "decoding.max_ratio",
     (0.01, 1000): "training.teacher_temperature",
     (0.01, 1e6): "training.lora_alpha",

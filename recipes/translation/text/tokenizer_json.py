@@ -1,4 +1,4 @@
-"""A sentencepiece model made of a tokenizer, for folders in which recent transformers has saved nothing but that.
+"""A sentencepiece model made of a tokenizer.json, as folders have in which transformers has saved nothing but that.
 
 Such a tokenizer is one of Hugging Face's library `tokenizers`, which transformers has converted from a sentencepiece
 model. Of a unigram model it has the pieces, their scores and the compiled rules of normalisation. Of a bpe model it
@@ -9,24 +9,24 @@ scores 0, -1, -2, ... of a trained model are known from the order of the ids.
 from __future__ import annotations
 
 import base64
-import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
+from recipes.translation.files.json_fields import parsed
 from recipes.translation.text.sentencepiece_file import Piece
 
 FIRST = 4
 """The special subwords at the beginning."""
 
 
-def sentencepiece_model(tokenizer: Any, symbols: set[str]) -> ModelProto:
-    """Return the sentencepiece model from which transformers has made a tokenizer, whose symbols are no text.
+def sentencepiece_model(content: str, symbols: set[str]) -> ModelProto:
+    """Return the sentencepiece model from which transformers has made a tokenizer.json, whose symbols are no text.
 
     Raises an error where it was made from anything else, or has been changed.
     """
-    found = json.loads(tokenizer.backend_tokenizer.to_str())
+    found = parsed(content)
     rules = (found["normalizer"] or {}).get("normalizers", [{}])[0]
     if "precompiled_charsmap" not in rules:
         raise ValueError("there is none, and the tokenizer has no compiled rules of normalisation to make one of it")
@@ -37,7 +37,12 @@ def sentencepiece_model(tokenizer: Any, symbols: set[str]) -> ModelProto:
     if model.trainer_spec.model_type == TrainerSpec.BPE:
         _check_merges(scores, found["model"]["merges"], symbols)
         scores = [(name, FIRST - number) for name, number in scores.items()]
-    model.pieces.extend(Piece(piece=name, score=score) for name, score in scores if name not in symbols)
+    pieces = [Piece(piece=name, score=score) for name, score in scores if name not in symbols]
+    if found["model"].get("byte_fallback"):
+        for piece in pieces:
+            if re.fullmatch("<0x[0-9A-F]{2}>", piece.piece):
+                piece.type = Piece.BYTE
+    model.pieces.extend(pieces)
     return model
 
 

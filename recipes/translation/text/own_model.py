@@ -1,0 +1,105 @@
+"""Subwords that the user brings: a sentencepiece model, a Hugging Face tokenizer.json, or a list of words.
+
+Their pieces and rules of normalisation stay as they are. The special ones come first, as in every model here, and each
+tag and symbol of the settings that is not among the pieces is added as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
+
+from recipes.translation.errors import DataError
+from recipes.translation.files.lines import read_lines
+from recipes.translation.text.normalization import rules_of
+from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.sentencepiece_file import Piece, model_of
+from recipes.translation.text.tokenizer_json import sentencepiece_model
+
+SPECIAL = {
+    "pad": ("<pad>", "[PAD]"),
+    "unk": ("<unk>", "[UNK]"),
+    "bos": ("<s>", "[BOS]", "<bos>"),
+    "eos": ("</s>", "[EOS]", "<eos>"),
+}
+"""The special pieces in the order of their ids, with their names in a tokenizer.json or a list of words."""
+
+
+def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
+    """Return the model of a file with our ids, and with the pieces `added` that it lacks.
+
+    With `kind` none the file is a list of words, one in each line, most frequent first; a count after a blank is no
+    part of the word. `rule` is the row of NORMALIZATIONS for such a list, which has none of its own.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; see subwords.model")
+    try:
+        if kind == "none":
+            model = _words(path, rule)
+        elif path.suffix == ".json":
+            model = sentencepiece_model(path.read_text(encoding="utf-8"), set().union(*SPECIAL.values()))
+        else:
+            model = model_of(path.read_bytes())
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"subwords.model: {path} is no {_expected(kind, path)}: {error}") from None
+    if not any(piece.type == Piece.NORMAL for piece in model.pieces):
+        raise DataError(f"subwords.model: {path} is no {_expected(kind, path)}: it has no pieces")
+    return _with_our_ids(model, added)
+
+
+def _expected(kind: str, path: Path) -> str:
+    if kind == "none":
+        return "list of words, as subwords.kind none takes it"
+    return "tokenizer.json of pieces" if path.suffix == ".json" else "sentencepiece model"
+
+
+def _words(path: Path, rule: str) -> ModelProto:
+    words = dict.fromkeys(re.sub(r" \d+$", "", line).strip() for line in read_lines(path))
+    special = set().union(*SPECIAL.values(), [""])
+    if broken := next((word for word in words if len(word.split()) > 1), None):
+        raise ValueError(f"it has the line {broken!r}, of several words")
+    model = ModelProto()
+    model.trainer_spec.model_type = TrainerSpec.WORD
+    model.normalizer_spec.MergeFrom(rules_of(rule))
+    pieces = [word for word in words if word not in special]
+    model.pieces.extend(Piece(piece=BLANK + word, score=-rank) for rank, word in enumerate(pieces))
+    return model
+
+
+def _with_our_ids(model: ModelProto, added: Sequence[str]) -> bytes:
+    """Return the file of a model whose special pieces come first, and the pieces `added` last."""
+    names = _special_names(model)
+    own = {piece.piece: piece for piece in model.pieces}
+    first = []
+    for which, name in names.items():
+        kind = Piece.UNKNOWN if which == "unk" else Piece.CONTROL
+        first.append(Piece(piece=name, type=kind))
+        setattr(model.trainer_spec, f"{which}_piece", name)
+        setattr(model.trainer_spec, f"{which}_id", len(first) - 1)
+    never = (Piece.CONTROL, Piece.UNKNOWN)
+    others = [piece for name, piece in own.items() if name not in names.values() and piece.type not in never]
+    for piece in others:
+        if piece.piece in added:
+            piece.type = Piece.USER_DEFINED
+    new = [Piece(piece=name, type=Piece.USER_DEFINED) for name in added if name not in own]
+    del model.pieces[:]
+    model.pieces.extend([*first, *others, *new])
+    model.trainer_spec.vocab_size = len(model.pieces)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def _special_names(model: ModelProto) -> Mapping[str, str]:
+    """Return the names of the special pieces: those of the model, or usual ones where it has none."""
+    pieces = {piece.piece for piece in model.pieces}
+    unknown = [piece.piece for piece in model.pieces if piece.type == Piece.UNKNOWN]
+    found = {}
+    for which, usual in SPECIAL.items():
+        own = getattr(model.trainer_spec, f"{which}_piece")
+        found[which] = own if own in pieces else usual[0]
+    if unknown:
+        found["unk"] = unknown[0]
+    return found

@@ -1,0 +1,234 @@
+"""Subwords that the user brings: whoever made them divides a text as the run does, and so does an export."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+
+from recipes.translation.commands import main
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.prepare import prepare, train_pairs
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.text.own_model import SPECIAL, own_model
+from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
+from recipes.translation.train import train
+from recipes.translation.translating.translate import translate
+from tests.recipes.tiny import LEARNS, tiny
+
+SENTENCES = [pair.source for pair in pairs(60, 4)]
+TEXT = [side for pair in pairs(300, 1) for side in pair]
+
+
+def spm(kind: str, **options: Any) -> bytes:
+    """A model as sentencepiece's own trainer makes it, with its own special ids: no padding, unknown first."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT),
+        model_writer=model,
+        **{"vocab_size": 150, "model_type": kind, "minloglevel": 2, "hard_vocab_limit": False, **options},
+    )
+    return model.getvalue()
+
+
+def of_sentencepiece(kind: str, **options: Any) -> Callable[[Path], tuple[Path, Callable[[str], list[str]]]]:
+    def written(folder: Path) -> tuple[Path, Callable[[str], list[str]]]:
+        content = spm(kind, **options)
+        (folder / "own.model").write_bytes(content)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        return folder / "own.model", lambda text: processor.encode(text, out_type=str)
+
+    return written
+
+
+def of_tokenizer_json(folder: Path) -> tuple[Path, Callable[[str], list[str]]]:
+    """A tokenizer as transformers saves NLLB's."""
+    from tests.recipes.importing import published
+
+    path = published.nllb(folder / "nllb") / "tokenizer.json"
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    return path, lambda text: theirs.encode(text, add_special_tokens=False).tokens
+
+
+def of_words(folder: Path) -> tuple[Path, Callable[[str], list[str]]]:
+    """A dictionary as fairseq writes it: a word and its count."""
+    words = sorted({word for text in TEXT for word in text.split()})[:120]
+    (folder / "dict.txt").write_text("<pad> 1\n" + "".join(f"{word} {9}\n" for word in words))
+    return folder / "dict.txt", lambda text: [BLANK + word for word in text.split()]
+
+
+FOREIGN = {
+    "bpe": of_sentencepiece("bpe", unk_id=2, bos_id=0, eos_id=1, unk_piece="[UNK]"),
+    "unigram": of_sentencepiece("unigram", bos_id=-1, eos_id=3, pad_id=2, unk_id=0, normalization_rule_name="nfkc_cf"),
+    "char": of_sentencepiece("char"),
+    "tokenizer.json": of_tokenizer_json,
+    "words": of_words,
+}
+
+
+BYTES = {"bytes": of_sentencepiece("bpe", byte_fallback=True, vocab_size=420)}
+
+
+def settings(name: str, path: Path) -> dict[str, Any]:
+    found = {"subwords.model": [str(path)], "subwords.vocab_size": 1000, "data.language_tags": True}
+    return {**found, "subwords.symbols": ["<url>"], **({"subwords.kind": "none"} if name == "words" else {})}
+
+
+def _joined(pieces: list[str], unknown: str) -> list[str]:
+    return [piece for piece, before in zip(pieces, ["", *pieces], strict=False) if {piece, before} != {unknown}]
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("name", FOREIGN | BYTES)
+def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_path: Path) -> None:
+    path, theirs = (FOREIGN | BYTES)[name](tmp_path)
+    source, target = prepare(Corpora(tiny(tmp_path / "run", settings(name, path))))
+    assert source is target
+    pieces = source.pieces()
+    known = set(pieces)
+    for text in SENTENCES:
+        (ids,) = source.encode([text])
+        expected = [piece if piece in known else pieces[UNK] for piece in theirs(text)]
+        # Unknown pieces that follow each other are one
+        assert [pieces[each] for each in ids] == [
+            piece
+            for piece, before in zip(expected, ["", *expected], strict=False)
+            if (piece, before) != (pieces[UNK],) * 2
+        ]
+    tagged = source.encode(["<2de> a <url>"])[0]
+    assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", "<url>" if name != "words" else pieces[UNK]]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=source.serialized())
+    special = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
+    assert special == (PAD, UNK, BOS, EOS)
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_model_trained_on_it_translates_the_same_in_ctranslate2(name: str, tmp_path: Path) -> None:
+    from recipes.translation.export import ctranslate2_engine
+
+    path, _ = FOREIGN[name](tmp_path)
+    learns = {**LEARNS, "decoding.max_length": 20}
+    config = tiny(tmp_path / "run", {**settings(name, path), **learns})
+    train(config)
+    path.unlink()  # the run has a copy
+    train(tiny(tmp_path / "run", {**settings(name, path), **learns, "training.steps": 61}))
+    folder = tmp_path / "exported"
+    assert main(["export", "--run", str(tmp_path / "run"), "--to", "ctranslate2", "--out", str(folder)]) == 0
+    ours = translate(load_translator(tmp_path / "run" / "best"), SENTENCES[:20])
+    assert ctranslate2_engine.translate(ctranslate2_engine.load(folder), SENTENCES[:20]) == ours
+    assert any(ours)
+
+
+def test_each_side_may_have_a_model_of_its_own(tmp_path: Path) -> None:
+    for name, kind in (("en", "bpe"), ("de", "char")):
+        (tmp_path / name).write_bytes(spm(kind))
+    files = [str(tmp_path / "en"), str(tmp_path / "de")]
+    given = {"subwords.model": files, "subwords.joint": False, "subwords.vocab_size": 1000}
+    source, target = prepare(Corpora(tiny(tmp_path / "run", given)))
+    assert (source.kind, target.kind) == ("bpe", "char")
+
+
+def test_another_file_is_copied_again_and_the_same_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.model"
+    said = []
+    for content in (spm("bpe"), spm("bpe"), spm("char")):
+        path.write_bytes(content)
+        prepare(Corpora(tiny(tmp_path / "run", {"subwords.model": [str(path)], "subwords.vocab_size": 1000})))
+        said.append("reused" in capsys.readouterr().out)
+    assert said == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (b"not a model", "unigram", "is no sentencepiece model"),
+        (b"", "unigram", "is no sentencepiece model: it has no pieces"),
+        (b"two words 3\n", "none", "is no list of words, .*: it has the line 'two words', of several words"),
+        (b"<pad>\n", "none", "is no list of words, .*: it has no pieces"),
+    ],
+)
+def test_a_file_that_has_no_subwords_is_refused(content: bytes, kind: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "own").write_bytes(content)
+    with pytest.raises(DataError, match=f"^subwords.model: {tmp_path / 'own'} {message}"):
+        own_model(tmp_path / "own", kind, "nfc", ())
+
+
+def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": None, "model": {"type": "WordPiece"}}))
+    with pytest.raises(DataError, match=r"is no tokenizer\.json of pieces: there is none, and the tokenizer has no"):
+        own_model(tmp_path / "tokenizer.json", "unigram", "nfc", ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"subwords.vocab_size": 999}, r"subwords\.vocab_size is 999, but .*own\.model has 151 subwords"),
+        ({"subwords.kind": "bpe"}, r"subwords\.kind is bpe, but subwords\.model is .*own\.model, which has its own"),
+        ({"subwords.normalization": "nfkc"}, r"subwords\.normalization is nfkc, but subwords\.model"),
+        ({"subwords.train_pairs": 9}, r"subwords\.train_pairs is 9, but subwords\.model"),
+        ({"subwords.sampling": 1.5}, r"for subwords\.kind bpe \(.*own\.model\) it is the probability .* below 1"),
+        ({"training.teacher": "other"}, "there is no trained model"),
+    ],
+)
+def test_settings_that_contradict_the_file_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.model").write_bytes(spm("bpe"))
+    given = {"subwords.model": [str(tmp_path / "own.model")], "subwords.vocab_size": 1000, **changes}
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        train(tiny(tmp_path / "run", given))
+
+
+def test_words_that_blanks_divide_are_subwords_and_rare_ones_are_unknown_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["the cat sat@@ s", "the dog sat@@ s", "the the rare"] * 3 + ["seldom"]
+    for side in ("en", "de"):
+        (tmp_path / f"a.{side}").write_text("\n".join(lines) + "\n")
+    files = {"data.path": str(tmp_path), "data.train": ["a.en", "a.de"], "data.valid": ["a.en", "a.de"]}
+    config = tiny(tmp_path / "run", {**files, "subwords.kind": "none", "subwords.vocab_size": 10})
+    corpus = load_corpus(config)
+    said = capsys.readouterr()
+    pieces = corpus.source.pieces()
+    assert set(pieces[4:]) == {BLANK + word for word in ("the", "sat@@", "s", "cat", "dog", "rare")}
+    assert corpus.source.decode(corpus.source.encode(["the cat sat@@ s"])) == ["the cat sat@@ s"]
+    assert "1 of 34 source subwords are unknown" in said.err
+
+
+def test_fewer_subwords_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = prepare(Corpora(tiny(tmp_path / "run", {"subwords.kind": "char"})))
+    assert len(source) < 360
+    said = f"joint: {len(source)} subwords, fewer than subwords.vocab_size 360: the text has no more"
+    assert said in capsys.readouterr().out
+
+
+def test_subwords_are_made_from_ten_million_bytes_of_a_larger_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.prepare.TRAIN_BYTES", 10_000)
+    config = tiny(tmp_path / "run")
+    corpora = Corpora(config)
+    prepare(corpora)
+    text = corpora.text
+    count = train_pairs(text, None)
+    assert 0 < count < len(text) == 250
+    size = len(text.sources.values) + len(text.targets.values)
+    assert abs(count * size / 250 - 10_000) < size / 250
+    assert f"from {count:,} of 250 pairs" in capsys.readouterr().out
+    assert train_pairs(text, 0) == 0
+
+
+def test_every_special_piece_has_a_name() -> None:
+    assert list(SPECIAL) == ["pad", "unk", "bos", "eos"]
+    assert Subwords.pad == PAD
