@@ -21,7 +21,7 @@ from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_sub
 @pytest.fixture(scope="module", autouse=True)
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches_module, "SLICE", 50)
+        patch.setattr(batches_module, "SLICE", 7)
         yield
 
 
