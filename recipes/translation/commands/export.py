@@ -15,7 +15,8 @@ from recipes.translation.commands.arguments import (
     require,
     saved_model,
 )
-from recipes.translation.errors import CheckpointError
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import MANIFEST
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.settings.config import LayoutConfig
 
@@ -60,13 +61,19 @@ def export(argv: Sequence[str]) -> int:
     for package in PACKAGES[options.to]:
         require(package)
 
+    from recipes.translation.export.lost_settings import lost_settings
     from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.checkpoint import saved_config
 
     folder = Path(options.out or Path(options.run) / options.to)
     checkpoint = checkpoint_folder(options.run, options.checkpoint)
     check_output(folder, "--out", reads=[str(checkpoint)])
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        raise ConfigError(f"--out: {folder} is not empty and is no export, so it was not made here: name another")
     with joined(LayoutConfig().timeout) as ranks:
         ranks.run_on_main(lambda: write(folder, checkpoint, options))
+        for line in ranks.run_on_main(lambda: list(lost_settings(saved_config(checkpoint), options.to))):
+            print(f"[export] {line}")
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0

@@ -83,7 +83,9 @@ def alternatives(
     most = [most_steps(Task(each), decoding) for each in ids]
     limits = [most[row] for row in rows]
     pieces = translator.source.pieces()
-    sources = [[pieces[token] for token in ids[row]] for row in rows]
+    symbols = translator.source.symbols
+    whole = [ids[row] if symbols.only_end else symbols.source(ids[row]) for row in rows]
+    sources = [[pieces[token] for token in row] for row in whole]
     found = search(translator.engine, translator.target, sources, limits, decoding, n_best)
     hypotheses = [[Hypothesis([], 0.0, 0.0)] for _ in ids]
     for row, some in zip(rows, found, strict=True):
@@ -100,16 +102,17 @@ def search(
     n_best: int,
 ) -> list[list[Hypothesis]]:
     """Return the best translations found for each source, as ids, none longer than its limit."""
+    tags = len(subwords.symbols.start) - 1  # which each begins with
     shared = shared_limits(sources, limits)
     found = _search(engine, subwords, sources, dict(enumerate(shared)), decoding)
     cut = {
         row: limits[row]
         for row, limit in enumerate(shared)
-        if limit < limits[row] and any(len(words) >= limit for words in found[row].hypotheses)
+        if limit < limits[row] and any(len(words) - tags >= limit for words in found[row].hypotheses)
     }
     found |= _search(engine, subwords, sources, cut, decoding)
     numbers = {piece: number for number, piece in enumerate(subwords.pieces())}
-    return [_ranked(found[row], numbers, decoding)[:n_best] for row in range(len(sources))]
+    return [_ranked(found[row], numbers, decoding, tags)[:n_best] for row in range(len(sources))]
 
 
 def shared_limits(sources: list[list[str]], limits: list[int]) -> list[int]:
@@ -137,13 +140,16 @@ def _search(
 ) -> dict[int, ctranslate2.TranslationResult]:
     """Search for the rows of `limits`, those of one limit together."""
     pieces = subwords.pieces()
-    never = {PAD, *subwords.symbols.start}
+    start = subwords.symbols.start
+    never = {PAD, start[-1]}
+    tag = [pieces[each] for each in start[1:]]
     share = math.ceil(len(limits) / engine.num_translators)
     found: dict[int, ctranslate2.AsyncTranslationResult] = {}
     for limit in sorted(set(limits.values())):
         rows = [row for row in limits if limits[row] == limit]
         results = engine.translate_batch(
             [sources[row] for row in rows],
+            target_prefix=[tag] * len(rows) if tag else None,
             max_batch_size=min(decoding.batch_sentences, share),
             asynchronous=True,
             beam_size=decoding.beam,
@@ -152,8 +158,8 @@ def _search(
             return_scores=True,
             suppress_sequences=[[pieces[each]] for each in sorted(never)],
             max_input_length=0,
-            max_decoding_length=limit,
-            min_decoding_length=decoding.min_length,
+            max_decoding_length=limit + len(tag),
+            min_decoding_length=decoding.min_length and decoding.min_length + len(tag),
             no_repeat_ngram_size=decoding.no_repeat_ngram,
         )
         found.update(zip(rows, results, strict=True))
@@ -161,11 +167,15 @@ def _search(
 
 
 def _ranked(
-    result: ctranslate2.TranslationResult, numbers: Mapping[str, int], decoding: DecodingConfig
+    result: ctranslate2.TranslationResult, numbers: Mapping[str, int], decoding: DecodingConfig, tags: int
 ) -> list[Hypothesis]:
-    """Return the hypotheses, best first; without a length penalty, CTranslate2's score is the log-probability."""
+    """Return the hypotheses, best first, without the tags that each begins with.
+
+    Without a length penalty, CTranslate2's score is the log-probability.
+    """
     found = []
-    for words, log_probability in zip(result.hypotheses, result.scores, strict=True):
+    for whole, log_probability in zip(result.hypotheses, result.scores, strict=True):
+        words = whole[tags:]
         # The end symbol is a token of the translation too
         normaliser = length_normaliser(len(words) + 1, decoding.length_penalty, decoding.length_norm)
         score = float(log_probability) / normaliser

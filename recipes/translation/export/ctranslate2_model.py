@@ -108,15 +108,21 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
         sizes.heads,
         pre_norm=sizes.norm == "pre",
         activation=getattr(common_spec.Activation, sizes.activation.upper()),
+        layernorm_embedding=isinstance(model.src_embed.norm, nn.LayerNorm),
     )
-    # A source has its end symbol too, and a target its start symbol
-    longest = max(config.training.max_length, config.decoding.max_length) + 1
-    positions = model.tgt_embed.positions_of(0, longest, like=torch.empty(0, sizes.d_model)).numpy()
+    # A source has its end symbol too, and a target its start symbol and perhaps a tag
+    longest = max(config.training.max_length, config.decoding.max_length) + 2
     for side, stack, embedding in (
         (spec.encoder, model.encoder, model.src_embed),
         (spec.decoder, model.decoder, model.tgt_embed),
     ):
-        side.position_encodings.encodings = positions
+        if isinstance(embedding.norm, nn.LayerNorm):
+            fill_norm(side.layernorm_embedding, embedding.norm, variables)
+        if embedding.positions == "learned":
+            side.position_encodings.encodings = variables.of(embedding.learned.weight)
+        else:
+            positions = embedding.positions_of(0, longest, like=torch.empty(0, sizes.d_model))
+            side.position_encodings.encodings = positions.numpy()
         for layer_spec, layer in zip(side.layer, stack.layers, strict=True):
             fill_layer(layer_spec, layer, variables)
         if isinstance(stack.norm, nn.LayerNorm):
@@ -135,7 +141,7 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
     spec.config.unk_token = special[UNK]
     spec.config.decoder_start_token = start
     spec.config.add_source_bos = False
-    spec.config.add_source_eos = True
+    spec.config.add_source_eos = saved.source.symbols.only_end
     spec.config.layer_norm_epsilon = 1e-5
     return spec
 

@@ -6,14 +6,22 @@
 
 A post-norm model becomes a Marian model, a pre-norm one a Pegasus model: the same architecture but for the positions.
 Here sine and cosine of a frequency alternate, there all sines come before all cosines. The dimensions of the hidden
-states are permuted accordingly in every weight, which changes no output. A model that was imported from Marian's has
-its positions in Marian's order already.
+states are permuted accordingly in every weight, which changes no output. A model that was imported has its own class
+again, and its positions in their order already.
+
+There a translation of Marian or Pegasus starts with padding, the last subword, and CTranslate2's converter takes its
+vector to be 0. So the start symbol is written as padding, and Marian's vectors of tokens are less by its own. What that
+changes is the same at every position, so that biases of the first layer make up for it:
+
+    W (e + c) + b = W e + (b + W c)
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +30,12 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
     PegasusConfig,
     PegasusForConditionalGeneration,
     PreTrainedModel,
@@ -33,19 +45,24 @@ from models import TransformerConfig
 from models.huggingface_names import huggingface_names
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.export.lost_settings import length_penalty_there
+from recipes.translation.export.multilingual_tokenizer import write_multilingual_tokenizer
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import OneByOne, write_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import model_on_meta
-from recipes.translation.settings.config import RunConfig
-from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
+from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
+
+MULTILINGUAL = ("m2m100", "mbart")
+"""Architectures whose files are fairseq's: of the ids, of the tags of languages, and of generation."""
 
 
 def write(saved: SavedModel, folder: Path) -> None:
     """Replace `folder` by one with the model in float32, its generation settings and its tokenizer.
 
-    Only one weight at a time is in memory. Raises ConfigError for a pre-norm model with two vocabularies: Pegasus has
-    one.
+    Only one weight at a time is in memory. Raises ConfigError for a pre-norm model with two vocabularies, where Pegasus
+    has one, and for a projection with a bias, which M2M-100 has not.
     """
     with torch.device("meta"):
         model = empty_model(saved)
@@ -53,12 +70,37 @@ def write(saved: SavedModel, folder: Path) -> None:
     # What transformers' own `save_pretrained` notes, which has all weights in memory
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "float32"
+    ids = ids_there(saved)
     digests: dict[str, str] = {}
     with replaced_folder(folder, digests) as new:
         model.config.save_pretrained(new)
-        generation_config(saved.config, saved.target.symbols.start[0]).save_pretrained(new)
+        starts = [ids[1].index(each) for each in saved.target.symbols.start]
+        generation_config(saved.config.decoding, starts, model.config).save_pretrained(new)
         digests["model.safetensors"] = write_tensors(new / "model.safetensors", weights, {"format": "pt"})
-        write_tokenizer(saved, new)
+        if is_multilingual(saved):
+            write_multilingual_tokenizer(saved, ids[0], new)
+        else:
+            write_tokenizer(saved, ids, new)
+
+
+def is_multilingual(saved: SavedModel) -> bool:
+    """Return whether the model is one of several languages that was imported."""
+    return transformer_sizes(saved).architecture in MULTILINGUAL
+
+
+def ids_there(saved: SavedModel) -> tuple[list[int], list[int]]:
+    """Return our ids of source and target in the order of theirs.
+
+    The start symbol comes last in a vocabulary that both sides share; fairseq begins with <s>, <pad>, </s>, <unk>.
+    """
+    sizes = len(saved.source), len(saved.target)
+    if saved.source.pieces() != saved.target.pieces():
+        return list(range(sizes[0])), list(range(sizes[1]))
+    start = saved.target.symbols.start[0]
+    ids = [*(each for each in range(sizes[0]) if each != start), start]
+    if is_multilingual(saved):
+        ids = [BOS, PAD, EOS, UNK, *range(EOS + 1, sizes[0])]
+    return ids, ids
 
 
 def empty_model(saved: SavedModel) -> PreTrainedModel:
@@ -66,6 +108,12 @@ def empty_model(saved: SavedModel) -> PreTrainedModel:
     config = saved.config
     sizes = transformer_sizes(saved)
     source, target = len(saved.source), len(saved.target)
+    ids = ids_there(saved)[1]
+    start = ids.index(saved.target.symbols.start[0])
+    pad = ids.index(PAD)
+    longest = max(config.training.max_length, config.decoding.max_length) + 1
+    if saved.source.pieces() == saved.target.pieces() and not is_multilingual(saved):
+        pad = start
     shared: dict[str, Any] = {
         "vocab_size": source,
         "d_model": sizes.d_model,
@@ -79,13 +127,31 @@ def empty_model(saved: SavedModel) -> PreTrainedModel:
         "dropout": sizes.dropout,
         "scale_embedding": True,
         # A source has its end symbol too, and a target its start symbol
-        "max_position_embeddings": max(config.training.max_length, config.decoding.max_length) + 1,
-        "pad_token_id": PAD,
-        "bos_token_id": saved.target.symbols.start[0],
-        "eos_token_id": EOS,
-        "decoder_start_token_id": saved.target.symbols.start[0],
+        "max_position_embeddings": longest,
+        "pad_token_id": pad,
+        "bos_token_id": start,
+        "eos_token_id": ids.index(EOS),
+        "decoder_start_token_id": start,
         "forced_eos_token_id": None,
+        # Read by CTranslate2's converter
+        "normalize_before": sizes.norm == "pre",
+        "normalize_embedding": sizes.architecture == "mbart",
     }
+    if is_multilingual(saved):
+        shared |= {"bos_token_id": ids.index(BOS), "tie_word_embeddings": sizes.tie == "all"}
+        if sizes.norm == "post":
+            raise ConfigError(f"the model is post-norm, and {sizes.architecture} of transformers is pre-norm")
+        if sizes.architecture == "mbart":
+            # CTranslate2's converter takes the language for the start of the older models by this name
+            kind = "MBart50Tokenizer" if len(saved.target.symbols.start) > 1 else "MBartTokenizer"
+            shared |= {"max_position_embeddings": sizes.max_positions, "tokenizer_class": kind}
+            return MBartForConditionalGeneration(MBartConfig(**shared))
+        if saved.weights["generator.bias"].any():
+            raise ConfigError(
+                "the model's projection has a bias, since it was not imported, or was trained by an earlier version; "
+                "M2M-100 of transformers has none: export it --to ctranslate2 or safetensors"
+            )
+        return M2M100ForConditionalGeneration(M2M100Config(**shared))
     if sizes.norm == "post":
         return MarianMTModel(
             MarianConfig(
@@ -106,7 +172,7 @@ def empty_model(saved: SavedModel) -> PreTrainedModel:
 def order_of(sizes: TransformerConfig) -> Tensor:
     """Return the dimensions of hidden states in transformers' order."""
     width = torch.arange(sizes.d_model)
-    if sizes.architecture == "marian":
+    if sizes.architecture != "vaswani":
         return width
     # (sin_0, cos_0, sin_1, cos_1, ...) -> (sin_0, sin_1, ..., cos_0, cos_1, ...)
     return torch.cat((width[0::2], width[1::2]))
@@ -124,35 +190,78 @@ class Origin(NamedTuple):
 def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
     """Return every weight of transformers' model, which is on "meta", by its name; each is made when it is asked for.
 
-    The dimensions of hidden states are permuted. Positions that transformers keeps in its files are its own.
+    The dimensions of hidden states are permuted, and the rows of vocabularies. Positions that transformers keeps in its
+    files are its own, unless they are learned.
     """
     origins = origins_of(saved)
-    order = order_of(transformer_sizes(saved))
-    # A tied weight under the first of its names
-    kept = dict(chain(model.named_parameters(), model.named_buffers()))
-    positions = {name for name in kept if name.endswith("embed_positions.weight")}
-    if isinstance(model, MarianMTModel):  # whose files have none
-        for name in positions:
-            del kept[name]
-        positions = set()
-    if unknown := kept.keys() - origins.keys() - positions:
-        raise AssertionError(f"weights without a counterpart: {', '.join(sorted(unknown))}")
-    if unused := {each.name for each in origins.values()} - {origins[name].name for name in kept.keys() - positions}:
-        raise AssertionError(f"weights without a counterpart there: {', '.join(sorted(unused))}")
+    sizes = transformer_sizes(saved)
+    order = order_of(sizes)
+    source, target = ids_there(saved)
+    rows = {"src_embed.lookup.weight": source} | dict.fromkeys(
+        ("tgt_embed.lookup.weight", "generator.weight", "generator.bias"), target
+    )
+    kept, computed = weights_there(model, origins)
+    shifted = shift_to_start(saved, origins) if isinstance(model, MarianMTModel) else lambda _, tensor: tensor
 
     def made(name: str) -> Tensor:
-        if name in positions:
+        if name in computed:
             table: Tensor = model.get_submodule(name.removesuffix(".weight")).create_weight()
             return table
         own, part, parts = origins[name]
-        tensor = saved.weights[own].float()
+        tensor = shifted(own, saved.weights[own].float())
+        if own in rows:
+            tensor = tensor[rows[own]]
         if re.search(r"norm\.|output\.|outer\.", own):  # of hidden states, or added to them
             tensor = tensor[order]
         elif tensor.dim() == 2:
             tensor = tensor[:, order]
-        return tensor.chunk(parts)[part].view(kept[name].shape)
+        tensor = tensor.chunk(parts)[part]
+        before = kept[name].numel() - tensor.numel()
+        if own.endswith("learned.weight"):  # mBART's has rows that are never read
+            tensor = torch.cat([tensor.new_zeros(before // sizes.d_model, sizes.d_model), tensor])
+        return tensor.view(kept[name].shape)
 
     return OneByOne({name: torch.empty_like(each, dtype=torch.float32) for name, each in kept.items()}, made)
+
+
+def weights_there(model: PreTrainedModel, origins: dict[str, Origin]) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the tensors of transformers' files, and the names of those that are computed."""
+    # A tied weight under the first of its names
+    kept = dict(chain(model.named_parameters(), model.named_buffers()))
+    computed = {name for name in kept if re.search(r"embed_positions\.weights?$", name) and name not in origins}
+    if not isinstance(model, PegasusForConditionalGeneration):  # the files of the others have none
+        kept = {name: each for name, each in kept.items() if name not in computed}
+        computed = set()
+    if unknown := kept.keys() - origins.keys() - computed:
+        raise AssertionError(f"weights without a counterpart: {', '.join(sorted(unknown))}")
+    used = {origins[name].name for name in kept.keys() - computed}
+    if isinstance(model, M2M100ForConditionalGeneration):
+        used.add("generator.bias")  # which is 0
+    if unused := {each.name for each in origins.values()} - used:
+        raise AssertionError(f"weights without a counterpart there: {', '.join(sorted(unused))}")
+    return kept, computed
+
+
+def shift_to_start(saved: SavedModel, origins: dict[str, Origin]) -> Callable[[str, Tensor], Tensor]:
+    """Return the function that makes the start symbol's vector 0 and no output another, given each weight by its name.
+
+    A projection that is tied to the vectors then adds the same to every logit.
+    """
+    embedding = origins["model.decoder.embed_tokens.weight"].name
+    start = saved.weights[embedding][saved.target.symbols.start[0]].float()
+    moved = start * math.sqrt(len(start))
+    sides = [side for side in ("encoder", "decoder") if origins[f"model.{side}.embed_tokens.weight"].name == embedding]
+
+    def shifted(own: str, tensor: Tensor) -> Tensor:
+        if own == embedding:
+            return tensor - start
+        if own in [f"{side}.layers.0.self_attention.output.bias" for side in sides]:
+            return tensor + moved  # the residual's
+        if re.match(rf"({'|'.join(sides)})\.layers\.0\.self_attention\..*bias", own):
+            return tensor + saved.weights[own.replace("bias", "weight")].float() @ moved
+        return tensor
+
+    return shifted
 
 
 def origins_of(saved: SavedModel) -> dict[str, Origin]:
@@ -167,37 +276,45 @@ def origins_of(saved: SavedModel) -> dict[str, Origin]:
     return {**found, "model.shared.weight": found["model.encoder.embed_tokens.weight"]}
 
 
-def generation_config(config: RunConfig, start: int = BOS) -> GenerationConfig:
-    """Return the run's settings of translation; transformers divides a log-probability by length^length_penalty."""
-    decoding = config.decoding
+def generation_config(decoding: DecodingConfig, start: Sequence[int], model: Any) -> GenerationConfig:
+    """Return the run's settings of translation; transformers divides a log-probability by length^length_penalty.
+
+    `start` is what a translation starts with, by the ids there, and `model` is the model's config.
+    """
     settings: dict[str, Any] = {}
     if decoding.beam > 1:  # transformers refuses a length penalty without beams
-        settings["length_penalty"] = 0.0
-        if decoding.length_norm == "length":
-            settings["length_penalty"] = decoding.length_penalty
+        settings["length_penalty"] = length_penalty_there(decoding)
+    never = sorted({model.pad_token_id, start[-1]})
+    if len(start) > 1:  # suppressed, the tag could not be forced
+        settings |= {"forced_bos_token_id": start[1], "bad_words_ids": [[each] for each in never]}
+    else:
+        settings["suppress_tokens"] = never
     return GenerationConfig(
         **settings,
         num_beams=decoding.beam,
-        max_length=decoding.max_length + 1,  # the start symbol is counted there
-        min_length=decoding.min_length and decoding.min_length + 1,
+        max_length=decoding.max_length + len(start),  # the start is counted there
+        min_length=decoding.min_length and decoding.min_length + len(start),
         no_repeat_ngram_size=decoding.no_repeat_ngram,
-        suppress_tokens=sorted({PAD, start}),
-        pad_token_id=PAD,
-        bos_token_id=start,
-        eos_token_id=EOS,
-        decoder_start_token_id=start,
+        pad_token_id=model.pad_token_id,
+        bos_token_id=model.bos_token_id,
+        eos_token_id=model.eos_token_id,
+        decoder_start_token_id=start[0],
     )
 
 
-def write_tokenizer(saved: SavedModel, folder: Path) -> None:
+def write_tokenizer(saved: SavedModel, ids: tuple[list[int], list[int]], folder: Path) -> None:
     """Write the files of transformers' MarianTokenizer, which reads sentencepiece models."""
     saved.source.save(folder / "source.spm")
     saved.target.save(folder / "target.spm")
     separate = saved.source.pieces() != saved.target.pieces()
-    write_vocabulary(saved.source, folder / "vocab.json")
-    if separate:
-        write_vocabulary(saved.target, folder / "target_vocab.json")
     special = saved.source.pieces()
+    pieces = list(special)
+    if not separate:  # the start symbol is padding there
+        start = saved.target.symbols.start[0]
+        pieces[PAD], pieces[start] = special[start], special[PAD]
+    write_vocabulary(pieces, ids[0], folder / "vocab.json")
+    if separate:
+        write_vocabulary(saved.target.pieces(), ids[1], folder / "target_vocab.json")
     settings = {
         "tokenizer_class": "MarianTokenizer",
         "source_lang": saved.config.data.source,
@@ -211,11 +328,11 @@ def write_tokenizer(saved: SavedModel, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def write_vocabulary(subwords: Subwords, path: Path) -> None:
+def write_vocabulary(pieces: Sequence[str], ids: Sequence[int], path: Path) -> None:
     """Write the id of every subword.
 
     transformers looks up the tag of a language, such as >>fra<<, without the blank that begins its piece.
     """
-    names = [re.sub("^\u2581(>>.+<<)$", r"\1", piece) for piece in subwords.pieces()]
-    ids = {name: number for number, name in enumerate(names)}
-    path.write_text(json.dumps(ids, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    names = [re.sub("^\u2581(>>.+<<)$", r"\1", pieces[each]) for each in ids]
+    numbers = {name: number for number, name in enumerate(names)}
+    path.write_text(json.dumps(numbers, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")

@@ -56,7 +56,7 @@ def lost_settings(generation: Mapping[str, Any], tokenizer: Tokenizer) -> list[s
         found -= set(SAMPLING.split())
     start, *tags = (tokenizer.target_ids[each] for each in tokenizer.target.symbols.start)
     end = tokenizer.target_ids[EOS]
-    never = (tokenizer.target_ids[PAD], start)
+    never = (tokenizer.target_ids[PAD], start, *tags)
     honoured = {  # for some of their values
         "forced_bos_token_id": generation.get("forced_bos_token_id") in (None, *tags),
         "eos_token_id": generation.get("eos_token_id", end) in (end, [end]),

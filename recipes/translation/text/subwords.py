@@ -36,6 +36,11 @@ class Symbols(NamedTuple):
     start: tuple[int, ...] = (BOS,)
     """Before a target, which EOS ends."""
 
+    @property
+    def only_end(self) -> bool:
+        """Return whether a source has nothing but its end symbol besides its subwords."""
+        return (self.prefix, self.suffix) == ((), (EOS,))
+
     def source(self, ids: Sequence[int]) -> list[int]:
         """Return what the encoder reads."""
         return [*self.prefix, *ids, *self.suffix]

@@ -13,8 +13,10 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.training import PARTS
 
 
-def freeze(model: EncoderDecoder, names: Collection[str]) -> None:
+def freeze(model: EncoderDecoder, names: Collection[str], bias: bool = False) -> None:
     """Take the gradient from the named parts, keys of PARTS, whose weights then never change.
+
+    With `bias` that of the projection has none either, where a published model has no such weight.
 
     Raises ConfigError if a weight belongs to a named part and, tied, to another one, and if nothing is left to train.
     """
@@ -31,6 +33,8 @@ def freeze(model: EncoderDecoder, names: Collection[str]) -> None:
         raise ConfigError("training.freeze names every part of the model, and leaves nothing to train: name fewer")
     for name in names:
         parts[name].requires_grad_(False)
+    if bias:
+        model.generator.bias.requires_grad_(False)
 
 
 def adapt(model: EncoderDecoder, config: RunConfig) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
+import ctranslate2
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from ctranslate2.converters import TransformersConverter
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig
 
+from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import huggingface_model
+from recipes.translation.export.lost_settings import lost_settings
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
-from recipes.translation.settings.config import DecodingConfig, SubwordConfig
+from recipes.translation.settings.config import DecodingConfig, SubwordConfig, load_config
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded
@@ -41,13 +46,15 @@ def trained(sentences: list[str], size: int, folder: Path) -> Subwords:
 def assert_same_log_probabilities(translator: Translator, folder: Path) -> None:
     """Compare every logit of a padded batch, up to a rounding of float32."""
     theirs = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    source_there, target_there = map(torch.tensor, huggingface_model.ids_there(as_saved(translator)))
     sources = [[*ids, EOS] for ids in translator.source.encode(SENTENCES[:3])]
     targets = [[BOS, *ids] for ids in translator.target.encode(SENTENCES[3:6])]
     src = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sources], True, PAD)
     tgt = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in targets], True, PAD)
     with torch.no_grad():
-        expected = translator.model.generator(translator.model(src, tgt))
-        found = theirs(input_ids=src, attention_mask=src != PAD, decoder_input_ids=tgt).logits
+        expected = translator.model.generator(translator.model(src, tgt))[..., target_there]
+        ids = source_there.argsort()[src], target_there.argsort()[tgt]
+        found = theirs(input_ids=ids[0], attention_mask=src != PAD, decoder_input_ids=ids[1]).logits
     real = tgt != PAD
     torch.testing.assert_close(found[real].log_softmax(-1), expected[real].log_softmax(-1), rtol=1e-5, atol=1e-5)
 
@@ -108,18 +115,74 @@ def test_text_goes_in_and_the_same_translation_comes_out(
     assert (plain == ours) == (not rules)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("tie", ["none", "target", "all"])
+def test_ctranslate2s_own_converter_reads_the_folder_and_translates_as_the_run(
+    norm: str, tie: str, joint: Subwords, tmp_path: Path
+) -> None:
+    translator = random_translator(joint, tmp_path / "run", {"model.norm": norm, "model.tie": tie}, end=1.0)
+    huggingface_model.write(as_saved(translator), tmp_path / "exported")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        TransformersConverter(str(tmp_path / "exported")).convert(str(tmp_path / "converted"))
+    engine = ctranslate2.Translator(str(tmp_path / "converted"))
+    pieces = [joint.pieces()[each] for each in range(len(joint))]
+    sources = [[pieces[each] for each in (*row, EOS)] for row in joint.encode(SENTENCES)]
+    found = engine.translate_batch(sources, beam_size=1, max_decoding_length=12, suppress_sequences=[["<s>"]])
+    texts = joint.decode([[pieces.index(each) for each in one.hypotheses[0]] for one in found])
+    greedy = translator.with_decoding(replace(translator.config.decoding, beam=1, max_ratio=50.0))
+    assert texts == translate(greedy, SENTENCES)
+    assert len(set(texts)) > 10
+
+
+def test_an_export_that_was_saved_again_by_transformers_translates_the_same(joint: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(joint, tmp_path / "run", {"model.norm": "post"}, end=0.0)
+    huggingface_model.write(as_saved(translator), tmp_path / "exported")
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "again")
+    assert_same_log_probabilities(translator, tmp_path / "again")
+
+
 def test_no_setting_of_decoding_that_changes_translations_is_passed_over(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", {"decoding.beam": 3, "decoding.length_norm": "length"})
     decoding, read = recorded(config.decoding)
-    huggingface_model.generation_config(replace(config, decoding=decoding))
+    huggingface_model.generation_config(decoding, [BOS], PretrainedConfig(pad_token_id=BOS))
     # transformers has no limit by the source's length: docs/export.md
     assert read == {each.name for each in fields(DecodingConfig)} - {"batch_sentences", "max_ratio"}
 
 
-def test_the_length_penalty_is_exported_where_transformers_has_it(joint: Subwords, tmp_path: Path) -> None:
-    settings = {"decoding.beam": 3, "decoding.length_penalty": 1.5, "decoding.length_norm": "length"}
-    config = random_translator(joint, tmp_path / "run", settings).config
-    assert huggingface_model.generation_config(config).length_penalty == 1.5
-    assert huggingface_model.generation_config(config).num_beams == 3
-    gnmt = random_translator(joint, tmp_path / "run", {**settings, "decoding.length_norm": "gnmt"}).config
-    assert huggingface_model.generation_config(gnmt).length_penalty == 0.0
+def test_the_length_penalty_is_exported_or_what_comes_nearest() -> None:
+    def exported(decoding: DecodingConfig) -> float:
+        config = huggingface_model.generation_config(decoding, [BOS], PretrainedConfig(pad_token_id=BOS))
+        return float(config.length_penalty)
+
+    assert exported(DecodingConfig(beam=3, length_penalty=1.5, length_norm="length")) == 1.5
+    gnmt = DecodingConfig(beam=3, length_penalty=0.6)
+    assert exported(gnmt) == 0.5
+    # Two translations of the same mean log-probability by token, around the usual length, are ranked alike
+    for length in (20, 25, 30):
+        ours = math.log(length_normaliser(length + 1, 0.6) / length_normaliser(length, 0.6))
+        theirs = math.log(length_normaliser(length + 1, 0.5, "length") / length_normaliser(length, 0.5, "length"))
+        assert abs(ours - theirs) < 0.05 * ours
+
+
+@pytest.mark.parametrize(
+    ("changed", "to", "named"),
+    [
+        ({}, "hf", "decoding.length_penalty 0.6 (gnmt): nearest is length_penalty 0.5"),
+        ({"decoding.beam": 1}, "hf", ""),
+        ({"decoding.length_penalty": 0}, "hf", ""),
+        ({"decoding.length_norm": "length"}, "hf", ""),
+        ({"decoding.length_norm": "length"}, "ctranslate2", "pass length_penalty 0.6"),
+        ({}, "ctranslate2", "beam_size=4"),
+        ({}, "onnx", "the search is your program's"),
+        ({}, "hf", "decoding.max_ratio 2: "),
+        ({"subwords.lowercase": True}, "hf", "subwords.lowercase true: "),
+        ({"data.language_tags": True}, "onnx", "tags: "),
+    ],
+)
+def test_a_setting_that_a_format_cannot_hold_is_named(changed: dict[str, object], to: str, named: str) -> None:
+    lines = list(lost_settings(load_config(None, changed), to))
+    assert any(named in line for line in lines)
+    if not named:
+        assert not any("length_penalty" in line for line in lines)
+    assert not list(lost_settings(load_config(None, changed), "safetensors"))

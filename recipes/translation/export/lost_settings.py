@@ -1,0 +1,54 @@
+"""What of a run's settings of translation the files of another program cannot hold, and what comes nearest there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipes.translation.settings.config import DecodingConfig, RunConfig
+
+USUAL_LENGTH = 25
+"""Subwords of a translation at which two length penalties are made to agree."""
+
+
+def length_penalty_there(decoding: DecodingConfig) -> float:
+    """Return the exponent of transformers' and CTranslate2's length^exponent that comes nearest to the length penalty.
+
+    Of ((5 + n) / 6)^a the logarithm rises by a n / (5 + n) where that of n rises by 1.
+    """
+    if decoding.length_norm == "length":
+        return decoding.length_penalty
+    return round(decoding.length_penalty * USUAL_LENGTH / (5 + USUAL_LENGTH), 3)
+
+
+def lost_settings(config: RunConfig, to: str) -> Iterator[str]:
+    """Yield a line for each setting that a format has no place for, with what comes nearest."""
+    decoding = config.decoding
+    if to == "safetensors":
+        return
+    penalty = length_penalty_there(decoding)
+    if decoding.beam > 1 and decoding.length_penalty and (to != "hf" or decoding.length_norm == "gnmt"):
+        nearest = f"nearest is length_penalty {penalty:g}, at translations of {USUAL_LENGTH} subwords"
+        if decoding.length_norm == "length":
+            nearest = f"pass length_penalty {penalty:g}"
+        where = {
+            "hf": f"{nearest}, which generation_config.json has",
+            "ctranslate2": f"`translate --engine ctranslate2` has it; in your own program {nearest}",
+            "onnx": "ONNX Runtime has no search: yours divides by it",
+        }
+        yield f"decoding.length_penalty {decoding.length_penalty:g} ({decoding.length_norm}): {where[to]}"
+    if to == "ctranslate2":
+        yield (
+            f"decoding.beam {decoding.beam}, max_length and the like: `translate --engine ctranslate2` has them; your "
+            f"own program passes beam_size={decoding.beam}, max_decoding_length={decoding.max_length}"
+        )
+    if to == "hf":
+        yield (
+            f"decoding.max_ratio {decoding.max_ratio:g}: transformers has no limit by the source's length; max_length "
+            f"{decoding.max_length:,} alone ends a translation"
+        )
+    if to == "onnx":
+        yield f"decoding.beam {decoding.beam}, max_ratio {decoding.max_ratio:g}: the search is your program's"
+    if config.subwords.lowercase:
+        yield "subwords.lowercase true: your program lower-cases each sentence"
+    if config.data.language_tags or any(corpus.tag for corpus in config.corpora.values()):
+        yield "tags: your program puts the tag before each sentence, as in training"
