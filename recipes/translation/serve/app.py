@@ -62,7 +62,7 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
             Exception: failed,
         },
     )
-    return Guard(app)
+    return Guard(app, limits)
 
 
 class Service:
@@ -163,8 +163,11 @@ async def failed(request: Request, error: Exception) -> Response:
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self.app = app
+        self.limits = limits
+        self.running = 0
+        """Requests that are being answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or have the application answer it."""
@@ -180,12 +183,22 @@ class Guard:
         app = self.app
         if scope["method"] == "POST" and is_from_elsewhere(Headers(scope=scope)):
             app = error_response(403, "a page of another site cannot ask for translations: open the service's own page")
+        if {"content-length", "transfer-encoding"} <= set(Headers(scope=scope).keys()):
+            # Of which a proxy in front may believe the other one
+            message = "Content-Length and Transfer-Encoding are both given: send one of them"
+            app = error_response(400, message, {"Connection": "close"})
+        if self.running >= self.limits.connections:
+            message = f"{self.running:,} requests are being answered: send it again in a second"
+            app = error_response(503, message, {"Retry-After": "1"})
+        self.running += 1
         try:
             await app(scope, receive, send_safely)
         except asyncio.CancelledError:  # by a second signal, or at the end of the time to finish
             if not started:
                 stopped = error_response(503, "the service is stopping: send the request again later")
                 await stopped(scope, receive, send_safely)
+        finally:
+            self.running -= 1
 
 
 def is_from_elsewhere(headers: Headers) -> bool:

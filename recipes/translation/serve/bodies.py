@@ -29,6 +29,8 @@ class Limits:
     """Of all requests that wait."""
     connections: int = 512
     """And requests, at the same time."""
+    header_seconds: float = 10.0
+    """Within which a client must have sent the header of a request."""
     answer_seconds: float = 120.0
     """From the end of a request's body to its translation."""
 

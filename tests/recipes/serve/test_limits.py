@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -25,6 +25,7 @@ from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.serving import GOOD, batched, client_of, serving, waiting
 
 LIMIT = 200
+T = TypeVar("T")
 
 
 def content_of(size: int) -> bytes:
@@ -71,20 +72,36 @@ def queued(lines: int) -> int:
     return 503 if isinstance(found[1], HTTPException) else 200
 
 
+HEAD = b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
 def connected(clients: int) -> int:
-    """The status of a request of the last of so many clients that are connected."""
+    """The status of a request of the last of so many clients, of which the others send the body of theirs slowly."""
 
     async def clients_of(port: int) -> int:
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients - 1)]
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients - 1)]
+        for _, writer in slow:
+            writer.write(HEAD + b"Content-Length: 100\r\n\r\n{")
+            await writer.drain()
+        await asyncio.sleep(0.2)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             answer = await client.get("/health")
-        for _, writer in silent:
+        for _, writer in slow:
             writer.close()
+        if answer.status_code != 200:
+            assert "requests are being answered" in answer.json()["error"]
         return answer.status_code
 
-    async def both() -> int:
-        with serving(Recorder()) as app, listening("127.0.0.1", 0) as taken:
-            server = server_of(app, Limits(connections=20))
+    return answered(clients_of)
+
+
+def answered(clients_of: Callable[[int], Coroutine[Any, Any, T]], **limits: Any) -> T:
+    """What clients find, given the port of a service."""
+
+    async def both() -> T:
+        given = {"connections": 20, **limits}
+        with serving(Recorder(), **given) as app, listening("127.0.0.1", 0) as taken:
+            server = server_of(app, Limits(**given))
             serves = asyncio.ensure_future(server.serve(sockets=[taken]))
             try:
                 return await clients_of(taken.getsockname()[1])
@@ -93,6 +110,50 @@ def connected(clients: int) -> int:
                 await serves
 
     return asyncio.run(both())
+
+
+def test_many_silent_clients_keep_nobody_from_being_answered() -> None:
+    async def clients_of(port: int) -> list[int]:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            found = [(await client.get("/health")).status_code]
+            for _, writer in silent[40:]:
+                writer.write(b"GET /health HT")
+            await asyncio.sleep(0)
+            found.append((await client.get("/health")).status_code)
+        for _, writer in silent:
+            writer.close()
+        return found
+
+    assert answered(clients_of) == [200, 200]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHo"])
+def test_a_client_that_sends_no_header_in_time_is_closed(sent: bytes) -> None:
+    async def client_of(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"}")
+        writer.write(sent)
+        found = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        return found
+
+    assert answered(client_of, header_seconds=0.3) == b""
+
+
+def test_two_lengths_of_a_body_are_refused_and_the_connection_is_closed() -> None:
+    async def client_of(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /")
+        found = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        return found
+
+    answer = answered(client_of)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"Content-Length and Transfer-Encoding are both given" in answer
 
 
 LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
@@ -111,7 +172,7 @@ def test_the_page_of_the_service_states_its_limits() -> None:
     for stated in (
         f"more than {limits.body_seconds:g} seconds",
         f"above {limits.body_bytes >> 20} MiB, {limits.characters:,} characters or {limits.lines:,} lines",
-        f"{limits.queued_lines:,} lines are waiting, or {limits.connections:,} clients are connected",
+        f"{limits.queued_lines:,} lines are waiting, or {limits.connections:,} requests are being answered",
         f"no translation within {limits.answer_seconds:g} seconds",
     ):
         assert stated in page
