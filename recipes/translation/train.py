@@ -35,6 +35,7 @@ from recipes.translation.run_folder.other_model import (
     check_same_teacher,
     load_teacher,
     run_subwords,
+    start_of,
     starting_weights,
 )
 from recipes.translation.run_folder.resume import begin, check_jumps, check_same_data, check_steps, flat, remove_run
@@ -44,6 +45,7 @@ from recipes.translation.run_folder.translator import (
     Translator,
     build_model,
     check_fits,
+    check_layers,
     model_sizes,
     tensors_of,
 )
@@ -51,6 +53,7 @@ from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
+from recipes.translation.training.log_file import LOG, logged, note_in
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
 from recipes.translation.training.parts import Axes, OpenedModel, local_of, opened
@@ -59,7 +62,7 @@ from recipes.translation.training.summary import Summary, announce, size_of, sum
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
 from recipes.translation.training.utilization import share_of_peak
-from recipes.translation.training.validation import note_validation, out_of_patience, validate
+from recipes.translation.training.validation import Validation, note_validation, out_of_patience, validate
 from seqpar.distributed.collectives import gather_numbers
 
 
@@ -82,7 +85,10 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
         axes = axes_of(config.layout, ranks.world)
         devices = devices_of(config.training, ranks)
         held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
-        return train_on(ranks, config, axes, devices, fresh, insist)
+        held.enter_context(ranks.held_by_main(lambda: logged(Path(config.run) / LOG)))
+        summary = train_on(ranks, config, axes, devices, fresh, insist)
+        ranks.run_on_main(lambda: note_in(Path(config.run) / LOG, str(summary)))
+        return summary
 
 
 def train_on(
@@ -119,7 +125,8 @@ def train_on(
         if saved.state.step:
             layout.fill_moments(optimizer, saved.moments)
         layout.parts.receive(average.averages, saved.averages)
-    announce(config, settings, size, corpus, layout, state, teacher)
+    start = ranks.run_on_main(lambda: "" if saved else start_of(config))
+    announce(config, settings, size, corpus, layout, state, teacher, start)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
@@ -128,7 +135,9 @@ def train_on(
     if fresh:
         # Last of all, so that no error before the first step costs the earlier run
         ranks.run_on_main(lambda: remove_run(config))
-    progress = Progress(state, settings.steps, share)
+    progress = Progress(
+        state, settings.steps, share, validate_every=settings.validate_every, classes=len(corpus.target)
+    )
     stopped_by = None
     with (
         StopSignals(ranks.world > 1) as stop,
@@ -139,6 +148,7 @@ def train_on(
         progress,
     ):
         training = Training(config, corpus, optimizer, average, state, ranks, journal, saver)
+        training.validate_start(start)
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -215,13 +225,15 @@ def first_model(
 
     def build() -> EncoderDecoder:
         model = build_model(sizes, corpus.source, corpus.target)
-        freeze(model, settings.freeze)
+        # M2M-100 and NLLB-200 have no bias of the projection: an imported one stays 0, and can be exported again
+        freeze(model, settings.freeze, bool(settings.start_from) and config.model.preset == "m2m100")
         adapt(model, config)
         return model
 
     start = None
     if saved is None and settings.start_from:
         start = ranks.run_on_all(lambda: starting_weights(config) if ranks.is_main else {})
+    ranks.run_on_main(lambda: check_layers(sizes, saved.weights, last) if saved else None)
     torch.manual_seed(settings.seed)
     with torch.device("meta"):
         model = build()
@@ -274,15 +286,7 @@ class Training:
     def validate_and_save(self) -> None:
         """Validate, and begin to save the model and the state. Every rank calls this."""
         moments = self.good_moments()
-        layout = self.average.layout
-        with self.average.in_place(), layout.independent() as ranks:
-            translator = self.translator()
-            if layout.has_whole_model:
-                translator = merged(translator)
-            found = validate(translator, self.corpus, layout.plain_loss(translator.model), self.state.step, ranks)
-        loss = found["loss"]
-        if loss is None or not math.isfinite(loss):
-            raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
+        found = self.validated()
         better = note_validation(self.state, found, self.config.training.best_by)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
         self.journal.keep(found)
@@ -297,6 +301,24 @@ class Training:
         )
         self.journal.validated(self.state, found)
         return_free_memory()
+
+    def validated(self) -> Validation:
+        """Return a validation of the model; raise TrainingError where its loss is not finite. Every rank calls this."""
+        layout = self.average.layout
+        with self.average.in_place(), layout.independent() as ranks:
+            translator = self.translator()
+            if layout.has_whole_model:
+                translator = merged(translator)
+            found = validate(translator, self.corpus.valid, layout.plain_loss(translator.model), self.state.step, ranks)
+        loss = found["loss"]
+        if loss is None or not math.isfinite(loss):
+            raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
+        return found
+
+    def validate_start(self, start: str) -> None:
+        """Validate the model that a new run starts from, if there is one. Every rank calls this."""
+        if start:
+            self.journal.started(self.state, self.validated(), start)
 
     def save_if_due(self) -> None:
         """Begin to save the state by `training.save_every`; raise the error of a save before. Every rank calls this."""

@@ -30,6 +30,7 @@ from recipes.translation.training import student_data
 from recipes.translation.training.student_data import sentences_of, student_of, write_translations
 from recipes.translation.translating.translate import Translation, best
 from seqpar.testing.ranks import ranks
+from tests.recipes.importing.tuned import files
 from tests.recipes.random_translator import random_translator
 from tests.recipes.run_folder.made import contents
 from tests.recipes.saved import model_in, saved_file
@@ -168,6 +169,32 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     assert "[train] resuming from step 1" in capsys.readouterr().out
     assert main([*words, "--training.steps", "1", "--fresh"]) == 0
     assert "40 translations reused" in capsys.readouterr().out
+
+
+def test_the_same_command_with_its_data_goes_on_with_the_student_and_other_data_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [("Two trains leave.", "Zwei Züge fahren ab."), ("The number is six.", "Die Zahl ist sechs.")] * 4
+    text = files(tmp_path, pairs)
+    student = str(tmp_path / "student")
+    (tmp_path / "held").mkdir()
+    held = files(tmp_path / "held", pairs[:2])
+    data = ["--data.format", "text", "--data.train", *text, "--data.valid", *held]
+    words = ["distil", "--teacher", str(run), "--run", student, *SMALL, *data]
+    assert main([*words, "--training.steps", "1"]) == 0
+    assert main([*words, "--training.steps", "2"]) == 0
+    assert "[train] resuming from step 1" in capsys.readouterr().out
+    assert main(["distil", "--run", student, *data, "--training.steps", "3"]) == 0
+    assert "[train] resuming from step 2" in capsys.readouterr().out
+    translations = (tmp_path / "student" / "translations" / "1.target.txt").read_bytes()
+    files(tmp_path, [*pairs, ("One train leaves.", "Ein Zug fährt ab.")])
+    assert main([*words, "--training.steps", "4"]) == 2
+    told = capsys.readouterr().err
+    assert f"other sentences than {student}/translations/1.source.txt, on which {student} is trained" in told
+    assert "()" not in told
+    assert (tmp_path / "student" / "translations" / "1.target.txt").read_bytes() == translations
+    assert main(["distil", "--teacher", student, "--run", student, "--training.steps", "4"]) == 2
+    assert "is the teacher's own folder" in capsys.readouterr().err
 
 
 def test_a_student_that_was_moved_is_resumed_averaged_and_evaluated(

@@ -72,10 +72,16 @@ def main(argv: Sequence[str]) -> int:
         return fail(str(error))
 
 
+LONGEST = 2_000
+"""Characters of an error that are printed."""
+
+
 def fail(message: str) -> int:
     """Print an error as one line, and return the exit status for it."""
     rank = os.environ.get("RANK", "0")
     line = escaped(" ".join(message.split()))
+    if len(line) > LONGEST:  # of another program's, which may quote a file
+        line = f"{line[:LONGEST]}... ({len(line):,} characters)"
     if rank != "0":
         line = f"rank {rank}: {line}"
     # In one piece: unbuffered, print writes the end of the line by itself, and the lines of two processes would mix

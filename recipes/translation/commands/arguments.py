@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import inspect
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, undisturbed, whole_folder
+from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
@@ -209,6 +212,23 @@ def with_folder(config: RunConfig) -> RunConfig:
     return config
 
 
+def check_typed(options: argparse.Namespace) -> None:
+    """Raise an error for settings of decoding, files and runs that are wrong as typed, before torch is imported."""
+    for name, value in decoding_overrides(options).items():
+        try:
+            load_config(None, {name: value})
+        except ConfigError as error:
+            option = as_option(name.removeprefix("decoding."))
+            raise ConfigError(str(error).replace(f"{name} (command line)", option)) from None
+    for file in (getattr(options, name, None) for name in ("file", "sources", "prefixes", "constraints")):
+        if file and not os.path.exists(file):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+    if getattr(options, "engine", "torch") == "torch":
+        checkpoint_folder(options.run, options.checkpoint)
+        if note := outdated_average(options.run, options.checkpoint):
+            print(f"[averaged] {note}", file=sys.stderr)
+
+
 def decoding_overrides(options: argparse.Namespace) -> dict[str, object]:
     """Return the settings of decoding that are given on the command line."""
     given = {}
@@ -302,3 +322,16 @@ def outdated(run: str) -> str:
     if model_with(named, weights) or weights_digest(named) == weights:  # a run, or a model's own folder
         return ""
     return f"{folder} was made from an earlier model than {model_folder(run)}: export it again"
+
+
+def outdated_average(run: str, checkpoint: str | None) -> str:
+    """Return that a run has been trained since its models were averaged; empty otherwise."""
+    averaged = whole_folder(Path(run) / "averaged")
+    last = whole_folder(Path(run) / "last")
+    if checkpoint != "averaged" or averaged is None or last is None:
+        return ""
+    of = noted_in(averaged / "model.json", "averaged_steps") or [0]
+    step = noted_in(last / "model.json", "step") or 0
+    if step <= of[-1]:
+        return ""
+    return f"{averaged} is of models up to step {of[-1]:,}, and {last} is of step {step:,}: average them again"

@@ -37,6 +37,10 @@ STUDENT: dict[str, object] = {
 """The settings that a student does not take from its teacher."""
 
 
+ORIGINAL = frozenset({"data.train", "data.format", "corpora"})
+"""The settings that name the sentences that a teacher translates; a student is trained on its own files."""
+
+
 def distil(argv: Sequence[str]) -> int:
     """Train a small, fast student on a teacher's translations of the training sentences and on its predictions.
 
@@ -71,12 +75,18 @@ def distil(argv: Sequence[str]) -> int:
 
     from recipes.translation.distil import distil as distil_model
     from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.resume import MAY_CHANGE
     from recipes.translation.train import train
+    from recipes.translation.training.student_data import check_same_sentences
     from recipes.translation.training.summary import command
 
     resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
+    data = [name for name in given if name.startswith(("data.", "corpora")) and name not in MAY_CHANGE]
+    originally = student_config(options, False) if resumed and data else None
     config = student_config(options, bool(resumed))
     with joined(config.layout.timeout) as ranks:
+        if originally:
+            ranks.run_on_main(lambda: check_same_sentences(originally))
         # The training data of one that is resumed are the translations
         summary = train(config, ranks=ranks) if resumed else distil_model(config, options.fresh, ranks)
         print(summary)
@@ -92,10 +102,14 @@ def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     """Return the student's settings: those of its run, if it is resumed, or of --config, or else the teacher's."""
     from recipes.translation.run_folder.other_model import teacher_folder
 
-    if resumed:
-        return run_config(options)
     given: dict[str, object] = {**overrides(options)}
+    if resumed:  # whose training data are the translations
+        for name in ORIGINAL & given.keys():
+            setattr(options, name, None)
+        return run_config(options)
     file = config_file(options)
+    if file is None and (last := whole_folder(Path(str(given["run"])) / "last")):
+        given.setdefault("training.teacher", load_config(last / "config.yaml").training.teacher)
     if file is None and (teacher := given.get("training.teacher")):
         file = through_pointer(teacher_folder(str(teacher)) / "config.yaml")
         given = {**STUDENT, **given}

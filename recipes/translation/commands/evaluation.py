@@ -14,6 +14,7 @@ from recipes.translation.commands.arguments import (
     add,
     add_decoding_options,
     as_option,
+    check_typed,
     parser_of,
     path,
 )
@@ -63,6 +64,8 @@ def evaluate(argv: Sequence[str]) -> int:
     )
     options = parser.parse(argv)
     _check_files(parser, options)
+    if not options.hypotheses:
+        check_typed(options)
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.scores.evaluate import check_metrics, scores_table

@@ -58,5 +58,5 @@ def import_(argv: Sequence[str]) -> int:
     )
     words = ["train", "--config", run / "best" / "config.yaml", "--run", "NEW", "--training.start_from", run]
     files = "--data.train SOURCE TARGET --data.valid SOURCE TARGET"
-    print(f"[import] to train on: {command(*words)} {files}")
+    print(f"[import] to train it further: {command(*words)} {files}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,12 @@ from recipes.translation.commands.arguments import (
     run_config,
     with_folder,
 )
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import LayoutConfig, RunConfig, load_config
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.options import add_config_options, overrides
 
 if TYPE_CHECKING:
@@ -100,6 +104,12 @@ def train(argv: Sequence[str]) -> int:
     add_config_options(parser)
     options = parser.parse(argv)
     config = run_config(options)
+    resumed = not options.fresh and whole_folder(Path(config.run) / "last") is not None
+    if "RANK" not in os.environ:  # several processes say it together, later
+        check_data(config, insist=options.insist or resumed)
+    unnamed = not (resumed or options.config or config.corpora or "data.format" in overrides(options))
+    if unnamed and config.data.format == "builtin" and os.environ.get("RANK", "0") == "0":
+        print("[train] no training data is named: the built-in corpus is learnt; yours is --data.train SOURCE TARGET")
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
@@ -112,8 +122,23 @@ def train(argv: Sequence[str]) -> int:
     return exit_status(summary)
 
 
+def check_data(config: RunConfig, insist: bool) -> None:
+    """Raise an error for data that is missing, or looks like a mistake, before torch is imported."""
+    from recipes.translation.data.corpora import Corpora
+    from recipes.translation.data.mistakes import check_meant
+    from recipes.translation.data.split_files import check_named, named
+
+    corpora = Corpora(config)
+    corpora.check_training()
+    for each in corpora.valid:
+        with named(each.name):
+            check_named(each.data, "valid")
+    if not insist:
+        check_meant(corpora)
+
+
 PURPOSES = {
-    "translate": "type sentences (to one process), or add --file FILE",
+    "translate": "type sentences, or add --file FILE",
     "evaluate": "scores with confidence intervals",
     "report": "a page with curves, scores and translations",
     "serve": "a page that translates, and an endpoint for programs",
@@ -168,4 +193,27 @@ def average(argv: Sequence[str]) -> int:
         made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last))
         steps = ", ".join(f"{step:,}" for step in made)
         print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, of the steps {steps}")
+        print(f"[average] {ranks.run_on_main(lambda: compared_with_best(Path(options.run)))}")
     return 0
+
+
+def compared_with_best(run: Path) -> str:
+    """Return how the average does on the validation data, and whether `best` does better."""
+    from recipes.translation.run_folder.checkpoint import load_facts, saved_config
+    from recipes.translation.training.validation import Validation, validate_folder
+
+    if not whole_folder(run / "best"):
+        return "there is no best model to compare it with"
+    by = saved_config(run / "averaged").training.best_by
+    best = Validation.from_dict(load_facts(run / "best"))
+    try:
+        averaged = validate_folder(run / "averaged")
+    except (DataError, ConfigError) as error:
+        return f"it is not compared with best, as the validation data cannot be read: {error}"
+    smaller = METRICS[by].smaller_is_better
+    values = (averaged[by], best[by])
+    verdict = ""
+    if None not in values and values[0] != values[1]:
+        better = (values[0] < values[1]) == smaller  # type: ignore[operator]
+        verdict = "; it is better" if better else "; it is worse: use best, or average fewer models with --last"
+    return f"validation: {averaged}; best, of step {best.step:,}: {best}{verdict}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from recipes.translation.commands.arguments import (
     add,
     add_decoding_options,
+    check_typed,
     load_exported,
     outdated,
     parser_of,
@@ -66,6 +67,7 @@ def translate(argv: Sequence[str]) -> int:
         parser.error("give sentences or --file, not both")
     if clash := clashing(options):
         parser.error(clash)
+    check_typed(options)
     if options.alignments:
         reads = (options.file, options.prefixes, options.constraints)
         check_output_file(Path(options.alignments), "--alignments", reads=reads)

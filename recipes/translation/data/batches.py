@@ -119,6 +119,21 @@ class TokenBatches:
             return 0
         return len(self._cuts) + 1  # k cuts make k + 1 batches
 
+    @property
+    def pairs_short_enough(self) -> Array:
+        """Return the indices of the pairs that are not left out."""
+        return self._short_enough
+
+    @property
+    def over_budget(self) -> int:
+        """Return the number of pairs that are longer than a batch may be."""
+        found = 0
+        for start in range(0, len(self.sources), SLICE):
+            end = min(start + SLICE, len(self.sources))
+            longer = numpy.maximum(self.sources.lengths(start, end), self.targets.lengths(start, end))
+            found += int(((longer + 1 > self.batch_tokens) & (longer <= self.max_length)).sum())
+        return found
+
     def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices into the pairs."""
         if not len(self):

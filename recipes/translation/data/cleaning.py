@@ -95,7 +95,9 @@ class Cleaning:
                 self.removed[broken] += 1
 
     def __str__(self) -> str:
-        counts = "; ".join(f"{name} {count:,}" for name, count in self.removed.items())
+        counts = "; ".join(f"{name} {count:,}" for name, count in self.removed.items() if count)
+        if not counts:
+            return f"none of {self.read:,} pairs dropped"
         return f"{sum(self.removed.values()):,} of {self.read:,} pairs dropped: {counts}"
 
 

@@ -51,6 +51,11 @@ class CorpusSplit:
             return f"data.{self.split}"
         return f"corpora.{self.name}.{self.split}"
 
+    def __str__(self) -> str:
+        """Return its files and languages, for the log."""
+        names = " ".join(str(Path(self.data.path, name)) for name in getattr(self.data, self.split))
+        return f"{names or 'the built-in corpus'} ({self.data.source} to {self.data.target})"
+
     @cached_property
     def pairs(self) -> list[Pair]:
         """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""

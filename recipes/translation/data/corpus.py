@@ -47,6 +47,8 @@ class Corpus:
     """One, or that of several pairs of languages."""
     fingerprint: str
     """SHA-256 of all ids, without noise, and of draws where subwords are sampled, which a resumed run compares."""
+    read: Sequence[str] = ()
+    """What was read, a line for each corpus."""
 
 
 def load_corpus(
@@ -134,14 +136,29 @@ def _opened(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus:
     batches = drawn_batches(corpora, train, source, target)
     if isinstance(batches, DrawnBatches) and batches.sampled:
         digest.update(repr(batches.probe()).encode())
-    valid = [_validation_set(each, source, target) for each in corpora.valid]
+    valid = [validation_set(each, source, target) for each in corpora.valid]
     for each in valid:
         for side in (each.batches.sources, each.batches.targets):
             digest.update(side.values.astype("<u4").tobytes() + side.ends.astype(ENDS).tobytes())
-    return Corpus(source, target, batches, valid, digest.hexdigest())
+    said = _described(corpora, store.corpora, train, valid)
+    return Corpus(source, target, batches, valid, digest.hexdigest(), said)
 
 
-def _validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
+def _described(
+    corpora: Corpora, sizes: Sequence[int], train: TokenBatches, valid: Sequence[ValidationSet]
+) -> list[str]:
+    """Return a line for each corpus: its files, its languages, its pairs and, of several, its share of an epoch."""
+    counts = list(sizes)
+    if train.mixture is not None:
+        counts = train.mixture.counts(train.pairs_short_enough)
+    found = []
+    for corpus, size, count in zip(corpora.training, sizes, counts, strict=True):
+        share = f", {count / max(sum(counts), 1):.1%} of an epoch" if len(sizes) > 1 else ""
+        found.append(f"{corpus.setting}: {corpus}: {size:,} pairs{share}")
+    return [*found, *(f"{each.held_out.setting}: {each.held_out}: {len(each.pairs):,} pairs" for each in valid)]
+
+
+def validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
     config = held_out.config
     pairs = held_out.spoken(held_out.pairs)
     # Validation has every pair, or its scores would be of easier sentences

@@ -95,6 +95,11 @@ class DrawnBatches:
         """Return the number of pairs that are left out of every epoch, as longer than `max_length`."""
         return self.plain.dropped
 
+    @property
+    def over_budget(self) -> int:
+        """Return the number of pairs that are longer than a batch may be."""
+        return self.plain.over_budget
+
     def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
         batches = self._order(number).epoch(number)

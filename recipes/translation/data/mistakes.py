@@ -24,9 +24,9 @@ def check_meant(corpora: Corpora) -> None:
     for training in corpora.training:
         for other in held_out:
             for ours, theirs in zip(_sources(training), _sources(other), strict=False):
-                if _are_same(ours, theirs):
+                if how := _how_same(ours, theirs):
                     raise DataError(
-                        f"{training.setting} and {other.setting} are the same data ({ours} and {theirs}), so that "
+                        f"{training.setting} and {other.setting} are the same data ({ours} and {theirs}{how}), so that "
                         f"its scores would reward memorisation: hold some pairs back; {WAY}"
                     )
 
@@ -34,18 +34,19 @@ def check_meant(corpora: Corpora) -> None:
 def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
     """Raise DataError for one file as source and target, and for names that end in another language."""
     source, target = paths
-    if _are_same(source, target):
+    section = setting.rpartition(".")[0]
+    if how := _how_same(source, target):
         raise DataError(
-            f"{setting} names the same file as source and target ({source} and {target}), so that a model would learn "
-            f"to copy: name the file of {data.target} second; {WAY}"
+            f"{setting} names the same sentences as source and target ({source} and {target}{how}), so that a model "
+            f"would learn to copy: name the file of {data.target} second; {WAY}"
         )
     for side, path, language in (("source", source, data.source), ("target", target, data.target)):
         ending = ending_of(path)
         ours = re.split("[-_]", language)[0].lower()
         if ending and len(ours) == 2 and ending != ours:
             raise DataError(
-                f"{setting} names {path} as {side}, and data.{side} is {language}, not {ending}: name the file of "
-                f"{data.source} first, or set data.source and data.target to the files' languages; {WAY}"
+                f"{setting} names {path} as {side}, and {section}.{side} is {language}, not {ending}: name the file of "
+                f"{data.source} first, or set {section}.source and {section}.target to the files' languages; {WAY}"
             )
 
 
@@ -64,10 +65,15 @@ def _sources(corpus: CorpusSplit) -> list[Path]:
     return paths_of(corpus.data, corpus.split)[:1]
 
 
-def _are_same(one: Path, other: Path) -> bool:
+def _how_same(one: Path, other: Path) -> str:
+    """Return how two files are the same, as words to add to their names; empty if they are not."""
     if one == other:
-        return True
+        return ", one file"
     if not (one.is_file() and other.is_file()):
-        return False
-    # Under another name, or a copy
-    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
+        return ""
+    if one.samefile(other):
+        return ", one file under two names"
+    # Nothing is the same of empty files, which are refused by themselves
+    if one.stat().st_size and filecmp.cmp(one, other, shallow=False):
+        return ", which have the same contents"
+    return ""

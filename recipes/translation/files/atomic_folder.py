@@ -23,7 +23,7 @@ from recipes.translation.files.pointers import pointed_at
 from recipes.translation.files.writing import beside, by_name, claimed, flush, put
 
 MANIFEST = "manifest.json"
-LISTED = fields({"files": fields({"*": fields({"sha256": TEXT})})})
+LISTED = fields({"files": fields({"*": fields({"sha256": TEXT})}, bool, "the names of files")})
 """What it must be."""
 MODELS = ("best", "last", "averaged")
 """The models of a run that its results can be of."""

@@ -27,7 +27,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 
 
 class OneByOne(Mapping[str, Tensor]):
-    """Tensors of which each exists from when it is asked for until the caller drops it.
+    """Lazy tensors: each is made when it is requested, and freed when the caller drops it.
 
     Args:
         described: every tensor on the device "meta", with its shape and dtype.

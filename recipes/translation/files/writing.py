@@ -84,9 +84,16 @@ def make_folder(path: Path) -> None:
 
 def opened(path: Path, flags: int) -> int:
     """Open a file as `os.open` does, but no link; return its descriptor."""
-    check_no_link(path)
+    check_regular(path, bool(flags & os.O_DIRECTORY))
     # And a link that is put there at this moment is not followed either
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def check_regular(path: Path, folder: bool = False) -> None:
+    """Raise OSError for a symbolic link, and for a pipe or a device, which would be waited for without end."""
+    check_no_link(path)
+    if not folder and path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
 
 
 def check_no_link(path: Path) -> None:

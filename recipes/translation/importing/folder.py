@@ -53,6 +53,8 @@ def read_config(folder: Path) -> Any:
     """Return what config.json says of the architecture."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give one with a model as transformers saves it")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json: give a folder as transformers' save_pretrained writes it")
     with reading("config.json", folder):
         return AutoConfig.from_pretrained(folder, **OWN)
 

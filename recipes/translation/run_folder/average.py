@@ -15,6 +15,7 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.files.tensors import OneByOne, described
 from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, write_model
 from recipes.translation.run_folder.numbered import kept_models, step_of
+from recipes.translation.run_folder.outputs import is_run
 
 
 def average(run: Path, last: int | None = None) -> list[int]:
@@ -41,6 +42,8 @@ def average(run: Path, last: int | None = None) -> list[int]:
 
 def check_enough(kept: Sequence[Path], count: int, run: Path) -> None:
     """Raise CheckpointError if no model is kept, or fewer than are to be averaged."""
+    if not is_run(run):
+        raise CheckpointError(f"there is no run in {run}: name its folder with --run")
     if not kept:
         raise CheckpointError(f"{run} keeps no models: train with --training.keep_checkpoints 10")
     if count > len(kept):

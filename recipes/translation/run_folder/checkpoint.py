@@ -25,7 +25,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from recipes.translation.files.atomic_folder import (
     undisturbed,
     verified_folder,
 )
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import TEXT, WrongFieldError, fields, is_whole, maybe, parsed, value
 from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, renamed, write_tensors
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
     check_fits,
+    check_layers,
     fill_model,
     model_on_meta,
     model_sizes,
@@ -139,8 +141,12 @@ def load_training(folder: Path) -> SavedTraining:
     of = record.pop("of", None)
     if not isinstance(of, dict) or of.get(WEIGHTS_FILE) != digest:
         raise CheckpointError(f"{there / 'training.json'} belongs to other weights than those beside it; {MIXED}")
-    if record.keys() != {field.name for field in fields(TrainingState)}:
+    if record.keys() != {field.name for field in fields_of(TrainingState)}:
         raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
+    try:
+        STATE(record, "")
+    except WrongFieldError as error:
+        raise CheckpointError(f"{there / 'training.json'}: {error}; {MIXED}") from None
     state = TrainingState(**record)
     trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
@@ -149,6 +155,16 @@ def load_training(folder: Path) -> SavedTraining:
     return SavedTraining(trained, moments, state, averages=weights)
 
 
+COUNT = value("a whole number from 0 up", lambda found: is_whole(found) and found >= 0)
+TIME = value("a number of seconds", lambda found: isinstance(found, (int, float)) and 0 <= found < math.inf)
+SCORE = maybe(value("a number", lambda found: isinstance(found, (int, float))))
+STATE = fields(
+    dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale"), COUNT)
+    | dict.fromkeys(("train_seconds", "seconds"), TIME)
+    | dict.fromkeys(("best_loss", "best_score"), SCORE)
+    | dict.fromkeys(("data", "teacher"), TEXT)
+)
+"""What training.json must be."""
 TRAINED = "weights/"
 """What the names of weights begin with in `training.safetensors`."""
 
@@ -175,6 +191,7 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
         config, source, target = load_belongings(whole, overrides)
         if has_lora(weights.described):
             weights = _merged(weights, config.training.lora_alpha)
+        check_layers(model_sizes(config.model), weights, whole)
         check_fits(tensors_of(model_on_meta(model_sizes(config.model), source, target)), weights, whole)
         return SavedModel(folder, config, source, target, weights, digest)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.writing import is_at, opened, writing_to
+from recipes.translation.files.writing import flush, is_at, opened, writing_to
 
 PATIENCE = 2.0
 """Seconds to wait for a process that is just ending."""
@@ -27,7 +27,13 @@ _held: set[int] = set()
 def sole_writer(run: Path) -> Iterator[None]:
     """Lock `run` within the block; raise CheckpointError, which names the other process, if it is locked already."""
     made = not run.exists()
+    above = next(folder for folder in run.absolute().parents if folder.exists())
     run.mkdir(parents=True, exist_ok=True)
+    for folder in run.absolute().parents if made else ():
+        with suppress(OSError):  # some file systems flush no folders
+            flush(folder)
+        if folder == above:
+            break
     path = run / ".lock"
     descriptor = _locked(path, run)
     _held.add(descriptor)
@@ -39,7 +45,8 @@ def sole_writer(run: Path) -> Iterator[None]:
     finally:
         if descriptor in _held:
             _held.discard(descriptor)
-            path.unlink(missing_ok=True)  # before it is unlocked: afterwards it might be another process's
+            with suppress(OSError):  # it would hide the block's own
+                path.unlink()  # before it is unlocked: afterwards it might be another process's
             os.close(descriptor)
         if made:
             with suppress(OSError):  # it is no longer empty

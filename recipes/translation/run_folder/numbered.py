@@ -72,7 +72,7 @@ def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
     """Let the pointers name the whole folders of a step, then remove those that no pointer names any longer.
 
     `last` names the model in any case; `best`, if it is `better` than the one before; and `kept`, if `keep` models are
-    to be kept of which it is one. Those of later steps are kept no longer: a process saved them and was killed before
+    to be kept, including it. Those of later steps are kept no longer: a process saved them and was killed before
     it could save the state to resume from.
     """
     model = model_at(run, step)

@@ -19,6 +19,7 @@ from recipes.translation.run_folder.checkpoint import (
     SavedModel,
     TrainingState,
     load_belongings,
+    load_facts,
     load_saved,
     saved_config,
 )
@@ -54,6 +55,17 @@ def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:
     for stack, layers in _layers(theirs).items():
         weights = spaced_layers(weights, stack, layers, own_layers[stack])
     return weights
+
+
+def start_of(config: RunConfig) -> str:
+    """Return the model that a new run starts from, with its step; empty for random weights."""
+    if not config.training.start_from:
+        return ""
+    folder = model_folder(config.training.start_from)
+    if whole_folder(folder) is None:  # moved, since the run began
+        return str(folder)
+    facts = load_facts(folder)
+    return f"{folder} (imported)" if "imported_from" in facts else f"{folder} (step {facts['step']:,})"
 
 
 def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: int) -> OneByOne:
@@ -189,6 +201,8 @@ def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Pa
     """Raise ConfigError if a run that has begun learnt from another model."""
     if state.teacher == (teacher.digest if teacher else ""):
         return
+    if teacher and teacher.folder.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(f"--run {run} is the teacher's own folder: name another one for the student")
     here = teacher.folder if teacher else "none"
     what = "another model" if teacher else "one"
     if not state.teacher:

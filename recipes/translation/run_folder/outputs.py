@@ -20,7 +20,7 @@ RECORDS = ("metrics.jsonl", "resources.jsonl")
 WHOLE = (*MODELS, "subwords")
 """Folders that are replaced as a whole; what others put into them is not the run's."""
 OWN = (
-    *(*RECORDS, "samples.jsonl", "validation.json", "report.html", "trackers.json", ".lock", *WHOLE),
+    *(*RECORDS, "samples.jsonl", "validation.json", "report.html", "train.log", "trackers.json", ".lock", *WHOLE),
     *("*.scores.json", "*.translations.txt", "*.odd.txt"),
     *("kept", NUMBERED, f"{NUMBERED}/step-*", f"{NUMBERED}/state-*"),
     *("translations", "translations/*.source.txt", "translations/*.target.txt", "translations/*.json"),

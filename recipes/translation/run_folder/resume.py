@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -156,11 +156,12 @@ def check_saved_with_models(config: RunConfig, made: int) -> None:
             continue
         if made == config.training.steps:
             raise ConfigError(
-                f"{key} is {value!r}, but {run} has made its {made:,} steps, and its models keep {was[key]!r}: set "
-                f"training.steps to {made + 1:,} or more, or give test files and search options to evaluate and "
-                "translate"
+                f"{key} is {shown(value)}, but {run} has made its {made:,} steps, and its models keep "
+                f"{shown(was[key])}: set training.steps to {made + 1:,} or more, or give test files and search options "
+                "to evaluate and translate"
             )
-        print(f"[train] {key} is now {value!r}; {run / 'best'} keeps {was[key]!r} until there is a better model")
+        now = shown(value)
+        print(f"[train] {key} is now {now}; {run / 'best'} keeps {shown(was[key])} until there is a better model")
 
 
 def _saved_with_models(config: RunConfig) -> dict[str, object]:
@@ -176,12 +177,25 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     may_change = MAY_CHANGE
     if METRICS[config.training.best_by].of_translations:
         may_change -= SCORING
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and key not in may_change:
-            raise ConfigError(
-                f"{key} is {now.get(key)!r} but {folder.parent} was trained with {before.get(key)!r}: keep it, choose "
-                "another --run, or start over with --fresh"
-            )
+    differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    found = [(key, shown(now.get(key)), shown(before.get(key))) for key in differ if key not in may_change]
+    if not found:
+        return
+    (key, own, other), *more = found
+    others = "".join(f", {key} is {own} but was {other}" for key, own, other in more)
+    raise ConfigError(
+        f"{key} is {own} but {folder.parent} was trained with {other}{others}: keep {'them' if more else 'it'}, choose "
+        "another --run, or start over with --fresh"
+    )
+
+
+def shown(value: object) -> str:
+    """Return a setting's value as it is typed."""
+    if isinstance(value, (tuple, Mapping)):
+        return " ".join(map(str, value)) or "none"
+    if value is None:
+        return "none"
+    return repr(value)
 
 
 def check_best(saved: SavedTraining, config: RunConfig) -> None:
@@ -265,8 +279,11 @@ def flat(config: RunConfig) -> dict[str, object]:
 
 def check_jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> None:
     """Raise ConfigError for a setting that may be meant, and makes numbers jump or loses models without a word."""
-    for what in jumps(before, now, state):
-        raise ConfigError(f"{what}; keep the setting, begin another --run with training.start_from, or add --insist")
+    if found := list(jumps(before, now, state)):
+        keep = "the setting" if len(found) == 1 else "these settings"
+        raise ConfigError(
+            f"{'; '.join(found)}; keep {keep}, begin another --run with training.start_from, or add --insist"
+        )
 
 
 def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[str]:

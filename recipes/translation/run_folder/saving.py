@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -58,8 +59,12 @@ class Saver:
         """The step whose checkpoint was last begun to be saved, or was resumed from."""
         self._interval = save_interval(settings.save_every)
         self._saved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
+        self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = threading.Semaphore(0)
+        self._running = False
+        """Whether a save has begun whose end nobody has waited for."""
         self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether `training.save_every` asks for a checkpoint of this step; all ranks get the same answer."""
@@ -101,9 +106,23 @@ class Saver:
             point_at(self.run, state.step, better=better, keep=keep)
 
         self._saved_at = time.monotonic()
-        # A daemon, which does not hold up a process that is told to end at once
-        self._thread = threading.Thread(target=self._run, args=(write, (weights, moments)), name="saving", daemon=True)
-        self._thread.start()
+        self._start()
+        self._running = True
+        self._saves.put(lambda: self._run(write, (weights, moments)))
+
+    def _start(self) -> None:
+        """Start the thread, once: later, without memory for one, that waits without end."""
+        if self._thread is None:
+            # A daemon, which does not hold up a process that is told to end at once
+            self._thread = threading.Thread(target=self._work, name="saving", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        """Save what is put into the queue, until that is None."""
+        while (save := self._saves.get()) is not None:
+            save()
+            save = None  # and the copies with it
+            self._ended.release()
 
     def _run(self, write: Callable[[], None], tensors: Sequence[Mapping[str, Tensor]]) -> None:
         try:
@@ -125,20 +144,24 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the save that has begun is on the disk; raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._wait()
         self.check()
+
+    def _wait(self) -> None:
+        if self._running:
+            self._ended.acquire()
+            self._running = False
 
     def last(self) -> Path | None:
         """Return `<run>/last` if it is there after the save that has begun, whether or not that fails."""
-        if self._thread is not None:
-            self._thread.join()
+        self._wait()
         if whole_folder(self.run / "last") is None:
             return None
         return self.run / "last"
 
     def __enter__(self) -> Self:
+        if self.writes:
+            self._start()
         return self
 
     def __exit__(
@@ -150,3 +173,5 @@ class Saver:
             if kind is None:
                 raise
             print(f"[train] {failed}", file=sys.stderr)  # besides the error that ends the run
+        finally:
+            self._saves.put(None)

@@ -100,6 +100,16 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
         tensor.copy_(saved[name])
 
 
+def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Raise CheckpointError for more layers than there are saved tensors, before they are built."""
+    layers = sum(getattr(sizes, name, 0) for name in ("encoder_layers", "decoder_layers"))
+    if layers > len(saved):
+        raise CheckpointError(
+            f"{folder} does not fit the model its config.yaml describes: {layers:,} layers, and {len(saved):,} tensors "
+            "in all"
+        )
+
+
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
     """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
     saved = described(saved)

@@ -46,7 +46,8 @@ class Metric:
 
     def said(self, value: float) -> str:
         """Return a value for the log: accuracy 34.5 %."""
-        return f"{self.label} {value:.{self.digits}f} {self.unit}".rstrip()
+        number = f"{value:.{self.digits}f}" if abs(value) < 1e6 else f"{value:.1e}"
+        return f"{self.label} {number} {self.unit}".rstrip()
 
     @property
     def title(self) -> str:

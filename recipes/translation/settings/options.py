@@ -119,7 +119,7 @@ def add_setting(
 def _shown(name: str, default: object) -> str:
     """Return the default of a setting in words."""
     if default is None:
-        return "that of the preset" if name.startswith("model.") else "null"
+        return "that of the preset" if name.startswith("model.") else "none"
     if isinstance(default, (tuple, Mapping)):
         return " ".join(map(str, default)) or "none"
     if isinstance(default, bool):

@@ -46,7 +46,7 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         if self.below < math.inf:
-            return f"from {self.at_least:g} to below {self.below:g}"
+            return f"from {self.at_least:g} to below {self.below:,g}"
         return f"from {self.at_least:g} up"
 
 
@@ -80,6 +80,7 @@ class SettingType(NamedTuple):
     """The texts that a value may be; empty where it may be any."""
     range: Range | None
     path: bool
+    default: Any
 
     @classmethod
     def of(cls, field: dataclasses.Field[Any], kind: Any) -> SettingType:
@@ -96,7 +97,7 @@ class SettingType(NamedTuple):
                 alternative = str if inner is alternative else tuple[str, ...]
             kinds.append(alternative)
         known = field.metadata
-        return cls(tuple(kinds), known["help"], choices, known.get("range"), known.get("path", False))
+        return cls(tuple(kinds), known["help"], choices, known.get("range"), known.get("path", False), field.default)
 
 
 class Setting(NamedTuple):
@@ -137,12 +138,21 @@ class Schema:
                 example = f"{key}.{self.sections[key][0]}"
                 raise ConfigError(f"{key} ({location}) is a section; name one of its settings, such as {example}")
             try:
-                node = _as_node(value, self.settings[key].kinds)
+                node = _as_node(self._without_none(key, value), self.settings[key].kinds)
             except (_UnfitError, yaml.YAMLError) as error:
                 reason = f": {error}" if isinstance(error, _UnfitError) else ""
                 raise ConfigError(self._refusal(key, location, shortened(repr(value))) + reason) from None
             given[key] = Setting(self._value(key, node, location), location)
         return given
+
+    def _without_none(self, key: str, value: object) -> object:
+        """Return a value that is typed, the empty one for `none` where the help calls the default so."""
+        setting = self.settings[key]
+        if value not in ("none", ["none"], ("none",)) or "none" in setting.choices:
+            return value
+        if types.NoneType in setting.kinds:
+            return "null"
+        return setting.default if setting.default in ("", ()) else value
 
     def _read(self, node: yaml.Node, section: str, path: Path) -> dict[str, Setting]:
         """Read the settings of a section; the file itself is section ""."""
@@ -315,7 +325,9 @@ def _as_node(value: object, kinds: Sequence[Any]) -> yaml.Node:
         return _composed(yaml.safe_dump(value, sort_keys=False))
     # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
     nothing = types.NoneType in kinds and value in ("null", "~")
-    if str in (*kinds, *inner) and not nothing and not (inner and value.startswith("[")):
+    if nothing:
+        return _composed("null")
+    if str in (*kinds, *inner) and not (inner and value.startswith("[")):
         return yaml.ScalarNode(f"{YAML_TAG}str", value)
     return _composed(_text(value))
 
@@ -389,4 +401,6 @@ def _words(kind: Any, limits: str) -> str:
             return f"a list, each {each}"
         return f"a list of {len(inner)}, each {each}"
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
+    if kind is int and (found := re.fullmatch(r"( from .* to )below ([\d,]+)", limits)):
+        limits = f"{found[1]}{int(found[2].replace(',', '')) - 1:,}"
     return names[kind] + (limits if kind in (int, float) else "")

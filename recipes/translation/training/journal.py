@@ -62,7 +62,7 @@ class Journal:
             for name in ("validation.json", "report.html"):
                 (self.run / name).unlink(missing_ok=True)
         with ExitStack() as held:
-            metrics = Metrics(self._path("metrics.jsonl"), after_step=resumed_at or 0, trackers=trackers)
+            metrics = Metrics(self._path("metrics.jsonl"), after_step=after, trackers=trackers)
             self.metrics = held.enter_context(metrics)
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
@@ -133,6 +133,11 @@ class Journal:
         if time.monotonic() >= self.next_drawing:
             self._draw()
         self.progress.validated(state, found)
+
+    def started(self, state: TrainingState, found: Validation, of: str) -> None:
+        """Note and announce the validation of the model that a run starts from."""
+        self.metrics.write(**found.as_dict())
+        self.progress.validated(state, found, of)
 
     def _draw(self) -> None:
         """Draw the report, and say when to draw it again."""

@@ -31,7 +31,8 @@ from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
 from models.transformer import allocate
 from recipes.translation.data.batches import Batch
-from recipes.translation.errors import ConfigError
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.tensors import MIXED
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
@@ -354,7 +355,16 @@ class Layout:
                 # In the weights' dtype, which differs if the run is resumed in another precision
                 moments = {what: torch.zeros_like(parameter, requires_grad=False) for what in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-        self.parts.receive(self.moments(optimizer), saved)
+        own = self.moments(optimizer)
+
+        def check() -> None:
+            if lacking := sorted(own.keys() - saved.keys()):
+                raise CheckpointError(
+                    f"training.safetensors has no {lacking[0]}, one of the optimizer's moments; {MIXED}"
+                )
+
+        self.parts.ranks.run_on_main(check)
+        self.parts.receive(own, saved)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
-from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
+from recipes.translation.files.writing import add_to, adding_to, check_regular, replace_file, writing_to
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.step_records import record_of
@@ -32,11 +33,24 @@ class Progress(StatusLine):
     run's seconds, in `state`.
     """
 
-    def __init__(self, state: TrainingState, steps: int, share_of_peak: float = 0.0) -> None:
-        """Begin after the steps of `state`; `share_of_peak` is that of one token a second, 0 where it is unknown."""
+    def __init__(
+        self,
+        state: TrainingState,
+        steps: int,
+        share_of_peak: float = 0.0,
+        *,
+        validate_every: int = 0,
+        classes: int = sys.maxsize,
+    ) -> None:
+        """Begin after the steps of `state`.
+
+        `share_of_peak` is that of one token a second, 0 where it is unknown; `classes` are the target's subwords.
+        """
         super().__init__(sys.stdout)
         self.steps = steps
         self.share_of_peak = share_of_peak
+        self.validate_every = validate_every
+        self.classes = classes
         self.estimated = False
         """Whether the log has said how long training will take."""
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
@@ -48,7 +62,7 @@ class Progress(StatusLine):
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
-        if len(self.recent) == FIRST_STEPS and not self.estimated:
+        if len(self.recent) == FIRST_STEPS and not self.estimated and state.step < self.steps:
             self.estimated = True
             self.say(self.estimate(state.step))
         self.show(self.line(state.step))
@@ -56,18 +70,34 @@ class Progress(StatusLine):
 
     def estimate(self, step: int) -> str:
         """Return how long the steps after `step` will take; the very first ones, which are slow, do not count."""
-        counted = list(self.recent)[FIRST_STEPS // 2 :]
-        left = (self.steps - step) * sum(each[0] for each in counted) / len(counted)
+        left = (self.steps - step) * self._step_seconds()
         return f"[train] the {self.steps - step:,} steps left will take about {in_words(left)}, without validations"
 
-    def validated(self, state: TrainingState, found: Validation) -> None:
-        """Show the result of a validation and that of each corpus; its seconds do not count as training."""
+    def _step_seconds(self) -> float:
+        counted = list(self.recent)[FIRST_STEPS // 2 :] or list(self.recent)
+        return sum(each[0] for each in counted) / max(len(counted), 1)
+
+    def validated(self, state: TrainingState, found: Validation, of: str = "") -> None:
+        """Show the result of a validation and that of each corpus; its seconds do not count as training.
+
+        `of` is the model that a run starts from, of which it is the validation.
+        """
         line = f"[valid] step {state.step:>6,}   {found}"
-        if state.best_step == state.step:
+        if of:
+            line += f"   {of}, before the first step"
+        elif is_worse_than_guessing(found, self.classes):
+            line += f"   worse than guessing: {guessing(self.classes)}"
+        elif state.best_step == state.step:
             line += "   best so far"
         self.say(line, *(f"[valid]   {part}: {of_part}" for part, of_part in found.parts.items()))
         # The clock starts anew, so that the next step is not charged with the validation
-        self._tick(state)
+        seconds = self._tick(state)
+        left = self.steps - state.step
+        if self.validate_every and self.recent and left > 0:
+            left_seconds = left * self._step_seconds() + -(-left // self.validate_every) * seconds
+            whole = in_words(state.seconds + left_seconds)
+            self.say(f"[train] the whole run, with validations, will take about {whole}")
+        self.validate_every = 0  # it has been said
 
     def line(self, step: int) -> str:
         """Return the progress line of `step`."""
@@ -93,10 +123,22 @@ class Progress(StatusLine):
         return self.mark - before
 
 
+def is_worse_than_guessing(found: Validation, classes: float) -> bool:
+    """Return whether every one of the target's subwords, taken as equally likely, would be a better guess."""
+    return (found["perplexity"] or 0.0) > classes
+
+
+def guessing(classes: int) -> str:
+    """Return what the loss of a guess is."""
+    return f"each of {classes:,} subwords, equally likely, has the loss {math.log(classes):.2f}"
+
+
 def in_words(seconds: float) -> str:
     """Return a time as it is spoken of: 40 seconds, 12 minutes, 2.5 hours."""
+    if seconds < 1.5:
+        return "1 second"
     if seconds < 90:
-        return f"{max(seconds, 1):.0f} seconds"
+        return f"{seconds:.0f} seconds"
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3_600:.1f} hours"
@@ -115,7 +157,7 @@ class Metrics:
         self.trackers = trackers
         self.file: IO[bytes] | None = None
         if path is not None:
-            check_no_link(path)
+            check_regular(path)
             if path.exists():
                 _remove_after(path, after_step)
             with writing_to(path):

@@ -25,7 +25,9 @@ from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
-from recipes.translation.run_folder.made_from import lines_digest
+from recipes.translation.run_folder.checkpoint import saved_config
+from recipes.translation.run_folder.made_from import lines_digest, noted_digest
+from recipes.translation.run_folder.other_model import teacher_folder
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig
 from recipes.translation.translating.translate import best
@@ -59,6 +61,20 @@ def sentences_of(config: RunConfig, teacher: RunConfig) -> list[tuple[str, list[
     if not any(sources for _, sources in found):
         raise DataError("there is no training sentence to translate; see data.train")
     return found
+
+
+def check_same_sentences(config: RunConfig) -> None:
+    """Raise ConfigError for training data whose sentences are not those that the student's translations are of."""
+    folder = Path(config.run) / FOLDER
+    teacher = saved_config(teacher_folder(config.training.teacher))
+    for number, (_, sources) in enumerate(sentences_of(config, teacher), start=1):
+        lines = [" ".join(sentence.splitlines()) for sentence in sources]
+        if noted_digest(folder / f"{number}.json", "sources") != lines_digest(lines):
+            raise ConfigError(
+                f"the training data has other sentences than {folder / f'{number}.source.txt'}, on which "
+                f"{config.run} is trained: leave the data out to go on with these, choose another --run, or start over "
+                "with --fresh"
+            )
 
 
 def student_of(config: RunConfig, names: list[tuple[str, ...]]) -> RunConfig:

@@ -25,6 +25,7 @@ from recipes.translation.training.layout import Layout
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.optimizer import steps_of_epochs
 from recipes.translation.training.parts import OpenedModel
+from recipes.translation.training.progress import guessing, is_worse_than_guessing
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 
@@ -40,8 +41,14 @@ def announce(
     layout: Layout,
     state: TrainingState,
     teacher: OpenedModel | None,
+    start: str,
 ) -> None:
-    """Print the size of model, data and teacher, the layout, the end, and the step from which training resumes."""
+    """Print the data, the size of model, data and teacher, the layout, the end, and from where training starts.
+
+    `start` names the model that it starts from, if there is one.
+    """
+    for line in corpus.read:
+        print(f"[data] {line}", flush=True)
     dropped = ""
     if corpus.train.dropped:
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
@@ -49,6 +56,16 @@ def announce(
         f"{size}, {len(corpus.target):,} target subwords, "
         f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}"
     ]
+    if alone := corpus.train.over_budget:
+        lines.append(
+            f"training.batch_tokens {settings.batch_tokens:,} is below the length of {alone:,} pairs, each of which is "
+            "a batch of its own"
+        )
+    if 0 < settings.steps <= settings.warmup:
+        lines.append(
+            f"training.warmup {settings.warmup:,} is not over when training ends, at step {settings.steps:,}: the "
+            "learning rate will only rise"
+        )
     if settings.epochs:
         lines.append(end_of(settings, corpus))
     if teacher is not None:
@@ -60,6 +77,8 @@ def announce(
         lines.append(f"losses are with label smoothing {settings.label_smoothing:g}, perplexities without it")
     if state.step:
         lines.append(f"resuming from step {state.step:,} of {config.run}")
+    else:
+        lines.append(f"starting from {start or f'random weights, training.seed {settings.seed}'}")
     for line in lines:
         print(f"[train] {line}", flush=True)
 
@@ -152,7 +171,10 @@ def summarize(
     if best is None or stopped_by:
         return summary
     if is_hopeless(best):
-        return replace(summary, advice=advice(config, state))
+        # A model that has not begun to learn may be a little worse than guessing
+        diverged = is_worse_than_guessing(best, len(corpus.target) ** 1.5)
+        found = advice_of_diverged(config, len(corpus.target)) if diverged else advice(config, state)
+        return replace(summary, advice=found)
     return replace(summary, samples=translated(folder, corpus, ranks))
 
 
@@ -166,6 +188,15 @@ def is_hopeless(best: Validation) -> bool:
     if bleu is None:
         return accuracy < 20
     return bleu < 1 and accuracy < 50
+
+
+def advice_of_diverged(config: RunConfig, classes: int) -> str:
+    """Return what to try with a run whose best validation is worse than guessing."""
+    training = config.training
+    return (
+        f"it is worse than guessing ({guessing(classes)}): begin again with a training.learning_rate below "
+        f"{training.learning_rate:g}, a training.warmup above {training.warmup:,}, or training.clip 1"
+    )
 
 
 def advice(config: RunConfig, state: TrainingState) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,14 +18,16 @@ import torch
 import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Batch, TokenBatches
-from recipes.translation.data.corpus import Corpus, ValidationSet
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.corpus import ValidationSet, validation_set
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.scores import score_of
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.metrics import METRICS, Translated
 from recipes.translation.text.pair import Pair
+from recipes.translation.training.objective import Objective
 from recipes.translation.translating.translate import translate
 
 
@@ -71,7 +74,7 @@ class Validation:
 @torch.no_grad()
 def validate(
     translator: Translator,
-    corpus: Corpus,
+    sets: Sequence[ValidationSet],
     loss_of: Callable[[Batch], seqpar.TokenLoss],
     step: int,
     ranks: Ranks = ALONE,
@@ -81,8 +84,8 @@ def validate(
     `loss_of` computes the loss of a batch by the translator's model, of which `ranks` can call it independently.
     """
     translator.model.eval()
-    losses = [_loss(translator, valid.batches, loss_of, ranks) for valid in corpus.valid]
-    parts = [_of_set(translator, valid, loss, step, ranks) for valid, loss in zip(corpus.valid, losses, strict=True)]
+    losses = [_loss(translator, valid.batches, loss_of, ranks) for valid in sets]
+    parts = [_of_set(translator, valid, loss, step, ranks) for valid, loss in zip(sets, losses, strict=True)]
     if len(parts) == 1:
         return parts[0]
     together = sum(losses, start=nothing(translator.model))
@@ -92,8 +95,26 @@ def validate(
         {name: metric.of_loss(together) if metric.of_loss else means[name] for name, metric in METRICS.items()},
         translations=[text for part in parts for text in part.translations],
         sentences=[pair for part in parts for pair in part.sentences],
-        parts={valid.held_out.name: part for valid, part in zip(corpus.valid, parts, strict=True)},
+        parts={valid.held_out.name: part for valid, part in zip(sets, parts, strict=True)},
     )
+
+
+def validate_folder(folder: Path) -> Validation:
+    """Validate the model in a folder, in this one process, on the validation data of its settings."""
+    translator = load_translator(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    valid = [
+        validation_set(each, translator.source, translator.target)
+        for each in Corpora(translator.config).held_out("valid")
+    ]
+    model = translator.model
+    loss = Objective(translator.config.training).loss(model, None, None)
+
+    def loss_of(batch: Batch) -> seqpar.TokenLoss:
+        src, tgt_in, tgt_out = (ids.to(model.generator.weight.device) for ids in batch)
+        found: seqpar.TokenLoss = loss(model(src, tgt_in), tgt_out)
+        return found
+
+    return validate(translator, valid, loss_of, load_facts(folder)["step"])
 
 
 def values_of(loss: seqpar.TokenLoss, translated: Translated | None) -> dict[str, float | None]:

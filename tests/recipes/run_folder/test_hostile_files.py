@@ -81,6 +81,12 @@ def notes(text: str) -> Change:
     return write
 
 
+def state_with_another_moment(folder: Path) -> None:
+    moments = load_file(folder / "training.safetensors")
+    moments["optimizer/generator.other/exp_avg"] = moments.pop("optimizer/generator.bias/exp_avg")
+    save_file(moments, folder / "training.safetensors")
+
+
 TRANSLATES = ("translate", "--run", "RUN", "Two trains.")
 RESUMES = ("train", "--run", "RUN")
 SCORES = ("evaluate", "--run", "RUN", "--sources", "TEXT", "--references", "TEXT")
@@ -88,7 +94,16 @@ DOES_NOT_FIT = "does not fit the model its config.yaml describes"
 HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "width": (TRANSLATES, setting("model", "d_model", 10**7), f"{DOES_NOT_FIT}: "),
     "width to train on": (RESUMES, setting("model", "d_ff", 10**9), f"{DOES_NOT_FIT}: "),
-    "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to below 1001; got"),
+    "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to 1,000; got"),
+    "layers": (TRANSLATES, setting("model", "encoder_layers", 10**9), f"{DOES_NOT_FIT}: 1,000,000,00"),
+    "layers to train on": (RESUMES, setting("model", "decoder_layers", 10**9), f"{DOES_NOT_FIT}: 1,000,000,00"),
+    "step": (RESUMES, state("step", -5), "training.json: step is -5, and must be a whole number from 0 up"),
+    "seconds": (RESUMES, state("seconds", math.nan), "training.json: seconds is NaN, and must be a number of seconds"),
+    "moment": (
+        RESUMES,
+        state_with_another_moment,
+        "has no optimizer/generator.bias/exp_avg, a moment of the optimizer",
+    ),
     "language": (TRANSLATES, setting("data", "source", ESCAPE), r"it contains the control character '\x1b'"),
     "name of a field": (RESUMES, state(ESCAPE, 1), "training.json is not what this version writes"),
     "pieces": (TRANSLATES, piece_that_is_no_text, "is not UTF-8 text; restore it from a copy"),

@@ -172,7 +172,7 @@ def validated(
     monkeypatch.setattr(validation_module, "translate", lambda *_: next(said))
     translator = Translator(config, model, corpus.source, corpus.target)
     one_token = nothing(model)._replace(tokens=torch.tensor(1))  # no loss is wanted here
-    return validate(translator, corpus, lambda _: one_token, 1)
+    return validate(translator, corpus.valid, lambda _: one_token, 1)
 
 
 def test_validation_in_training_uses_the_tokeniser_of_the_language(

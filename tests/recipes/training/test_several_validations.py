@@ -166,7 +166,7 @@ def test_bleu_and_chrf_together_are_the_means_of_the_corpora(both: RunConfig, mo
     monkeypatch.setattr(validation, "translate", lambda _, sentences, *__: [short[each] for each in sentences])
     one = torch.tensor(1)
     loss = seqpar.TokenLoss(one.float(), one, nll=one.float(), correct=one)
-    found = validation.validate(translator, corpus, lambda _: loss, 1)
+    found = validation.validate(translator, corpus.valid, lambda _: loss, 1)
     parts = []
     for valid in corpus.valid:
         texts = [short[pair.source] for pair in valid.pairs[:4]]
@@ -197,7 +197,7 @@ def test_validations_translate_greedily_whatever_the_beam_of_the_run_is(
     monkeypatch.setattr(validation, "translate", noted)
     one = torch.tensor(1)
     loss = seqpar.TokenLoss(one.float(), one, nll=one.float(), correct=one)
-    validation.validate(replace(translator, config=wide), load_corpus(both), lambda _: loss, 1)
+    validation.validate(replace(translator, config=wide), load_corpus(both).valid, lambda _: loss, 1)
     assert asked == [replace(both.decoding, beam=1)] * 2
 
 

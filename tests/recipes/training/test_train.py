@@ -405,7 +405,7 @@ def test_the_log_says_once_how_long_training_will_take(clock: list[float], capsy
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.2, "1 seconds"), (80, "80 seconds"), (100, "2 minutes"), (5_000, "83 minutes"), (9_000, "2.5 hours")],
+    [(0.2, "1 second"), (80, "80 seconds"), (100, "2 minutes"), (5_000, "83 minutes"), (9_000, "2.5 hours")],
 )
 def test_times_are_told_as_they_are_spoken_of(seconds: float, words: str) -> None:
     assert in_words(seconds) == words

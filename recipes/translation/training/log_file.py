@@ -1,0 +1,70 @@
+"""The lines of a training, each with the time, in a file of its run as well as on the screen."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from recipes.translation.files.writing import adding_to, writing_to
+
+LOG = "train.log"
+"""The file in a run's folder."""
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What moves the cursor of a terminal, or colours it."""
+
+
+class Copied:
+    """A stream whose whole lines are also written into a file."""
+
+    def __init__(self, stream: Any, file: IO[bytes]) -> None:
+        self._stream = stream
+        self._file = file
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Write to the stream, and whole lines to the file; a line that was redrawn is none."""
+        written: int = self._stream.write(text)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            said = ANSI.sub("", line).rpartition("\r")[2]
+            if said.strip():
+                note(self._file, said)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def note(file: IO[bytes], line: str) -> None:
+    """Write a line with the time; a full disk ends no training for it."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    with suppress(OSError):
+        file.write(f"{now} {line}\n".encode(errors="backslashreplace"))
+        file.flush()
+
+
+def note_in(path: Path, text: str) -> None:
+    """Add the lines of a text to a file, each with the time."""
+    with writing_to(path), adding_to(path) as file:
+        for line in text.splitlines():
+            note(file, line)
+
+
+@contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Within the block, add what is printed to the file at `path`, and the error that ends the block; times are UTC."""
+    with ExitStack() as held:
+        with writing_to(path):
+            file = held.enter_context(adding_to(path))
+        held.enter_context(redirect_stdout(Copied(sys.stdout, file)))
+        held.enter_context(redirect_stderr(Copied(sys.stderr, file)))
+        try:
+            yield
+        except BaseException as error:
+            note(file, f"error: {type(error).__name__}: {' '.join(str(error).split())}".rstrip(": "))
+            raise
