@@ -64,13 +64,13 @@ def evaluate(argv: Sequence[str]) -> int:
     )
     options = parser.parse(argv)
     _check_files(parser, options)
-    if not options.hypotheses:
-        check_typed(options)
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.scores.evaluate import check_metrics, scores_table
 
     check_metrics(options.tokenize, options.comet)
+    if not options.hypotheses:
+        check_typed(options)
     with joined(LayoutConfig().timeout) as ranks:
         found = _evaluated(options, ranks)
         print(scores_table(found))

@@ -107,9 +107,6 @@ def train(argv: Sequence[str]) -> int:
     resumed = not options.fresh and whole_folder(Path(config.run) / "last") is not None
     if "RANK" not in os.environ:  # several processes say it together, later
         check_data(config, insist=options.insist or resumed)
-    unnamed = not (resumed or options.config or config.corpora or "data.format" in overrides(options))
-    if unnamed and config.data.format == "builtin" and os.environ.get("RANK", "0") == "0":
-        print("[train] no training data is named: the built-in corpus is learnt; yours is --data.train SOURCE TARGET")
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model

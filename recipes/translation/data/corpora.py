@@ -54,7 +54,7 @@ class CorpusSplit:
     def __str__(self) -> str:
         """Return its files and languages, for the log."""
         names = " ".join(str(Path(self.data.path, name)) for name in getattr(self.data, self.split))
-        return f"{names or 'the built-in corpus'} ({self.data.source} to {self.data.target})"
+        return f"{names or 'the built-in corpus, since no file is named,'} ({self.data.source} to {self.data.target})"
 
     @cached_property
     def pairs(self) -> list[Pair]:

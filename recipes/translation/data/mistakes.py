@@ -24,7 +24,7 @@ def check_meant(corpora: Corpora) -> None:
     for training in corpora.training:
         for other in held_out:
             for ours, theirs in zip(_sources(training), _sources(other), strict=False):
-                if how := _how_same(ours, theirs):
+                if (how := _how_same(ours, theirs)) is not None:
                     raise DataError(
                         f"{training.setting} and {other.setting} are the same data ({ours} and {theirs}{how}), so that "
                         f"its scores would reward memorisation: hold some pairs back; {WAY}"
@@ -35,7 +35,7 @@ def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
     """Raise DataError for one file as source and target, and for names that end in another language."""
     source, target = paths
     section = setting.rpartition(".")[0]
-    if how := _how_same(source, target):
+    if (how := _how_same(source, target)) is not None:
         raise DataError(
             f"{setting} names the same sentences as source and target ({source} and {target}{how}), so that a model "
             f"would learn to copy: name the file of {data.target} second; {WAY}"
@@ -65,15 +65,15 @@ def _sources(corpus: CorpusSplit) -> list[Path]:
     return paths_of(corpus.data, corpus.split)[:1]
 
 
-def _how_same(one: Path, other: Path) -> str:
-    """Return how two files are the same, as words to add to their names; empty if they are not."""
+def _how_same(one: Path, other: Path) -> str | None:
+    """Return how two files are the same, as words to add to their names; None if they are not."""
     if one == other:
-        return ", one file"
-    if not (one.is_file() and other.is_file()):
         return ""
+    if not (one.is_file() and other.is_file()):
+        return None
     if one.samefile(other):
         return ", one file under two names"
     # Nothing is the same of empty files, which are refused by themselves
     if one.stat().st_size and filecmp.cmp(one, other, shallow=False):
         return ", which have the same contents"
-    return ""
+    return None

@@ -104,8 +104,8 @@ def default_of(option: str, command: str, capsys: pytest.CaptureFixture[str]) ->
     [
         ("train", "--model.d_model", "that of the preset"),
         ("train", "--model.norm", "that of the preset"),
-        ("train", "--training.chunk_tokens", "null"),
-        ("train", "--cleaning.max_ratio", "null"),
+        ("train", "--training.chunk_tokens", "none"),
+        ("train", "--cleaning.max_ratio", "none"),
         ("train", "--training.steps", "1000"),
         ("demo", "--training.steps", "1200"),
         ("demo", "--model.dropout", "0.0"),
@@ -409,10 +409,10 @@ def test_decoding_options_and_the_checkpoint_can_be_chosen(run: Path, capsys: py
     for words in (["--beam", "3", "--length-penalty", "1"], ["--checkpoint", "last"]):
         assert main(["translate", "--run", str(run), *words, SENTENCE]) == 0
         assert capsys.readouterr().out.strip()
-    assert "decoding.beam" in refusal(capsys, "translate", "--run", str(run), "--beam", "0", SENTENCE)
+    assert "--beam expects" in refusal(capsys, "translate", "--run", str(run), "--beam", "0", SENTENCE)
     for name in ("wu", "GNMT"):
         said = refusal(capsys, "translate", "--run", str(run), "--length-norm", name, SENTENCE)
-        assert "decoding.length_norm" in said
+        assert "--length-norm" in said
         assert "gnmt, length" in said
 
 

@@ -44,7 +44,10 @@ MEANT: list[dict[str, Any]] = [
     {"train": ["t.de", "t.en"], "valid": ["v.de", "v.en"], "source": "de", "target": "en"},
 ]
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "one file twice": ({"train": ["t.txt", "t.txt"], "valid": VALID}, "data.train names the same file as source and"),
+    "one file twice": (
+        {"train": ["t.txt", "t.txt"], "valid": VALID},
+        "data.train names the same sentences as source and",
+    ),
     "a link": ({"train": ["t.txt", "t.link"], "valid": VALID}, "so that a model would learn to copy"),
     "one file to validate": ({"train": ["t.en", "t.de"], "valid": ["v.txt", "v.txt"]}, "data.valid names the same"),
     "training data": ({"train": ["t.en", "t.de"], "valid": ["t.en", "t.de"]}, "data.train and data.valid are the same"),

@@ -76,7 +76,7 @@ def without_start(folder: Path) -> None:
 INNER = "model.encoder.layers.1.fc1.weight"
 NORM = "model.encoder.layers.0.final_layer_norm.bias"
 BAD: dict[str, tuple[Damage, str]] = {
-    "no config": (removed("config.json"), "config.json in FOLDER cannot be read (ValueError: "),
+    "no config": (removed("config.json"), "FOLDER has no config.json: "),
     "no weights": (removed("model.safetensors"), "the weights in FOLDER cannot be read (OSError: Error no file named"),
     "no subwords": (removed("target.spm"), "the tokenizer in FOLDER cannot be read ("),
     "no vocabulary": (removed("vocab.json"), "the tokenizer in FOLDER cannot be read ("),
@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     ),
     "a beam without end": (
         setting("num_beams", 2**31 - 1, "generation_config.json"),
-        "decoding.beam (FOLDER/generation_config.json) expects a whole number from 1 to below 1001; got '2147483647'",
+        "decoding.beam (FOLDER/generation_config.json) expects a whole number from 1 to 1,000; got '2147483647'",
     ),
     "no padding": (renamed_pad("<blank>"), "the vocabulary of FOLDER has no <pad>, which every model needs"),
     "one id twice": (vocabulary_with(be=7), "has id 7: it must be its own, and one of the 480 rows of the model"),

@@ -36,8 +36,8 @@ def test_the_log_has_the_data_the_start_the_validations_and_the_end_with_the_tim
     assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \[", line) for line in lines)
     text = "\n".join(lines)
     for said in (
-        "[data] data.train: the built-in corpus (en to de): 250 pairs",
-        "[data] data.valid: the built-in corpus (en to de): 25 pairs",
+        "[data] data.train: the built-in corpus, since no file is named, (en to de): 250 pairs",
+        "[data] data.valid: the built-in corpus, since no file is named, (en to de): 25 pairs",
         "[train] starting from random weights, training.seed 1",
         "[valid] step      3",
         "[train] 3 of 3 steps in",
@@ -185,4 +185,4 @@ def test_training_without_data_says_that_it_learns_the_built_in_corpus(
     words = ["train", "--run", str(tmp_path / "run"), "--model.preset", "tiny", "--training.steps", "1"]
     words += ["--data.builtin_pairs", "40", "--subwords.vocab_size", "350", "--training.devices", "cpu"]
     assert main(words) == 0
-    assert "[train] no training data is named: the built-in corpus is learnt" in capsys.readouterr().out
+    assert "[data] data.train: the built-in corpus, since no file is named" in capsys.readouterr().out
