@@ -154,6 +154,9 @@ def test_fewer_models_than_asked_for_are_refused_with_both_numbers(run: Path) ->
 
 
 def test_a_run_without_kept_models_is_refused_with_the_setting_that_keeps_them(tmp_path: Path) -> None:
+    assert "there is no run in" in refused(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
     assert "train with --training.keep_checkpoints" in refused(tmp_path / "run")
 
 
