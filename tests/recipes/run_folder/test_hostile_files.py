@@ -102,7 +102,7 @@ HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "moment": (
         RESUMES,
         state_with_another_moment,
-        "has no optimizer/generator.bias/exp_avg, a moment of the optimizer",
+        "has no optimizer/generator.bias/exp_avg",
     ),
     "language": (TRANSLATES, setting("data", "source", ESCAPE), r"it contains the control character '\x1b'"),
     "name of a field": (RESUMES, state(ESCAPE, 1), "training.json is not what this version writes"),
