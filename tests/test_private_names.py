@@ -22,7 +22,17 @@ MODULES = {
     "_orig_mod", "_parameters", "_replicate_for_data_parallel",
 }  # fmt: skip
 """What `nn.Module` keeps, by names that are as old as it: any file that copies or asks a module may use them."""
-WORDS = {"_PROJECT", "_enabled", "_fsdp_param_groups", "_global", "_reverse", "_signature", "_token", "_typeshed"}
+WORDS = {
+    "_PROJECT",
+    "_enabled",
+    "_fsdp_param_groups",
+    "_global",
+    "_id",
+    "_reverse",
+    "_signature",
+    "_token",
+    "_typeshed",
+}
 """Parts of names that are put together, what only a type checker imports, and what only some versions have."""
 
 LIBRARIES = {
@@ -73,7 +83,6 @@ LIBRARIES = {
         "_flat_weight_refs",
         "_flat_weights",
         "_flat_weights_names",
-        "_functions",
     },
     ("torch", "recipes/translation/export/onnx_model.py"): {"_subclasses"},
     ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
