@@ -62,6 +62,7 @@ test-formats: .venv/dev  ## check imports from and exports to other programs' fo
 test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory (about 5 minutes on 2 cores)
 	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
 	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
+	@$(BIN)/python -m pytest -q -m accelerator tests/seqpar/kernels
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 5 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"

@@ -67,10 +67,10 @@ def translate(argv: Sequence[str]) -> int:
         parser.error("give sentences or --file, not both")
     if clash := clashing(options):
         parser.error(clash)
-    check_typed(options)
     if options.alignments:
         reads = (options.file, options.prefixes, options.constraints)
         check_output_file(Path(options.alignments), "--alignments", reads=reads)
+    check_typed(options)
 
     from recipes.translation.processes.ranks import joined
 

@@ -147,10 +147,10 @@ def test_training_redraws_its_line_on_a_terminal_and_keeps_validations(
             for _ in range(3):
                 state.step += 1
                 progress.step_done(state, loss=2.0, tokens=5)
-            progress.validated(state, Validation(3, {"loss": 1.5}))
+            progress.validated(state, Validation(3, {"loss": 1.5, "perplexity": 4.48}))
         shown = received()
     assert "[train] step      3/3   loss 2.000" in shown
-    assert "[valid] step      3   loss 1.500\r\n" in shown
+    assert "[valid] step      3   loss 1.500   perplexity 4.48\r\n" in shown
     assert "\x1b[2K" in shown
 
 

@@ -23,8 +23,9 @@ MADE: dict[str, Any] = {
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder but the log, to which each start and each refusal adds its lines."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train.log")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def refused(run: Path, settings: dict[str, Any], *, fresh: bool = False) -> str:

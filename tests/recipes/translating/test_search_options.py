@@ -342,7 +342,9 @@ def test_typed_sentences_have_no_lines_in_files(
     runs: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert "give sentences or --file" in refusal(capsys, "--run", runs[0], "--prefixes", "starts")
+    starts = runs[0].parent / "starts"
+    starts.write_text("a\n")
+    assert "give sentences or --file" in refusal(capsys, "--run", runs[0], "--prefixes", starts)
     typed = iter([SENTENCES[0], ""])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     lines = printed(capsys, "--run", runs[0], "--n-best", 2)

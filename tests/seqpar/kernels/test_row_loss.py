@@ -176,6 +176,7 @@ def test_chunks_cover_all_rows_if_they_are_adjacent_slices_from_the_first_to_the
     assert cover([], 0)
 
 
+@pytest.mark.accelerator
 @pytest.mark.unswitched
 def test_a_chunk_takes_at_most_12_dispatches_and_a_call_14_and_the_logits_are_passed_over_four_times():
     """On the emulated accelerator with CUDA's branches: three products and one kernel touch all logits of a chunk."""

@@ -162,10 +162,11 @@ def test_an_adapters_rows_have_the_digits_of_the_adapter_beside_a_model_in_bfloa
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_mean_logit_is_at_most_twice_as_far_from_the_truth_as_plain_torchs(parts):
     rows, weight, bias = t(8, 50, 64), t(9, 300, 64) + 3, t(10, 300)
-    low = [(rows.bfloat16(), weight.bfloat16())] * parts
-    found = LogitStatistics(low, bias.bfloat16(), None, 1.0).mean_logits()
-    truth = (parts * (low[0][0].double() @ low[0][1].double().T) + bias.bfloat16().double()).mean(-1)
-    plain = F.linear(low[0][0], low[0][1]) * parts + bias.bfloat16()
+    rows, weight = (torch.cat([tensor.bfloat16()] * parts, -1) for tensor in (rows, weight))
+    bias = bias.bfloat16()
+    found = LogitStatistics(rows, weight, bias=bias, softcap=None, temperature=1.0).mean_logits()
+    truth = F.linear(rows.double(), weight.double(), bias.double()).mean(-1)
+    plain = F.linear(rows, weight, bias)
     ours, theirs = ((mean.double() - truth).norm() for mean in (found, plain.float().mean(-1)))
     assert ours <= 2 * theirs
     assert ours <= 1e-5 * truth.norm()
