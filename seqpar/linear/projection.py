@@ -65,9 +65,9 @@ class Projection:
         return torch.addmm(self.bias_V, hidden_KD, self.weight_VD.t(), out=out)
 
     def rows_at_once(self, rows: int) -> int:
-        """Return how many rows make a block of the softmax: on the CPU as many as fit in its cache."""
+        """Return how many rows make a block of the softmax, at least 1: on the CPU as many as fit in its cache."""
         if not self.in_place:
-            return rows
+            return max(1, rows)
         row_bytes = len(self.weight_VD) * wide(self.weight_VD.dtype).itemsize
         return max(1, min(rows, CACHE * torch.get_num_threads() // max(1, row_bytes)))
 

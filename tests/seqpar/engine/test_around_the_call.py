@@ -165,6 +165,7 @@ UNDER = {
 }
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("under", UNDER)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
 @pytest.mark.parametrize("call", CALLS)

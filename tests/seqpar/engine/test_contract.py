@@ -94,7 +94,11 @@ def test_with_the_factor_of_the_loss_a_clamp_of_each_number_is_that_of_the_plain
 
 @pytest.mark.parametrize("name", ["reversed", "scaled", "of a part"])
 def test_a_linear_backward_passes(name: str) -> None:
-    change = {"reversed": torch.neg, "scaled": lambda g: 0.1 * g, "of a part": lambda g: g * torch.arange(g.size(-1))}
+    change = {
+        "reversed": torch.neg,
+        "scaled": lambda g: 0.1 * g,
+        "of a part": lambda g: g * torch.arange(g.size(-1), device=g.device),
+    }
     generator = Head(before=hooked(change[name]))
     hidden, target = batch()
     (plain,) = torch.autograd.grad(F.cross_entropy(generator(hidden), target, reduction="sum"), hidden)

@@ -29,7 +29,9 @@ class Halved(Tensor):
 
     @staticmethod
     def __new__(cls, twice):
-        return Tensor._make_wrapper_subclass(cls, twice.shape, dtype=twice.dtype, requires_grad=True)
+        return Tensor._make_wrapper_subclass(
+            cls, twice.shape, dtype=twice.dtype, device=twice.device, requires_grad=True
+        )
 
     def __init__(self, twice):
         self.twice = twice

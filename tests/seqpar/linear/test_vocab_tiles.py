@@ -178,3 +178,11 @@ def test_a_split_vocabulary_has_its_part_of_the_gradient():
         torch.testing.assert_close(torch.tensor(found[0]), total)
         torch.testing.assert_close(torch.tensor(found[1]), hidden)
     torch.testing.assert_close(torch.tensor(per_rank[0][2] + per_rank[1][2]), weight)
+
+
+def test_scores_over_tiles_of_rows_that_are_all_padding_have_gradients_of_zeros():
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    with patch("seqpar.linear.token_scores.worth_tiles", lambda _: True):
+        seqpar.token_scores(hidden, weight, torch.full((3,), -100)).log_prob.sum().backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()

@@ -287,6 +287,7 @@ OF_A_MODEL = [
 ]  # fmt: skip
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize(("cause", "loss"), OF_A_MODEL)
 def test_a_mistake_in_a_whole_model_is_found_and_its_cause_says_what_is_known(cause, loss):
     torch.manual_seed(1)
