@@ -67,4 +67,7 @@ def logged(path: Path) -> Iterator[None]:
             yield
         except BaseException as error:
             note(file, f"error: {type(error).__name__}: {' '.join(str(error).split())}".rstrip(": "))
+            if {entry.name for entry in path.parent.iterdir()} <= {path.name, ".lock"}:
+                # A folder in which nothing was written is not left behind
+                path.unlink()
             raise

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from recipes.translation.commands import main
+from tests.printed_commands import all_finished
 from tests.recipes.files.watching import Event, watched
 from tests.recipes.tiny import options
 
@@ -79,6 +80,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Wat
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
+        # A teacher of a few steps ends no translation, and a student is not trained on cut ones
+        patch.setattr("recipes.translation.training.student_data.best", all_finished)
         for name, words in COMMANDS.items():
             if name == "resume":
                 with Path("run/metrics.jsonl").open("a") as file:
@@ -152,8 +155,9 @@ def test_a_link_is_refused_in_one_line_or_replaced_and_never_followed(
         monkeypatch.chdir(copy)
         linked(copy / name, kind, elsewhere)
         status = main(COMMANDS[command])
-        errors = capsys.readouterr().err
-        refused = status == 2 and errors.startswith("error: ") and errors.count("\n") == 1 and Path(name).name in errors
+        # Beside notes, such as that translations were cut
+        errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+        refused = status == 2 and len(errors) == 1 and errors[0].startswith("error: ") and Path(name).name in errors[0]
         if changes_of(elsewhere) or copies_of_the_secret(copy) or not (status == 0 or refused):
             wrong.append((name, kind, status, errors, changes_of(elsewhere), copies_of_the_secret(copy)))
     assert not wrong

@@ -46,8 +46,11 @@ def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match=rf"^process {training.pid} on \S+ is writing into {run}: wait until"):
         train(tiny(run, ENDLESS))
-    for words in (["prepare", "--subwords.vocab_size", "300"], ["train", "--fresh"]):
-        assert main([words[0], *options(run, ENDLESS), *words[1:]]) == 2
+    for words in (
+        ["prepare", *options(run, {**ENDLESS, "subwords.vocab_size": 300})],
+        ["train", *options(run, ENDLESS), "--fresh"],
+    ):
+        assert main(words) == 2
         assert capsys.readouterr().err.startswith(f"error: process {training.pid} on ")
     assert training.poll() is None  # and it goes on
 

@@ -455,7 +455,8 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_old_checkpoint_or_the_n
 def test_a_run_killed_at_any_time_goes_on_and_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     changes = {**EVERY, "training.steps": 30, "training.validate_every": 2}
     words = [sys.executable, "-m", "recipes.translation", "train", *options(tmp_path / "run", changes)]
-    subprocess.run([*words, "--run", str(tmp_path / "through")], check=True, capture_output=True, timeout=300)
+    through = [*words[:4], *options(tmp_path / "through", changes)]
+    subprocess.run(through, check=True, capture_output=True, timeout=300)
     draw = random.Random(3)
     run = tmp_path / "run"
     for _ in range(6):
