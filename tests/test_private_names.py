@@ -67,6 +67,7 @@ LIBRARIES = {
         "_fsdp_param_group",
         "_get_ddp_logging_data",
         "_get_fsdp_state",
+        "_lazy_init",
         "_module_parameters",
         "_post_forward_indices",
         "_static_graph_delay_allreduce_enqueued",

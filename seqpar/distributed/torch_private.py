@@ -103,6 +103,14 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, ParameterGroup]]:
             yield name, ParameterGroup(group)
 
 
+def take_for_root(model: nn.Module) -> None:
+    """Let FSDP2 take a `fully_shard` unit for the root of those in it, as the model's first forward does.
+
+    Otherwise a part that is called before the model would be a root of its own.
+    """
+    _private(_private(model, "_get_fsdp_state")(), "_lazy_init")()
+
+
 def forget_forwards(model: nn.Module) -> None:
     """Let FSDP2 forget the forwards that no backward follows."""
     for _, group in parameter_groups(model):

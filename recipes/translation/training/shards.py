@@ -22,7 +22,7 @@ from models.transformer import Layer, allocate
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
 from seqpar.distributed.collectives import gather_numbers
-from seqpar.distributed.torch_private import forget_forwards
+from seqpar.distributed.torch_private import forget_forwards, take_for_root
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -70,6 +70,7 @@ def gathered_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterat
     with torch.no_grad():
         for root in roots:
             assert isinstance(root, FSDPModule)
+            take_for_root(root)
             root.unshard()
         hooks = []
         for number, layer in enumerate(layers):

@@ -44,11 +44,12 @@ def test_each_thread_translates_batches_of_its_own(
     subwords: Subwords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     translator = random_translator(subwords, tmp_path / "run", {}, end=0.0)
+    threads = torch.get_num_threads()
     alone = exported(translator, tmp_path / "exported")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     three = ctranslate2_engine.load(tmp_path / "exported")
     monkeypatch.undo()
-    assert alone.engine.num_translators == torch.get_num_threads()
+    assert alone.engine.num_translators == threads
     assert three.engine.num_translators == 3
     for count in (1, 2, 7, len(SENTENCES)):
         some = SENTENCES[:count]

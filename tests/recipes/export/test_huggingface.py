@@ -144,17 +144,20 @@ def test_an_export_that_was_saved_again_by_transformers_translates_the_same(join
     assert_same_log_probabilities(translator, tmp_path / "again")
 
 
+MODEL = PretrainedConfig(pad_token_id=BOS, bos_token_id=BOS, eos_token_id=EOS)
+
+
 def test_no_setting_of_decoding_that_changes_translations_is_passed_over(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", {"decoding.beam": 3, "decoding.length_norm": "length"})
     decoding, read = recorded(config.decoding)
-    huggingface_model.generation_config(decoding, [BOS], PretrainedConfig(pad_token_id=BOS))
+    huggingface_model.generation_config(decoding, [BOS], MODEL)
     # transformers has no limit by the source's length: docs/export.md
     assert read == {each.name for each in fields(DecodingConfig)} - {"batch_sentences", "max_ratio"}
 
 
 def test_the_length_penalty_is_exported_or_what_comes_nearest() -> None:
     def exported(decoding: DecodingConfig) -> float:
-        config = huggingface_model.generation_config(decoding, [BOS], PretrainedConfig(pad_token_id=BOS))
+        config = huggingface_model.generation_config(decoding, [BOS], MODEL)
         return float(config.length_penalty)
 
     assert exported(DecodingConfig(beam=3, length_penalty=1.5, length_norm="length")) == 1.5

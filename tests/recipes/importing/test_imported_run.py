@@ -59,8 +59,9 @@ def test_training_goes_on_from_an_imported_run_with_the_loss_of_transformers(
         start = torch.full((len(PAIRS), 1), theirs.config.decoder_start_token_id)
         given = torch.cat((start, labels[:, :-1]), 1)
         expected = theirs(**tokens, decoder_input_ids=given, labels=labels.masked_fill(labels == pad, -100)).loss
-    (record,) = (each for each in read_metrics(tmp_path / "tuned" / "metrics.jsonl") if "valid_loss" in each)
-    assert record["valid_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    # Before the first step and after the last
+    records = [each for each in read_metrics(tmp_path / "tuned" / "metrics.jsonl") if "valid_loss" in each]
+    assert [each["valid_loss"] for each in records] == [pytest.approx(expected.item(), rel=1e-5)] * 2
 
 
 def test_the_commands_work_on_an_imported_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

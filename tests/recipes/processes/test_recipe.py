@@ -243,7 +243,7 @@ def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         for split in ("train", "valid"):
             for side in ("en", "de"):
-                lines = "".join(f"{word} {number} houses\n" for number in range(60))
+                lines = "".join(f"{word} {number} {side} {split}\n" for number in range(60))
                 (tmp_path / folder / f"{split}.{side}").write_text(lines)
     config = tiny(
         tmp_path / "run",
@@ -257,7 +257,7 @@ def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:
         },
     )
     (kind, text), _ = ranks(2, refused, config, {1: {"data": {"path": str(tmp_path / "b")}}})
-    assert (kind, "ranks disagree on the training and validation data" in text) == ("ConfigError", True)
+    assert (kind, "ranks disagree on the training and validation data" in text) == ("ConfigError", True), text
     said = ranks(2, refused, config, {1: {"data": {"path": str(tmp_path / "none")}}})
     assert said[0][0] == "DataError"
     assert said[0][1].startswith("rank 1: there is no file")
