@@ -141,7 +141,9 @@ def test_the_rank_that_fails_first_is_named_with_its_cause(tmp_path: Path) -> No
     (tmp_path / "0").mkdir()
     for split in ("train", "valid"):
         for side in ("en", "de"):
-            (tmp_path / "0" / f"{split}.{side}").write_text("".join(f"red {number} houses\n" for number in range(60)))
+            (tmp_path / "0" / f"{split}.{side}").write_text(
+                "".join(f"{split} {number} {side}\n" for number in range(60))
+            )
     changes = {
         "training.devices": "auto",
         "data.format": "text",
@@ -153,7 +155,7 @@ def test_the_rank_that_fails_first_is_named_with_its_cause(tmp_path: Path) -> No
     status, _, errors = ended(torchrun("train", *options(tmp_path / "run", changes)))
     assert status != 0
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert line.startswith(f"error: rank 1: there is no file {tmp_path}/1/train.en")
+    assert line.startswith(f"error: rank 1: there is no file {tmp_path}/1/valid.en")
 
 
 SPAWN = """

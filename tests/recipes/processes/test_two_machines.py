@@ -87,7 +87,10 @@ def test_two_machines_train_the_demo_to_the_weights_of_one_process(tmp_path: Pat
     finally:
         started[0].kill()
     assert said.count("2 processes (data 2), here cpu") == 1
-    assert not runs[1].exists()  # no file system is shared: rank 0 reads and writes for both
+    # A machine has its own store of the text, and nothing else of the run
+    assert [path.name for path in runs[1].iterdir()] == [
+        "data"
+    ]  # no file system is shared: rank 0 reads and writes for both
     assert main(["train", "--run", str(tmp_path / "one"), *DEMO]) == 0
     assert_same_weights(tmp_path / "two", tmp_path / "one", 1e-10)
     assert records(tmp_path / "two", "valid_loss") == pytest.approx(records(tmp_path / "one", "valid_loss"), rel=1e-10)
