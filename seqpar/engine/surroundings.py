@@ -6,7 +6,7 @@ chunks. A tensor that is left there with a graph, such as an auxiliary loss, wou
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType
@@ -30,6 +30,7 @@ class Surroundings(Held):
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.places: list[Place] = []
+        self._of_name: Counter[str] = Counter()
         seen: set[object] = set()
         todo: deque[Any] = deque(_code_of(head))
         while todo and len(seen) < MOST_FUNCTIONS:
@@ -50,8 +51,8 @@ class Surroundings(Held):
     def _add(self, place: Place, value: object) -> None:
         self.places.append(place)
         # Of several functions of one name each has its own
-        number = sum(place.name == name for name, _ in self.values)
-        self.values[place.name, number] = self._look(value)
+        self.values[place.name, self._of_name[place.name]] = self._look(value)
+        self._of_name[place.name] += 1
 
     def _look(self, value: Any) -> object:
         # Too much hangs on them, or it may be large
@@ -101,10 +102,10 @@ def ask_about_surroundings(trial: Trial, before: Surroundings) -> None:
     Even a small dependence, such as that of smoothing annealed over many thousand calls: what changes it is put back,
     and then the results must be the same bit by bit.
     """
-    changed = before.changed(Surroundings(trial.head))
+    here = Surroundings(trial.head)
+    changed = before.changed(here)
     if not changed:
         return
-    here = Surroundings(trial.head)
     first, second = _call(trial), _call(trial)
     for _ in range(2):
         if _is_equal(first, second):
@@ -120,7 +121,8 @@ def ask_about_surroundings(trial: Trial, before: Surroundings) -> None:
 
 def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
     """Raise ValueError if calls have left a tensor with a graph outside the modules."""
-    left = [name for name in graphs_held(Surroundings(trial.head)) if name not in graphs_held(before)]
+    there_before = {*graphs_held(before)}
+    left = [name for name in graphs_held(Surroundings(trial.head)) if name not in there_before]
     if left:
         before.put_back()
         raise ValueError(f"{left[0]} {KEEPS_A_GRAPH}")

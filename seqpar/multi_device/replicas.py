@@ -224,13 +224,7 @@ class _Copies(torch.autograd.Function):
         found = []
         for i, home in enumerate(ctx.homes):
             parts = [grad.to(home) for grad in grads[i::count] if grad is not None]
-            # In float32 or wider, and narrowed once
-            total = (
-                sum((part.to(wide(part.dtype)) for part in parts[1:]), start=parts[0].to(wide(parts[0].dtype)))
-                if parts
-                else None
-            )
-            found.append(total if total is None else total.to(parts[0].dtype))
+            found.append(_sum(parts) if parts else None)
         return None, *found
 
 

@@ -268,14 +268,8 @@ def test_a_backward_that_adds_to_a_gradient_that_is_there_is_refused_on_the_firs
     assert generator.weight.grad is None
 
 
-class IntoMain(torch.autograd.Function):
+class IntoMain(Accumulating):
     """A product whose backward adds to the weight's main_grad, as Megatron's fused accumulation does."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.weight = weight
-        return hidden @ weight.mT
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
