@@ -101,8 +101,7 @@ def _observed(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
     with trial.kept():
         copy = trial.copy()
         for _ in range(calls):
-            with random_states_kept(trial.target_K.device, Held(copy).generators):
-                outcome = trial.call(copy)
+            outcome = trial.repeated(copy)
         return outcome, Held(copy, *trial.originals)
 
 

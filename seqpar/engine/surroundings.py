@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, Graph, Held, graphs_held, random_states_kept
+from seqpar.engine.effects import KEEPS_A_GRAPH, Graph, Held, graphs_held
 from seqpar.engine.module_calls import HOOKS
 from seqpar.engine.trial import Outcome, Trial
 
@@ -131,9 +131,7 @@ def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
 def _call(trial: Trial) -> Outcome:
     """Return what a copy gives, always with the same random numbers."""
     with trial.kept():
-        copy = trial.copy()
-        with random_states_kept(trial.target_K.device, Held(copy).generators):
-            return trial.call(copy)
+        return trial.repeated(trial.copy())
 
 
 def _is_equal(a: Outcome, b: Outcome) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
 from seqpar.core.row_independence import eps_of, largest_difference, rounding_of, smallest_of
-from seqpar.engine.effects import kept
+from seqpar.engine.effects import Held, kept, random_states_kept
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
 from seqpar.multi_device.replicas import bind
@@ -140,6 +140,11 @@ class Trial:
             if (grad := found.pop(name)) is not None:
                 gradients[name] = _in_short(grad) if name in params else grad
         return Outcome(scores.detach(), total.detach(), gradients, rounding, eps, smallest, written)
+
+    def repeated(self, copy: nn.ModuleDict) -> Outcome:
+        """Return what the copy gives for all rows, with the same random numbers in every call."""
+        with random_states_kept(self.target_K.device, Held(copy).generators):
+            return self.call(copy)
 
 
 def _opened(gate: Tensor) -> Tensor:
