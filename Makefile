@@ -36,7 +36,7 @@ demo: .venv/recipes  ## train, evaluate and try a translation model on the built
 	@$(BIN)/python -m recipes.translation demo --processes auto
 
 # Side by side: mypy has one busy process, and would leave the other cores idle
-test: .venv/dev  ## run the checks and the tests (8 to 19 minutes on 2 cores)
+test: .venv/dev  ## run the checks and the tests (8 to 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 check pytest
 
 pytest: .venv/dev
