@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
+from seqpar.linear.projection import Projection
 from seqpar.testing import assert_same_gradients
 from seqpar.testing.ranks import ranks
 from tests.seqpar.linear.linear_loss import linear_cases, plain_loss
@@ -186,3 +187,10 @@ def test_scores_over_tiles_of_rows_that_are_all_padding_have_gradients_of_zeros(
         seqpar.token_scores(hidden, weight, torch.full((3,), -100)).log_prob.sum().backward()
     assert not hidden.grad.any()
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["as on a CPU", "as on an accelerator"])
+def test_a_block_of_the_softmax_has_one_row_where_there_are_none(in_place):
+    projection = Projection(torch.randn(7, 4), None, torch.float32, None, 1.0)
+    projection.in_place = in_place
+    assert projection.rows_at_once(0) == 1
