@@ -106,8 +106,9 @@ class TokenBatches:
             sides = [each(start, min(start + SLICE, len(self.sources))) for each in (source_lengths, target_lengths)]
             short.append((start + numpy.flatnonzero(numpy.maximum(*sides) <= self.max_length)).astype(numpy.int32))
             keys.append(numpy.unique(_keys(*sides)))
-        self._short_enough = numpy.concatenate(short)
-        self.dropped = len(self.sources) - len(self._short_enough)
+        self.pairs_short_enough = numpy.concatenate(short)
+        """The indices of the pairs that are not left out."""
+        self.dropped = len(self.sources) - len(self.pairs_short_enough)
         self._sort_lengths(numpy.unique(numpy.concatenate(keys)), source_lengths, target_lengths)
         self._sorted = self._sort(self.pairs(0))
         if self.mixture is None:  # whose other epochs sort other pairs
@@ -118,11 +119,6 @@ class TokenBatches:
         if not len(self.pairs(0)):  # all are too long, or of corpora with weight 0
             return 0
         return len(self._cuts) + 1  # k cuts make k + 1 batches
-
-    @property
-    def pairs_short_enough(self) -> Array:
-        """Return the indices of the pairs that are not left out."""
-        return self._short_enough
 
     @property
     def over_budget(self) -> int:
@@ -164,8 +160,8 @@ class TokenBatches:
     def pairs(self, epoch: int) -> Array:
         """Return the indices of the pairs of an epoch."""
         if self.mixture is None:
-            return self._short_enough
-        return self.mixture.drawn(epoch, self._short_enough)
+            return self.pairs_short_enough
+        return self.mixture.drawn(epoch, self.pairs_short_enough)
 
     def with_lengths(self, source_lengths: Array, target_lengths: Array) -> TokenBatches:
         """Return the batches of the same pairs in the order that other lengths give."""
