@@ -20,7 +20,6 @@ import numpy
 import torch
 from torch import Tensor
 
-import seqpar
 from models import EncoderDecoder
 from models.transformer import first_weights
 from recipes.translation.data.batches import Steps
@@ -50,6 +49,7 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.training.dry_run import cost
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
@@ -62,18 +62,26 @@ from recipes.translation.training.summary import Summary, announce, size_of, sum
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
 from recipes.translation.training.utilization import share_of_peak
-from recipes.translation.training.validation import Validation, note_validation, out_of_patience, validate
+from recipes.translation.training.validation import Validation, note_validation, out_of_patience, reduce_rate, validate
 from seqpar.distributed.collectives import gather_numbers
 
 
-def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks: Ranks | None = None) -> Summary:
+def train(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    insist: bool = False,
+    dry_run: bool = False,
+    ranks: Ranks | None = None,
+) -> Summary:
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; resume from the checkpoint `last` if there is one.
 
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
     same layout of one or two processes equals an uninterrupted one bit for bit; of more, or in another layout, up to
     rounding. `fresh` begins anew, and removes an earlier run from the folder as soon as the new one can make its first
-    step. With `insist`, data and a change of steps that look like mistakes are taken as they are. `ranks` are those of
-    a caller that has joined them already.
+    step. With `insist`, data and a change of steps that look like mistakes are taken as they are. A `dry_run` does
+    all that comes before the first step, and its summary says what the training will cost. `ranks` are those of a
+    caller that has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
     or the weights are no longer finite, and OtherRankError with the message of another process that failed.
@@ -86,13 +94,13 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
         devices = devices_of(config.training, ranks)
         held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
         held.enter_context(ranks.held_by_main(lambda: logged(Path(config.run) / LOG)))
-        summary = train_on(ranks, config, axes, devices, fresh, insist)
+        summary = train_on(ranks, config, axes, devices, fresh, insist, dry_run)
         ranks.run_on_main(lambda: note_in(Path(config.run) / LOG, str(summary)))
         return summary
 
 
 def train_on(
-    ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool, insist: bool
+    ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool, insist: bool, dry_run: bool
 ) -> Summary:
     """Train in the process that `ranks` describes, in a folder to which no other run writes."""
     run = Path(config.run)
@@ -108,9 +116,8 @@ def train_on(
     ranks.agree({"the training and validation data": corpus.fingerprint})
     settings = with_steps(settings, corpus.train)
     teacher = opened_teacher(config, corpus, ranks)
-    state = TrainingState(data=corpus.fingerprint, teacher=teacher.saved.digest if teacher else "")
-    if saved:
-        state = saved.state
+    new = TrainingState(data=corpus.fingerprint, teacher=teacher.saved.digest if teacher else "")
+    state = saved.state if saved else new
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher and teacher.saved, state, run)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
@@ -130,6 +137,9 @@ def train_on(
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
+    if dry_run:
+        needed = cost(layout, settings, corpus, next(batches)[1], settings.steps - state.step, ranks)
+        return Summary(run, state, settings.steps, None, None, (), cost=needed)
     resumed_at = state.step if saved else None
     trackers = ranks.run_on_all(lambda: open_trackers(config, resumed_at) if ranks.is_main else [])
     if fresh:
@@ -155,19 +165,12 @@ def train_on(
             (state.epoch, state.batch), micro_batches = next(batches)
             torch.manual_seed(dropout_seed(settings.seed, state.step, layout.token_rank))
             model.train()
-            # The gradient of the whole step, divided once by the tokens of all micro-batches on all ranks
-            loss = seqpar.accumulate_gradients(
-                micro_batches,
-                layout.loss_of,
-                layout.tokens_of,
-                model=layout.reducer,
-                group=layout.groups.tokens or seqpar.THIS_PROCESS,
-                agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
-            )
+            place = {"the step": state.step, "the position in the data": (state.epoch, state.batch)}
+            loss = layout.accumulate(micro_batches, place)
             norm = layout.clip(settings.clip)
             state.step += 1
             check_finite(state.step, float(loss.mean), norm, saver)
-            rate = learning_rate(settings, state.step, sizes.d_model)
+            rate = learning_rate(settings, state.step, sizes.d_model, state.reductions)
             update(optimizer, rate)
             average.update(state.step)
             state.tokens += int(loss.tokens)
@@ -287,7 +290,9 @@ class Training:
         """Validate, and begin to save the model and the state. Every rank calls this."""
         moments = self.good_moments()
         found = self.validated()
-        better = note_validation(self.state, found, self.config.training.best_by)
+        settings = self.config.training
+        better = note_validation(self.state, found, settings.best_by)
+        reduced = reduce_rate(self.state, settings)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
         self.journal.keep(found)
         self.saver.save(
@@ -300,6 +305,12 @@ class Training:
             better=better,
         )
         self.journal.validated(self.state, found)
+        if reduced:
+            left = settings.plateau_factor**self.state.reductions
+            self.journal.progress.say(
+                f"[train] {settings.plateau_patience} validations without a better one: the learning rate is "
+                f"multiplied by {settings.plateau_factor:g}, {left:.3g} in all"
+            )
         return_free_memory()
 
     def validated(self) -> Validation:

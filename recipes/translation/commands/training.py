@@ -89,11 +89,18 @@ def train(argv: Sequence[str]) -> int:
     example:
     python -m recipes.translation train --run runs/mine --data.train train.en train.de --data.valid dev.en dev.de
     python -m recipes.translation train --config recipes/translation/configs/own_data.yaml --training.steps 500
+    python -m recipes.translation train --run runs/mine --dry-run
     python -m recipes.translation train --run runs/mine
     """
     parser = parser_of(train)
     add(parser, "--config")
-    parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
+    start.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="do all that comes before the first update, and say what the training will cost in memory and hours",
+    )
     parser.add_argument(
         "--insist",
         action="store_true",
@@ -112,7 +119,7 @@ def train(argv: Sequence[str]) -> int:
     from recipes.translation.train import train as train_model
 
     with joined(config.layout.timeout) as ranks:
-        summary = train_model(config, fresh=options.fresh, insist=options.insist, ranks=ranks)
+        summary = train_model(config, fresh=options.fresh, insist=options.insist, dry_run=options.dry_run, ranks=ranks)
         print_text(str(summary))
         if summary.best and not (summary.stopped_by or summary.advice):
             print(next_steps(config))

@@ -152,9 +152,12 @@ def _described(
     if train.mixture is not None:
         counts = train.mixture.counts(train.pairs_short_enough)
     found = []
+    start = 0
     for corpus, size, count in zip(corpora.training, sizes, counts, strict=True):
+        source, target = (side.start(start + size) - side.start(start) for side in (train.sources, train.targets))
+        start += size
         share = f", {count / max(sum(counts), 1):.1%} of an epoch" if len(sizes) > 1 else ""
-        found.append(f"{corpus.setting}: {corpus}: {size:,} pairs{share}")
+        found.append(f"{corpus.setting}: {corpus}: {size:,} pairs, {source:,} and {target:,} subwords{share}")
     return [*found, *(f"{each.held_out.setting}: {each.held_out}: {len(each.pairs):,} pairs" for each in valid)]
 
 

@@ -79,6 +79,8 @@ class TrainingState:
     best_step: int = 0
     stale: int = 0
     """Validations since the best one."""
+    reductions: int = 0
+    """How often validations have reduced the learning rate, with `training.schedule` plateau."""
     data: str = ""
     """Fingerprint of the training and validation data."""
     teacher: str = ""
@@ -159,7 +161,7 @@ COUNT = value("a whole number from 0 up", lambda found: is_whole(found) and foun
 TIME = value("a number of seconds", lambda found: isinstance(found, (int, float)) and 0 <= found < math.inf)
 SCORE = maybe(value("a number", lambda found: isinstance(found, (int, float))))
 STATE = fields(
-    dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale"), COUNT)
+    dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale", "reductions"), COUNT)
     | dict.fromkeys(("train_seconds", "seconds"), TIME)
     | dict.fromkeys(("best_loss", "best_score"), SCORE)
     | dict.fromkeys(("data", "teacher"), TEXT)

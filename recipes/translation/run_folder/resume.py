@@ -37,6 +37,7 @@ from recipes.translation.run_folder.numbered import (
 )
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.settings.metrics import METRICS
+from recipes.translation.settings.schedules import SCHEDULES
 
 MAY_CHANGE = frozenset(
     {
@@ -298,6 +299,13 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
         yield (
             f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: training.patience "
             f"{will_be.patience} counts validations, and would end the run after a different number of steps"
+        )
+    schedule = SCHEDULES[will_be.schedule]
+    if schedule.by_validations and was.validate_every != will_be.validate_every:
+        yield (
+            f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: with "
+            f"training.schedule {will_be.schedule} validations reduce the learning rate, and would do so after a "
+            "different number of steps"
         )
     asked = [(each.patience, each.steps, each.epochs) for each in (was, will_be)]
     if asked[0] != asked[1] and 0 < will_be.patience <= state.stale:

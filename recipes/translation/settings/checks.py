@@ -9,6 +9,7 @@ from recipes.translation.settings.data import KINDS
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY, DecodingConfig
 from recipes.translation.settings.run import RunConfig
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.settings.training import save_interval
 
 
@@ -31,6 +32,7 @@ def check_together(config: RunConfig) -> None:
             "anything; set it to the number of sentences to translate, or training.best_by loss"
         )
     save_interval(training.save_every)
+    check_plateau(config)
     if training.r_drop and config.model.dropout == 0:
         raise ConfigError(
             f"training.r_drop is {training.r_drop:g}, but model.dropout is 0: both passes would be the same; set "
@@ -45,6 +47,20 @@ def check_together(config: RunConfig) -> None:
         check_decoder_only(config)
     check_teacher(config)
     check_lora(config)
+
+
+def check_plateau(config: RunConfig) -> None:
+    """Raise ConfigError for settings of a rate that validations reduce which do nothing."""
+    training = config.training
+    names = ("training.plateau_patience", "training.plateau_factor")
+    if not SCHEDULES[training.schedule].by_validations:
+        why = f"training.schedule is {training.schedule}, which no validation changes: set training.schedule plateau"
+        check_unset(config, names, why)
+    elif 0 < training.patience <= training.plateau_patience:
+        raise ConfigError(
+            f"training.patience is {training.patience} and training.plateau_patience {training.plateau_patience}: the "
+            "run would end before its learning rate is reduced; set training.patience to more, or to 0"
+        )
 
 
 def check_decoding(decoding: DecodingConfig) -> None:

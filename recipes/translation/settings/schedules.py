@@ -1,6 +1,7 @@
-"""How the learning rate goes: one table of schedules, each a function of the step's number and of settings alone.
+"""How the learning rate goes: one table of schedules, each a function of the step's number and of settings.
 
-With no state to be saved, a run that is resumed has the rates of one that was not interrupted.
+With `plateau` it is one of the validations as well: how often they have reduced it is saved with a run's state. So a
+run that is resumed has the rates of one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Step(NamedTuple):
     """Those of the whole training."""
     d_model: int
     """The model's width."""
+    reduced: float = 1.0
+    """The part of the rate that validations without an improvement have left."""
 
     @property
     def warm(self) -> float:
@@ -48,6 +51,8 @@ class Schedule:
     """How the rate falls after the warm-up."""
     by_steps: bool = False
     """Whether it depends on the number of steps, so that a run that is resumed with another number has other rates."""
+    by_validations: bool = False
+    """Whether validations reduce it, by `training.plateau_patience` and `plateau_factor`."""
 
 
 def _noam(step: Step) -> float:
@@ -73,4 +78,9 @@ SCHEDULES = {
     "cosine": Schedule(_cosine, "by half a cosine to 0 at the end", by_steps=True),
     "noam": Schedule(_noam, "as inverse_sqrt does, from a peak of the model's width"),
     "constant": Schedule(lambda step: step.rate * min(step.warm, 1.0), "not at all"),
+    "plateau": Schedule(
+        lambda step: step.rate * min(step.warm, 1.0) * step.reduced,
+        "by plateau_factor after every plateau_patience validations without a better one",
+        by_validations=True,
+    ),
 }

@@ -84,6 +84,15 @@ class TrainingConfig:
     learning_rate: float = setting(
         2e-3, "The rate at the end of the warm-up, from which it falls; with noam a factor of it.", at_least=0
     )
+    plateau_patience: int = setting(
+        3,
+        "With schedule plateau: validations without a better one, by best_by, after which the rate is reduced; after "
+        "as many more it is reduced again.",
+        at_least=1,
+    )
+    plateau_factor: float = setting(
+        0.5, "With schedule plateau: what the rate is then multiplied by.", at_least=1e-6, below=1
+    )
     warmup: int = setting(200, "Steps of linear warm-up.", at_least=0)
     betas: tuple[float, float] = setting((0.9, 0.98), "Adam's two decay rates.", at_least=0, below=1)
     adam_eps: float = setting(

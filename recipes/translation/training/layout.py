@@ -9,7 +9,7 @@ usually on the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -306,6 +306,20 @@ class Layout:
             return found
 
         return forward
+
+    def accumulate(self, batches: Sequence[Batch], agree: Mapping[str, object] | None = None) -> seqpar.TokenLoss:
+        """Add the gradient of a whole step, divided once by the tokens of its batches on all ranks; return its loss.
+
+        `agree` names what must be the same on all ranks.
+        """
+        return seqpar.accumulate_gradients(
+            batches,
+            self.loss_of,
+            self.tokens_of,
+            model=self.reducer,
+            group=self.groups.tokens or seqpar.THIS_PROCESS,
+            agree=agree,
+        )
 
     def loss_of(self, batch: Batch) -> seqpar.TokenLoss:
         """Return the summed loss of this rank's tokens of a batch.

@@ -47,6 +47,16 @@ def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:
     return found
 
 
+def forget_peak(devices: Sequence[torch.device]) -> None:
+    """Let `peak_memory` count from now on; on the CPU only Linux can."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")  # the peak of the resident set, proc(5)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
 def return_free_memory() -> None:
     """Return to the system what this process has freed; without glibc, whose allocator keeps it, do nothing.
 

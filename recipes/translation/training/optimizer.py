@@ -38,10 +38,13 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
     optimizer.zero_grad()
 
 
-def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
-    """Return the learning rate of step `step`, counted from 1."""
-    schedule = SCHEDULES[settings.schedule]
-    return schedule.rate(Step(step, settings.learning_rate, max(settings.warmup, 1), settings.steps, d_model))
+def learning_rate(settings: TrainingConfig, step: int, d_model: int, reductions: int = 0) -> float:
+    """Return the learning rate of step `step`, counted from 1, after so many reductions by validations."""
+    reduced = settings.plateau_factor**reductions
+    warmup = max(settings.warmup, 1)
+    return SCHEDULES[settings.schedule].rate(
+        Step(step, settings.learning_rate, warmup, settings.steps, d_model, reduced)
+    )
 
 
 def check_rate(before: TrainingConfig, now: TrainingConfig, made: int, d_model: int) -> None:

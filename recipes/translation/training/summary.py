@@ -56,16 +56,9 @@ def announce(
         f"{size}, {len(corpus.target):,} target subwords, "
         f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}"
     ]
-    if alone := corpus.train.over_budget:
-        lines.append(
-            f"training.batch_tokens {settings.batch_tokens:,} is below the length of {alone:,} pairs, each of which is "
-            "a batch of its own"
-        )
-    if 0 < settings.steps <= settings.warmup:
-        lines.append(
-            f"training.warmup {settings.warmup:,} is not over when training ends, at step {settings.steps:,}: the "
-            "learning rate will only rise"
-        )
+    lines += what_cannot_be_meant(settings, corpus)
+    if layout.data_ranks > 1 or state.step:
+        lines.append(update_of(settings, layout.data_ranks, resumed=state.step > 0))
     if settings.epochs:
         lines.append(end_of(settings, corpus))
     if teacher is not None:
@@ -81,6 +74,43 @@ def announce(
         lines.append(f"starting from {start or f'random weights, training.seed {settings.seed}'}")
     for line in lines:
         print(f"[train] {line}", flush=True)
+
+
+def what_cannot_be_meant(settings: TrainingConfig, corpus: Corpus) -> Iterable[str]:
+    """Yield a line for each setting that does not fit the data or another one."""
+    if alone := corpus.train.over_budget:
+        yield (
+            f"training.batch_tokens {settings.batch_tokens:,} is below the length of {alone:,} pairs, each of which is "
+            "a batch of its own"
+        )
+    if 0 < settings.steps <= settings.warmup:
+        yield (
+            f"training.warmup {settings.warmup:,} is not over when training ends, at step {settings.steps:,}: the "
+            "learning rate will only rise"
+        )
+
+
+def update_of(settings: TrainingConfig, data_ranks: int, resumed: bool) -> str:
+    """Return how many tokens an update has, which is the same on any number of processes, and what each process gets.
+
+    Of a new run it names the settings with which as many tokens are whole batches for every process.
+    """
+    batches, size = settings.accumulate, settings.batch_tokens
+    line = f"an update has training.accumulate {batches:,} x training.batch_tokens {size:,} on any number of processes"
+    if resumed:
+        line += ", as before"
+    if data_ranks == 1:
+        return line
+    if not batches % data_ranks:
+        return f"{line}: whole batches for each of these {data_ranks}"
+    line += f": its last {batches % data_ranks:,} are divided among these {data_ranks}"
+    if not resumed:
+        each = -(-batches // data_ranks)
+        line += (
+            f"; training.accumulate {each * data_ranks:,} and training.batch_tokens "
+            f"{round(batches * size / (each * data_ranks)):,} give each whole batches"
+        )
+    return line
 
 
 def end_of(settings: TrainingConfig, corpus: Corpus) -> str:
@@ -133,8 +163,12 @@ class Summary:
     samples: tuple[Sample, ...] = ()
     advice: str = ""
     """What to do about a model that has hardly learned anything; empty for others."""
+    cost: str = ""
+    """What the training would need, of a dry run."""
 
     def __str__(self) -> str:
+        if self.cost:
+            return self.cost
         state = self.state
         speed = state.tokens / max(state.train_seconds, 1e-9)
         lines = [

@@ -26,6 +26,7 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.scores import score_of
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.metrics import METRICS, Translated
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.text.pair import Pair
 from recipes.translation.training.objective import Objective
 from recipes.translation.translating.translate import translate
@@ -189,6 +190,14 @@ def note_validation(state: TrainingState, found: Validation, best_by: str = "los
     else:
         state.stale += 1
     return better
+
+
+def reduce_rate(state: TrainingState, settings: TrainingConfig) -> bool:
+    """Note in the state that the validations so far reduce the learning rate; return whether they do."""
+    patience = settings.plateau_patience
+    due = SCHEDULES[settings.schedule].by_validations and state.stale > 0 and state.stale % patience == 0
+    state.reductions += due
+    return due
 
 
 def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:

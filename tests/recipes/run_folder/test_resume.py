@@ -411,6 +411,11 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
             "training.validate_every was 2 and is 3: training.patience 9 counts validations, and would end the run",
         ),
         (
+            {"training.schedule": "plateau"},
+            {"training.schedule": "plateau", "training.validate_every": 3},
+            "training.validate_every was 2 and is 3: with training.schedule plateau validations reduce the learning",
+        ),
+        (
             {"training.learning_rate": 0.0, "training.validate_every": 1},
             {"training.learning_rate": 0.0, "training.validate_every": 1, "training.patience": 2},
             "training.patience is 2, and the last 3 validations were not better than that of step 1: the run would end",

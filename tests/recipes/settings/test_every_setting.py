@@ -47,6 +47,13 @@ FILES: dict[str, Any] = {
 }
 DIRTY: dict[str, Any] = {**FILES, "data.train": ("dirty.tsv",)}
 TWO: dict[str, Any] = {"a": {}, "b": {"format": "tsv", "path": "one", "train": ["small.tsv"]}}
+PLATEAU: dict[str, Any] = {
+    "training.schedule": "plateau",
+    "training.learning_rate": 5.0,
+    "training.warmup": 0,
+    "training.validate_every": 1,
+    "training.steps": 6,
+}
 KEPT = ("weights", "subwords")
 NUMBERS = ("weights", "metrics", "translations")
 
@@ -163,6 +170,19 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(50, ("said",), (*NUMBERS, "subwords", "batches")),
     ],
     "training.schedule": [Change(name) for name in SCHEDULES if name != "inverse_sqrt"],
+    "training.plateau_patience": [
+        Change(1, ("metrics",), beside=PLATEAU),
+        Change(1, refused="training.schedule is inverse_sqrt, which no validation changes"),
+        Change(
+            4,
+            beside={**PLATEAU, "training.patience": 4},
+            refused="the run would end before its learning rate is reduced",
+        ),
+    ],
+    "training.plateau_factor": [
+        Change(0.1, ("metrics",), beside={**PLATEAU, "training.plateau_patience": 1}),
+        Change(0.1, refused="training.schedule is inverse_sqrt, which no validation changes"),
+    ],
     "training.learning_rate": [Change(3e-3)],
     "training.warmup": [Change(3)],
     "training.betas": [Change((0.5, 0.98)), Change((0.9, 0.7))],

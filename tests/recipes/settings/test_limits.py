@@ -26,7 +26,7 @@ RANGES: dict[tuple[float, float], str] = {
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
         model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
         model.max_positions training.chunk_tokens training.batch_tokens training.accumulate
-        training.max_length training.validate_every layout.shard layout.vocab layout.sequence
+        training.max_length training.validate_every training.plateau_patience layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
@@ -43,6 +43,7 @@ RANGES: dict[tuple[float, float], str] = {
     (0.01, 1e6): "training.lora_alpha",
     (0, 2**63): "training.seed",
     (1e-16, 1): "training.adam_eps",
+    (1e-6, 1): "training.plateau_factor",
     (0, 100): "training.weight_decay",
     (1, 1e9): "layout.timeout",
     (0, 50): "decoding.length_penalty",

@@ -16,7 +16,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
-from recipes.translation.training.validation import Validation, note_validation, out_of_patience
+from recipes.translation.training.validation import Validation, note_validation, out_of_patience, reduce_rate
 from tests.recipes.tiny import tiny
 
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])
@@ -37,6 +37,27 @@ def test_the_best_is_the_first_of_the_best_ones(best_by: str, numbers: list[list
     assert better == [all(value > before for before in own[:at]) for at, value in enumerate(own)]
     config = tiny(Path("run"), {"training.patience": 2}).training
     assert out_of_patience(state, config) == (len(numbers) - 1 - best >= 2)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=30), st.integers(1, 4))
+def test_a_plateau_reduces_the_rate_as_often_as_its_patience_passes_without_a_better_validation(
+    losses: list[float], patience: int
+) -> None:
+    config = tiny(Path("run"), {"training.schedule": "plateau", "training.plateau_patience": patience}).training
+    state = TrainingState()
+    expected = waited = 0
+    for step, loss in enumerate(losses, start=1):
+        better = note_validation(state, Validation(step, {"loss": loss}))
+        reduced = reduce_rate(state, config)
+        waited = 0 if better else waited + 1
+        if waited == patience:
+            expected, waited = expected + 1, 0
+            assert reduced
+        assert state.reductions == expected
+    constant = replace(config, schedule="constant")
+    before = state.reductions
+    assert not reduce_rate(state, constant)
+    assert state.reductions == before
 
 
 @pytest.mark.parametrize("best_by", METRICS)

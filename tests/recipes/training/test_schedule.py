@@ -56,6 +56,19 @@ def test_constant_stays_at_its_rate_after_the_warm_up() -> None:
     assert rates == pytest.approx([0.005, 0.01, 0.01])
 
 
+def test_plateau_stays_at_its_rate_and_is_multiplied_by_its_factor_for_each_reduction() -> None:
+    made = replace(settings("plateau"), plateau_factor=0.2)
+    rates = [learning_rate(made, step, 64, reductions) for step, reductions in ((50, 0), (100, 0), (900, 1), (900, 3))]
+    assert rates == pytest.approx([0.005, 0.01, 0.002, 0.00008])
+
+
+@pytest.mark.parametrize(("name", "schedule"), SCHEDULES.items())
+def test_a_schedule_says_whether_validations_change_its_rate(name: str, schedule: Schedule) -> None:
+    assert (learning_rate(settings(name), 200, 64, 2) != learning_rate(settings(name), 200, 64)) == (
+        schedule.by_validations
+    )
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_warm_up_the_first_step_has_the_highest_rate(schedule: str) -> None:
     rates = [learning_rate(settings(schedule, warmup=0), step, 64) for step in range(1, 20)]

@@ -110,6 +110,24 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert_same_run(run, uninterrupted)
 
 
+def test_a_run_whose_validations_reduce_the_rate_is_stopped_and_resumed_bit_for_bit(
+    tmp_path: Path, signal_after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plateau = {"training.schedule": "plateau", "training.plateau_patience": 2, "training.plateau_factor": 0.3}
+    worse = {"training.learning_rate": 3.0, "training.warmup": 0, "training.validate_every": 1, "training.steps": 9}
+    through, run = tmp_path / "through", tmp_path / "run"
+    train(tiny(through, {**plateau, **worse}))
+    for step in (4, 6):  # in the middle of a wait for a better one, and just after a reduction or before it
+        signal_after(step, signal.SIGTERM)
+        assert train(tiny(run, {**plateau, **worse})).state.step == step
+    monkeypatch.undo()
+    state = train(tiny(run, {**plateau, **worse})).state
+    assert state.reductions > 1
+    assert_same_run(run, through)
+    rates = [record["learning_rate"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert rates[-1] == pytest.approx(3.0 * 0.3**state.reductions) or rates[-1] == pytest.approx(rates[-2])
+
+
 def test_steps_done_after_the_last_save_are_done_again_alike(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tiny(run, {**DROPOUT, "training.steps": 3}))
