@@ -299,7 +299,7 @@ def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path:
     assert {student.corpora[name].weight for name in corpora} == {1.0}
 
 
-@pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "parquet", "hub"])
+@pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "tmx", "parquet", "hub"])
 def test_a_student_reads_validation_and_test_data_in_their_own_format(format: str, tmp_path: Path) -> None:
     names = {split: ["a", "b"] if format == "text" else [f"{split}.{format}"] for split in ("train", *SPLITS)}
     files = {f"data.{split}": each for split, each in names.items()}

@@ -21,6 +21,7 @@ from typing import Any
 from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_named, names_of, paths_of
+from recipes.translation.data.tmx import tmx_pairs
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import parsed
 from recipes.translation.files.lines import Hashes, each_line, hashed
@@ -89,7 +90,7 @@ def each_training_pair(
 
 def _read(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Iterable[Pair]:
     check_named(data, split)
-    of_lines = {"text": _text, "tsv": _tsv, "jsonl": _jsonl}
+    of_lines = {"text": _text, "tsv": _tsv, "jsonl": _jsonl, "tmx": _tmx}
     others: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
     others = {"builtin": _builtin, "parquet": _parquet, "hub": _hub}
     if data.format in others:
@@ -225,6 +226,11 @@ def _jsonl(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pa
         where = f"{path}:{number}"
         if line.strip():
             yield _pair(_parsed(line, where), data, where)
+
+
+def _tmx(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
+    (path,) = paths_of(data, split)
+    return tmx_pairs(path, data.source, data.target, hashes)
 
 
 def _parsed(line: str, where: str) -> object:

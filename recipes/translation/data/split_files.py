@@ -22,7 +22,7 @@ def check_named(data: DataConfig, split: Split) -> None:
         if data.format == "builtin" and any(names):
             raise DataError(
                 f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
-                f"set data.format (text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
+                f"set data.format (text for two files, tsv, jsonl, tmx, parquet or hub), or leave data.{setting} out"
             )
         if setting == "path" or data.format == "hub":  # these are no names of files
             continue
@@ -33,7 +33,7 @@ def check_named(data: DataConfig, split: Split) -> None:
                     f"{named_format(name)}, or rename the file"
                 )
     # With one column as both sides a model would learn to copy
-    if data.format in ("tsv", "jsonl", "parquet", "hub") and data.source == data.target:
+    if data.format in ("tsv", "jsonl", "tmx", "parquet", "hub") and data.source == data.target:
         raise DataError(
             f"data.source and data.target are both {data.source}, and in format {data.format} they name the columns: "
             "give the two columns different names"

@@ -10,8 +10,9 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recipes.translation.errors import DataError
 
@@ -22,13 +23,20 @@ def is_plain(start: bytes) -> bool:
     return not start.startswith(marks)
 
 
+def _by_pyarrow(file: io.BufferedReader, codec: str) -> Any:
+    """Unpack what Python itself cannot: pyarrow comes with `datasets`."""
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, codec)
+
+
 class Compression(NamedTuple):
     """A way to pack a file: the end of its name, its first bytes, and what unpacks it."""
 
     suffix: str
     magic: bytes
-    opened: Callable[[io.BufferedReader], io.BufferedIOBase] | None = None
-    """Unpacks while reading; None for what Python cannot unpack line by line."""
+    opened: Callable[[io.BufferedReader], Any] | None = None
+    """Unpacks while reading; None for what has several files, or cannot be unpacked."""
     way: str = ""
     """The command that unpacks such a file, where it cannot be read."""
 
@@ -37,8 +45,8 @@ COMPRESSIONS = (
     Compression(".gz", b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
     Compression(".xz", b"\xfd7zXZ\x00", lzma.LZMAFile),
     Compression(".bz2", b"BZh", bz2.BZ2File),
-    Compression(".zst", b"\x28\xb5\x2f\xfd", way="zstd -d"),
-    Compression(".lz4", b"\x04\x22\x4d\x18", way="lz4 -d"),
+    Compression(".zst", b"\x28\xb5\x2f\xfd", lambda file: _by_pyarrow(file, "zstd")),
+    Compression(".lz4", b"\x04\x22\x4d\x18", lambda file: _by_pyarrow(file, "lz4")),
     Compression(".zip", b"PK\x03\x04", way="unzip"),
     Compression(".7z", b"7z\xbc\xaf\x27\x1c", way="7z x"),
     Compression(".rar", b"Rar!", way="unrar x"),
@@ -62,7 +70,8 @@ def read_lines(path: Path) -> list[str]:
 
 def lines_of(content: bytes, where: str, first: int = 1) -> list[str]:
     """Return the lines of a file's bytes as `each_line` does, which begin with line `first` of `where`."""
-    return list(_lines_in(io.BufferedReader(io.BytesIO(content)), where, first))
+    with _explained(where):
+        return list(_lines_in(_unpacked(io.BufferedReader(io.BytesIO(content)), where), where, first))
 
 
 Hashes = dict[Path, tuple[int, bytes]]
@@ -78,15 +87,33 @@ def hashed(file: io.BufferedReader) -> tuple[int, bytes]:
 
 
 def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text file, plain or compressed by gzip, xz or bzip2, without its byte order mark.
+    """Yield the lines of a UTF-8 text file, plain or compressed in a way of COMPRESSIONS, without its byte order mark.
 
     The file is never whole in memory; `hashes` gets that of the very file that is read. Raises OSError, and DataError
     for a damaged file or text in another encoding, whose line it names, and for another file than `hashes` knows.
     """
+    with unpacked(path, hashes) as file:
+        yield from _lines_in(file, str(path))
+
+
+@contextmanager
+def unpacked(path: Path, hashes: Hashes | None = None) -> Iterator[io.BufferedIOBase]:
+    """Open a file, plain or compressed, of which `hashes` gets the hash; explain the errors of unpacking it."""
     with path.open("rb") as file:
         if hashes is not None and hashes.setdefault(path, found := hashed(file)) != found:
             raise DataError(f"{path} has changed since this run has begun to read it: start again")
-        yield from _lines_in(file, str(path))
+        with _explained(str(path)):
+            yield _unpacked(file, str(path))
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if getattr(error, "errno", None) is not None:  # of the system, and not of damaged content
+            raise
+        raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
 
 
 def _unpacked(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
@@ -105,22 +132,17 @@ def _unpacked(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
     return found
 
 
-def _lines_in(plain: io.BufferedReader, where: str, first: int = 1) -> Iterator[str]:
-    try:
-        for number, line in enumerate(_unpacked(plain, where), start=first):
-            if number == 1:
-                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise DataError(
-                        f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8"
-                    )
-                line = line.removeprefix(codecs.BOM_UTF8)
-            text = _decoded(line, where, number)
-            if number == 1 and "\n" not in text and "\r" in text.rstrip("\r"):
-                raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
-            if text:
-                yield text.removesuffix("\r\n").removesuffix("\n")
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
+def _lines_in(file: io.BufferedIOBase, where: str, first: int = 1) -> Iterator[str]:
+    for number, line in enumerate(file, start=first):
+        if number == 1:
+            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8")
+            line = line.removeprefix(codecs.BOM_UTF8)
+        text = _decoded(line, where, number)
+        if number == 1 and "\n" not in text and "\r" in text.rstrip("\r"):
+            raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
+        if text:
+            yield text.removesuffix("\r\n").removesuffix("\n")
 
 
 def _decoded(line: bytes, where: str, number: int) -> str:

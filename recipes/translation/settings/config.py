@@ -81,7 +81,7 @@ def load_config(
     return config
 
 
-FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
+FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".tmx": "tmx", ".parquet": "parquet"}
 """The format of a file by the end of its name."""
 
 
@@ -124,7 +124,8 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
         section = setting.rpartition(".")[0]
         raise ConfigError(
             f"{setting} ({', '.join(names)}) does not tell its format: set {section}.format (text takes two files; "
-            "tsv, jsonl and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl or .parquet"
+            "tsv, jsonl, tmx and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl, .tmx or "
+            ".parquet"
         )
     return format
 

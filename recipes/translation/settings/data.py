@@ -55,10 +55,10 @@ KINDS = {
 class DataConfig:
     """Where the sentence pairs come from."""
 
-    format: Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"] = setting(
+    format: Literal["builtin", "text", "tsv", "jsonl", "tmx", "parquet", "hub"] = setting(
         "builtin",
-        "builtin | text (two line-aligned files, plain or .gz) | tsv (a header line names the columns; no "
-        "quoting) | jsonl | parquet | hub (a Hugging Face data set). If it is not set, the files "
+        "builtin | text (two line-aligned files, plain or packed) | tsv (a header line names the columns; no "
+        "quoting) | jsonl | tmx | parquet | hub (a Hugging Face data set). If it is not set, the files "
         "decide: two files are text, one file is what its name ends in, and none is builtin.",
     )
     path: str = setting(
@@ -69,13 +69,15 @@ class DataConfig:
     )
     train: tuple[str, ...] = setting(
         (),
-        "Training file(s): text takes two (source, target); tsv, jsonl and parquet take one; hub takes a split name.",
+        "Training file(s): text takes two (source, target); tsv, jsonl, tmx and parquet take one; hub takes a split "
+        "name.",
     )
     valid: tuple[str, ...] = setting((), "Validation file(s), in the same form.")
     test: tuple[str, ...] = setting((), "Test file(s), in the same form.")
     source: str = setting(
         "en",
-        "Source language: its column or key in tsv, jsonl, parquet and hub data, and its side of the built-in corpus.",
+        "Source language: its column or key in tsv, jsonl, parquet and hub data, its code in tmx, and "
+        "its side of the built-in corpus.",
     )
     target: str = setting("de", "Target language, likewise.")
     tokenize: str = setting(
@@ -115,7 +117,7 @@ class CorpusConfig:
     train: tuple[str, ...] = setting((), "Training file(s), as data.train.")
     valid: tuple[str, ...] = setting((), "Validation file(s), as data.valid.")
     test: tuple[str, ...] = setting((), "Test file(s), as data.test.")
-    format: Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"] | None = setting(
+    format: Literal["builtin", "text", "tsv", "jsonl", "tmx", "parquet", "hub"] | None = setting(
         None, "As data.format; by default the files decide."
     )
     path: str | None = setting(None, "Folder of the files, or name of the hub's data set, as data.path.")

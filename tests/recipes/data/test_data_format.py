@@ -36,7 +36,7 @@ def test_without_a_format_names_and_number_of_the_files_tell_it(files: list[str]
     assert load_config(tmp_path / "run.yaml").data.format == format
 
 
-@pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "parquet", "hub"])
+@pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "tmx", "parquet", "hub"])
 def test_a_format_that_is_given_wins(format: str) -> None:
     for files in (["one"], ["one", "two"], []):
         assert load_config(None, {"data.format": format, "data.train": files}).data.format == format

@@ -19,7 +19,7 @@ from recipes.translation.train import train
 from tests.recipes.files.watching import opened_files
 from tests.recipes.tiny import tiny
 
-FORMATS = ["text", "tsv", "jsonl"]
+FORMATS = ["text", "tsv", "jsonl", "tmx"]
 
 
 def made(folder: Path, format: str) -> dict[str, Any]:
@@ -34,6 +34,10 @@ def made(folder: Path, format: str) -> dict[str, Any]:
     elif format == "jsonl":
         lines = [json.dumps({"en": pair.source, "de": pair.target}) for pair in some]
         (folder / names[0]).write_text("\n".join(lines))
+    elif format == "tmx":
+        variants = "<tu><tuv xml:lang='en-GB'><seg>{}</seg></tuv><tuv lang='DE'><seg>{}</seg></tuv></tu>"
+        units = "".join(variants.format(*pair) for pair in some)
+        (folder / names[0]).write_text(f'<tmx version="1.4"><header/><body>{units}</body></tmx>')
     else:
         names = ["train.en.gz", "train.de"]
         (folder / names[0]).write_bytes(gzip.compress("".join(f"{pair.source}\n" for pair in some).encode()))
