@@ -115,7 +115,7 @@ def check_own_model(config: RunConfig) -> None:
             f"{str(subwords.joint).lower()}: with true it takes one, with false the source's and the target's"
         )
     names = ["train_pairs", "character_coverage", "byte_fallback"]
-    if subwords.kind != "none":
+    if not KINDS[subwords.kind].words:
         names += ["kind", "normalization"]
     why = f"subwords.model is {files}, which has its own: leave the file out"
     check_unset(config, tuple(f"subwords.{name}" for name in names), why)

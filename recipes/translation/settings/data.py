@@ -30,8 +30,10 @@ class SubwordKind(NamedTuple):
     """What `subwords.sampling` means; empty where there is nothing to draw."""
     below: float = inf
     """What it must be below."""
-    spells: bool = True
-    """Whether characters that no subword has can be spelled in bytes."""
+    merges: bool = False
+    """Whether sampling leaves out merges; else it draws divisions by their probability."""
+    words: bool = False
+    """Whether its vocabulary is a list of words, which cannot spell characters in bytes."""
 
 
 KINDS = {
@@ -41,11 +43,15 @@ KINDS = {
         "the exponent of a segmentation's probability (Kudo 2018; 0.1 to 0.5 are usual, and less is more random)",
     ),
     "bpe": SubwordKind(
-        "bpe", "byte-pair encoding", "the probability of leaving out a merge (BPE-dropout; 0.1 is usual)", below=1
+        "bpe",
+        "byte-pair encoding",
+        "the probability of leaving out a merge (BPE-dropout; 0.1 is usual)",
+        below=1,
+        merges=True,
     ),
     "char": SubwordKind("char", "single characters"),
     "none": SubwordKind(
-        "word", "words as blanks divide them: for text that is segmented already; rare ones are unknown", spells=False
+        "word", "words as blanks divide them: for text that is segmented already; rare ones are unknown", words=True
     ),
 }
 """The kinds of subwords."""
@@ -200,7 +206,8 @@ class SubwordConfig:
     model: tuple[str, ...] = setting(
         (),
         "Your own subwords instead of new ones, one file for both sides or one for each: a sentencepiece model, a "
-        "Hugging Face tokenizer.json, or with kind none a list of words. They are copied into the run.",
+        "Hugging Face tokenizer.json, or with kind none a list of words or Marian's vocab.yml. They are copied into "
+        "the run.",
     )
     train_pairs: int | None = setting(
         None,

@@ -7,13 +7,16 @@ tag and symbol of the settings that is not among the pieces is added as one.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
 from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines
+from recipes.translation.settings.data import KINDS
 from recipes.translation.text.normalization import rules_of
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.sentencepiece_file import Piece, model_of
@@ -31,13 +34,14 @@ SPECIAL = {
 def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
     """Return the model of a file with our ids, and with the pieces `added` that it lacks.
 
-    With `kind` none the file is a list of words, one in each line, most frequent first; a count after a blank is no
-    part of the word. `rule` is the row of NORMALIZATIONS for such a list, which has none of its own.
+    With `kind` none the file is a list of words, one in each line, most frequent first, where a count after a blank is
+    no part of the word; or Marian's vocab.yml or .json, which has an id for each word. `rule` is the row of
+    NORMALIZATIONS for such a list, which has none of its own.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}; see subwords.model")
     try:
-        if kind == "none":
+        if KINDS[kind].words:
             model = _words(path, rule)
         elif path.suffix == ".json":
             model = sentencepiece_model(path.read_text(encoding="utf-8"), set().union(*SPECIAL.values()))
@@ -51,13 +55,16 @@ def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
 
 
 def _expected(kind: str, path: Path) -> str:
-    if kind == "none":
-        return "list of words, as subwords.kind none takes it"
+    if KINDS[kind].words:
+        return f"list of words, as subwords.kind {kind} takes it"
     return "tokenizer.json of pieces" if path.suffix == ".json" else "sentencepiece model"
 
 
 def _words(path: Path, rule: str) -> ModelProto:
-    words = dict.fromkeys(re.sub(r" \d+$", "", line).strip() for line in read_lines(path))
+    if path.suffix in (".yml", ".yaml", ".json"):
+        words = _by_id(path)
+    else:
+        words = list(dict.fromkeys(re.sub(r" \d+$", "", line).strip() for line in read_lines(path)))
     special = set().union(*SPECIAL.values(), [""])
     if broken := next((word for word in words if len(word.split()) > 1), None):
         raise ValueError(f"it has the line {broken!r}, of several words")
@@ -67,6 +74,24 @@ def _words(path: Path, rule: str) -> ModelProto:
     pieces = [word for word in words if word not in special]
     model.pieces.extend(Piece(piece=BLANK + word, score=-rank) for rank, word in enumerate(pieces))
     return model
+
+
+def _by_id(path: Path) -> list[str]:
+    """Return the words of a file with "word: id" in each line, in the order of their ids; JSON is YAML too."""
+    try:
+        # Every word as it is written: YAML would make a number of 1, and nothing of null
+        found = yaml.compose(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(found, yaml.MappingNode):
+        raise TypeError("it has no word with an id, as in Hello: 3")
+    words = [(word.value, number.value) for word, number in found.value]
+    if odd := next((word for word, number in words if not (isinstance(number, str) and number.isdecimal())), None):
+        raise ValueError(f"{odd!r} has no whole number as its id")
+    for column, what in zip(zip(*words, strict=True), ("word", "id"), strict=False):
+        if twice := next((each for each, count in Counter(column).items() if count > 1), None):
+            raise ValueError(f"the {what} {twice!r} occurs twice")
+    return [word for word, _ in sorted(words, key=lambda each: int(each[1]))]
 
 
 def _with_our_ids(model: ModelProto, added: Sequence[str]) -> bytes:

@@ -14,6 +14,8 @@ from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple
 
+from recipes.translation.settings.data import KINDS
+
 BLANK = "\u2581"
 """What sentencepiece writes for a blank, with which a word begins."""
 
@@ -27,7 +29,7 @@ class Sampler:
 
     Args:
         processor: sentencepiece's own.
-        kind: unigram or bpe.
+        kind: one of KINDS that can be sampled.
     """
 
     def __init__(self, processor: Any, kind: str) -> None:
@@ -75,7 +77,7 @@ class Sampler:
             yield word, 0
 
     def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
-        if self._kind == "bpe":
+        if KINDS[self._kind].merges:
             return with_dropout(word, self._scores, amount, random)
         return drawn(word, self._last_pieces(word, amount), random)
 

@@ -102,7 +102,7 @@ def train_subwords(
             vocab_size=config.vocab_size,
             user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
             normalization_rule_name="identity",
-            byte_fallback=config.byte_fallback and KINDS[config.kind].spells,
+            byte_fallback=config.byte_fallback and not KINDS[config.kind].words,
             character_coverage=config.character_coverage,
             max_sentence_length=MAX_BYTES,
             num_threads=4,  # fixed, because the rounding of sums over threads changes the result

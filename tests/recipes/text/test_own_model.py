@@ -67,21 +67,32 @@ def of_words(folder: Path) -> tuple[Path, Callable[[str], list[str]]]:
     return folder / "dict.txt", lambda text: [BLANK + word for word in text.split()]
 
 
+def of_marian(folder: Path) -> tuple[Path, Callable[[str], list[str]]]:
+    """A vocabulary as marian-vocab writes it: most frequent first, the end first of all."""
+    words = sorted({word for text in TEXT for word in text.split()})[:120]
+    lines = ["</s>: 0", "<unk>: 1", *(f'"{word}": {number}' for number, word in enumerate(words, start=2))]
+    (folder / "vocab.yml").write_text("\n".join(lines))
+    return folder / "vocab.yml", lambda text: [BLANK + word for word in text.split()]
+
+
 FOREIGN = {
     "bpe": of_sentencepiece("bpe", unk_id=2, bos_id=0, eos_id=1, unk_piece="[UNK]"),
     "unigram": of_sentencepiece("unigram", bos_id=-1, eos_id=3, pad_id=2, unk_id=0, normalization_rule_name="nfkc_cf"),
     "char": of_sentencepiece("char"),
     "tokenizer.json": of_tokenizer_json,
     "words": of_words,
+    "vocab.yml": of_marian,
 }
 
 
+WORDS = ("words", "vocab.yml")
+"""Those of kind none."""
 BYTES = {"bytes": of_sentencepiece("bpe", byte_fallback=True, vocab_size=420)}
 
 
 def settings(name: str, path: Path) -> dict[str, Any]:
     found = {"subwords.model": [str(path)], "subwords.vocab_size": 1000, "data.language_tags": True}
-    return {**found, "subwords.symbols": ["<url>"], **({"subwords.kind": "none"} if name == "words" else {})}
+    return {**found, "subwords.symbols": ["<url>"], **({"subwords.kind": "none"} if name in WORDS else {})}
 
 
 def _joined(pieces: list[str], unknown: str) -> list[str]:
@@ -106,7 +117,7 @@ def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_
             if (piece, before) != (pieces[UNK],) * 2
         ]
     tagged = source.encode(["<2de> a <url>"])[0]
-    assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", "<url>" if name != "words" else pieces[UNK]]
+    assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", "<url>" if name not in WORDS else pieces[UNK]]
     processor = sentencepiece.SentencePieceProcessor(model_proto=source.serialized())
     special = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
     assert special == (PAD, UNK, BOS, EOS)
@@ -164,6 +175,36 @@ def test_a_file_that_has_no_subwords_is_refused(content: bytes, kind: str, messa
     (tmp_path / "own").write_bytes(content)
     with pytest.raises(DataError, match=f"^subwords.model: {tmp_path / 'own'} {message}"):
         own_model(tmp_path / "own", kind, "nfc", ())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n- b\n", "it has no word with an id"),
+        ("a: 0\nb: c\n", "'b' has no whole number as its id"),
+        ("a: 0\nb: [1]\n", "'b' has no whole number as its id"),
+        ("a: 0\nb: 0\n", "the id '0' occurs twice"),
+        ("a: 0\na: 1\n", "the word 'a' occurs twice"),
+        ("a: 0\n\tb: 1: 2\n", "while scanning"),
+        ("</s>: 0\n<unk>: 1\n", "it has no pieces"),
+        ('a: 0\n"b c": 1\n', "it has the line 'b c', of several words"),
+    ],
+)
+def test_a_vocabulary_of_ids_that_is_none_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.yml").write_text(content)
+    with pytest.raises(DataError, match=f"is no list of words, as subwords.kind none takes it: .*{message}") as caught:
+        own_model(tmp_path / "vocab.yml", "none", "nfc", ())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["vocab.yml", "vocab.json"])
+def test_words_that_yaml_would_read_as_something_else_come_by_their_ids(name: str, tmp_path: Path) -> None:
+    words = ["1", "no", "null", "1e3", "~", ":", "ü", '"']
+    ids = {word: number for number, word in enumerate(reversed(words), start=2)}
+    lines = [f"{json.dumps(word, ensure_ascii=False)}: {number}" for word, number in ids.items()]
+    (tmp_path / name).write_text(f"{{{', '.join(lines)}}}" if name.endswith("json") else "\n".join(lines))
+    model = Subwords(sentencepiece.SentencePieceProcessor(model_proto=own_model(tmp_path / name, "none", "nfc", ())))
+    assert model.pieces()[4:] == [BLANK + word for word in reversed(words)]
 
 
 def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path: Path) -> None:
