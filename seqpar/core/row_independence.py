@@ -38,7 +38,7 @@ class Answer(NamedTuple):
     gradients: tuple[Tensor, ...]
     """Those of the sum with respect to each argument that requires one, (K, ...); none if the result requires none."""
     rounding: float
-    """The relative difference that rounding may make."""
+    """The relative difference that rounding may make (`Precision`)."""
 
 
 class Change(NamedTuple):
@@ -70,9 +70,9 @@ def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.flo
         # Copies, because a function may change its input in place, and autograd forbids that for a leaf
         values = function([t.clone() if t.requires_grad else t for t in leaves])
         if not values.requires_grad:
-            return Answer(values.detach(), (), rounding_of(values, least))
+            return Answer(values.detach(), (), precision_of(values, least).rounding)
         refuse_reentrant(values)
-        rounding = rounding_of(values, least)
+        rounding = precision_of(values, least).rounding
         wanted = [t for t in leaves if t.requires_grad]
         found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
     grads = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(wanted, found, strict=True))
@@ -127,25 +127,27 @@ def torch_random_kept(device: torch.device) -> contextlib.AbstractContextManager
 TINY = torch.finfo(torch.float32).tiny
 
 
-def rounding_of(result: Tensor, least: torch.dtype) -> float:
-    """Return what rounding may make of a result: by the least precise dtype in its graph, else by `least`."""
-    eps = eps_of(result, least)
-    # Half of the digits, where so many roundings are more
-    return float(min(ROUNDINGS * eps, eps**0.5))
+class Precision(NamedTuple):
+    """What the dtypes can tell in which a result was computed."""
+
+    eps: float
+    """One rounding of the least precise of them."""
+    smallest: float
+    """The smallest number that all of them have: below it gradients underflow."""
+
+    @property
+    def rounding(self) -> float:
+        """Return the relative difference that many roundings may make: at most half of the digits."""
+        return float(min(ROUNDINGS * self.eps, self.eps**0.5))
 
 
-def eps_of(result: Tensor, least: torch.dtype) -> float:
-    """Return one rounding of the least precise dtype in the graph of a result, else of `least`."""
+def precision_of(result: Tensor, least: torch.dtype) -> Precision:
+    """Return the precision of the dtypes in the graph of a result; where it has none, `least` may be among them."""
     dtypes = {result.dtype, *dtypes_of_graph(result)}
     if result.grad_fn is None:
         dtypes.add(least)
-    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-
-
-def smallest_of(result: Tensor) -> float:
-    """Return the smallest number that every dtype in the graph of a result has: below it gradients underflow."""
-    floating = [dtype for dtype in {result.dtype, *dtypes_of_graph(result)} if dtype.is_floating_point]
-    return max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in floating)
+    kinds = [torch.finfo(dtype) for dtype in dtypes if dtype.is_floating_point]
+    return Precision(max(kind.eps for kind in kinds), max(kind.tiny * kind.eps for kind in kinds))
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -155,6 +156,17 @@ class Held:
 
         self.undo.append(put_back)
 
+    @contextlib.contextmanager
+    def kept(self, device: torch.device) -> Iterator[None]:
+        """Put back after the block what the modules held, and all random states."""
+        versions = torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors))  # type: ignore[attr-defined]
+        with random_states_kept(device, self.generators), versions:
+            try:
+                yield
+            finally:
+                for put_back in self.undo:
+                    put_back()
+
     def changed(self, other: Held) -> list[str]:
         """Return the names of the attributes whose values differ from another time's, or that only one time has."""
         names = {**self.values, **other.values}
@@ -169,12 +181,16 @@ def _slots(kind: type) -> list[str]:
 
 
 def _is_unchanged(value: Any, old: Any) -> bool:
-    """Return whether a container has the very items that it had."""
+    """Return whether a container has the very items that it had, in their order."""
     if isinstance(value, dict):
-        return value.keys() == old.keys() and all(value[key] is old[key] for key in value)
+        return _are_the_same(value, old) and _are_the_same(value.values(), old.values())
     if isinstance(value, (list, deque)):
-        return len(value) == len(old) and all(a is b for a, b in zip(value, old, strict=True))
+        return _are_the_same(value, old)
     return isinstance(value, set) and value == old
+
+
+def _are_the_same(values: Collection[Any], old: Collection[Any]) -> bool:
+    return len(values) == len(old) and all(map(operator.is_, values, old))
 
 
 def is_same(a: object, b: object) -> bool:
@@ -192,19 +208,6 @@ def is_same(a: object, b: object) -> bool:
     with contextlib.suppress(Exception):
         return bool(a == b) or (a != a and b != b)
     return True
-
-
-@contextlib.contextmanager
-def kept(device: torch.device, *heads: nn.Module) -> Iterator[None]:
-    """Put back after the block what its calls change in attributes of the modules, and all random states."""
-    held = Held(*heads)
-    versions = torch.autograd._unsafe_preserve_version_counter(tuple(held.tensors))  # type: ignore[attr-defined]
-    with random_states_kept(device, held.generators), versions:
-        try:
-            yield
-        finally:
-            for put_back in held.undo:
-                put_back()
 
 
 @contextlib.contextmanager

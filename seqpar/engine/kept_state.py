@@ -88,7 +88,7 @@ def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:
 def _called(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
     """Call both modules with some rows, always with the same random numbers; return the scores."""
     rows = [t[some] for t in trial.rows]
-    with random_states_kept(trial.target_K.device, Held(trial.head).generators):
+    with random_states_kept(trial.target_K.device, trial.held.generators):
         logits_KV = trial.scores(copy, trial.shape(len(rows[0])), rows)
         own = {name: t[some] for name, t in trial.of_criterion.items()}
         criterion_loss(copy["criterion"], logits_KV, trial.target_K[some], own)

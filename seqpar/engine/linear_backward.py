@@ -61,7 +61,7 @@ def _changed_by_a_factor(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> s
             by = 1.0
             if name in other.gradients:
                 by = _change(other.gradients[name] / factor, grad, [whole, other], factor)
-            if by > max(whole.rounding, other.rounding):
+            if by > max(whole.precision.rounding, other.precision.rounding):
                 return f"the gradient of {name} of {factor:g} x loss is off by {by:.2g} from {factor:g} x gradient"
     return ""
 
@@ -78,7 +78,7 @@ def _changed_by_halves(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str
             continue
         joined = torch.cat(parts) if name in of_rows else torch.stack(parts).sum(0)
         by = _change(joined, grad, outcomes)
-        if by <= max(outcome.rounding for outcome in outcomes):
+        if by <= max(outcome.precision.rounding for outcome in outcomes):
             continue
         if name not in of_rows and _is_cancelled(joined - grad, outcomes) and not _is_off_in_float32(trial, copy):
             continue
@@ -123,7 +123,7 @@ def _change(found: Tensor, expected: Tensor, outcomes: Sequence[Outcome], factor
     In float16 a small gradient, divided by the factor again, is some multiple of the smallest number.
     """
     by = largest_difference(found, expected)
-    smallest = max(outcome.smallest for outcome in outcomes) / abs(factor)
+    smallest = max(outcome.precision.smallest for outcome in outcomes) / abs(factor)
     if by and float((found - expected).abs().max()) <= CANCELLED * smallest:
         return 0.0
     return by
@@ -131,7 +131,7 @@ def _change(found: Tensor, expected: Tensor, outcomes: Sequence[Outcome], factor
 
 def _is_cancelled(difference: Tensor, outcomes: Sequence[Outcome]) -> bool:
     """Return whether a difference of a parameter's gradient is what rounding leaves of terms that cancel."""
-    eps = max(outcome.eps for outcome in outcomes)
+    eps = max(outcome.precision.eps for outcome in outcomes)
     largest = max(float(grad.abs().max()) for grad in outcomes[0].gradients.values() if grad.numel())
     return float(difference.abs().max()) <= CANCELLED * eps * largest
 

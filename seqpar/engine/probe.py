@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.row_independence import largest_difference, rounding_of
+from seqpar.core.row_independence import largest_difference, precision_of
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight
@@ -189,5 +189,5 @@ def gives_formula(
         pairs = [(called.total, total)]
         if wanted and "hidden" in called.gradients:
             pairs.append((called.gradients["hidden"], torch.autograd.grad(total, hidden)[0]))
-        rounding = max(called.rounding, rounding_of(total, product_dtype(hidden)))
+        rounding = max(called.precision.rounding, precision_of(total, product_dtype(hidden)).rounding)
         return all(largest_difference(a, b) <= rounding for a, b in pairs)

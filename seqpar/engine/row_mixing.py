@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.row_independence import largest_difference, rounding_of
+from seqpar.core.row_independence import largest_difference, precision_of
 from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
 
 
@@ -107,7 +107,7 @@ def _rounding_of_scores(trial: Trial, copy: nn.ModuleDict) -> float:
         # A copy, because it may be changed in place
         scores = trial.scores(copy, trial.shape(PROBE_ROWS), (hidden * 1, *trial.rows[1:]))
         # Without a graph it may compute in bfloat16 inside
-        return rounding_of(scores, torch.bfloat16)
+        return precision_of(scores, torch.bfloat16).rounding
 
 
 def _usual_culprit(generator: nn.Module) -> str:

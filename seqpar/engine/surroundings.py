@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, Graph, Held, graphs_held
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Graph, Held, graphs_held
 from seqpar.engine.module_calls import HOOKS
 from seqpar.engine.trial import Outcome, Trial
 
@@ -76,8 +76,9 @@ def _code_of(head: nn.Module) -> Iterator[Any]:
     """Yield the classes of modules, and the functions that were set on them or registered as hooks."""
     for module in head.modules():
         yield from (kind for kind in type(module).__mro__ if not is_of_library(kind))
-        hooks = [hook for name in HOOKS for hook in vars(module)[name].values()]
-        yield from filter(None, map(function_in, (*vars(module).values(), *hooks)))
+        own = (value for name, value in vars(module).items() if name not in OF_TORCH)
+        hooks = (hook for name in HOOKS for hook in vars(module)[name].values())
+        yield from filter(None, map(function_in, (*own, *hooks)))
 
 
 def _places_of(code: Any) -> Iterator[Place]:

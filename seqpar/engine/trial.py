@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
-from seqpar.core.row_independence import eps_of, largest_difference, rounding_of, smallest_of
-from seqpar.engine.effects import Held, kept, random_states_kept
+from seqpar.core.row_independence import Precision, largest_difference, precision_of
+from seqpar.engine.effects import Held, random_states_kept
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
 from seqpar.multi_device.replicas import bind
@@ -38,11 +38,7 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
     """Those of the total times the factor, by name: of hidden and the per-token tensors, and, in short, of the
     parameters (`_in_short`)."""
-    rounding: float
-    eps: float
-    """One rounding of the least precise dtype."""
-    smallest: float
-    """What every dtype can tell from 0."""
+    precision: Precision
     written: list[str]
     """What backward has written into, besides its result."""
 
@@ -50,7 +46,7 @@ class Outcome(NamedTuple):
         """Return whether another call gave the same scores, loss and gradients, up to rounding."""
         pairs = [(self.scores, other.scores), (self.total, other.total)]
         pairs += [(grad, other.gradients[name]) for name, grad in self.gradients.items() if name in other.gradients]
-        return all(x.shape == y.shape and largest_difference(x, y) <= self.rounding for x, y in pairs)
+        return all(x.shape == y.shape and largest_difference(x, y) <= self.precision.rounding for x, y in pairs)
 
 
 class Trial:
@@ -67,6 +63,7 @@ class Trial:
         self.head = head
         # A method that is set on an instance, as torchmetrics does it, changes the original
         self.originals = heads
+        self.held = Held(*heads)
         self.names = tuple(shard.per_token)
         self.rows = [t.detach()[index_K] for t in rows_of(shard)]
         self.of_criterion = {
@@ -94,7 +91,7 @@ class Trial:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Put back after the block what calls change; each block draws the same random numbers."""
-        with kept(self.target_K.device, *self.originals):
+        with self.held.kept(self.target_K.device):
             yield
 
     def shape(self, rows: int) -> tuple[int, ...]:
@@ -119,11 +116,9 @@ class Trial:
             own = [t.clone() if t.requires_grad else t for t in given.values()]
             scores = self.scores(copy, self.shape(len(own[0])), own)
             total = criterion_loss(copy["criterion"], scores, self.target_K[some], of_criterion).total.sum()
-            rounding = rounding_of(total, torch.bfloat16)
-            eps = eps_of(total, torch.bfloat16)
-            smallest = smallest_of(total)
+            precision = precision_of(total, torch.bfloat16)
             if not total.requires_grad:
-                return Outcome(scores.detach(), total.detach(), {}, rounding, eps, smallest, [])
+                return Outcome(scores.detach(), total.detach(), {}, precision, [])
             refuse_reentrant(total)
             params = dict(copy.named_parameters())
             named = {**of_criterion, **given, **params}
@@ -139,11 +134,11 @@ class Trial:
         for name in wanted:
             if (grad := found.pop(name)) is not None:
                 gradients[name] = _in_short(grad) if name in params else grad
-        return Outcome(scores.detach(), total.detach(), gradients, rounding, eps, smallest, written)
+        return Outcome(scores.detach(), total.detach(), gradients, precision, written)
 
     def repeated(self, copy: nn.ModuleDict) -> Outcome:
         """Return what the copy gives for all rows, with the same random numbers in every call."""
-        with random_states_kept(self.target_K.device, Held(copy).generators):
+        with random_states_kept(self.target_K.device, self.held.generators):
             return self.call(copy)
 
 

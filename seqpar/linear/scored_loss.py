@@ -20,7 +20,7 @@ from seqpar.core.row_independence import (
     ask_alone,
     change_in_company,
     largest_difference,
-    rounding_of,
+    precision_of,
     torch_random_kept,
 )
 from seqpar.core.structures import each
@@ -198,7 +198,8 @@ class _LossByAutograd:
                 return "a row's loss has a gradient in other rows"
         # What acts on some rows only, such as those above the median, acts on the largest or the smallest
         some = torch.stack([loss_K.argmax(), loss_K.argmin()])
-        together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), rounding_of(loss_K, loss_K.dtype))
+        rounding = precision_of(loss_K, loss_K.dtype).rounding
+        together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), rounding)
         given = {name: t for name, t in scores._asdict().items() if t is not None}
 
         def called(tensors: Sequence[Tensor]) -> Tensor:
