@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.candidates import Beams, logits_blocks
 from models.constraints import Constraints, Phrase, State, allot
-from models.decoding import check_search, is_done, n_best_of
+from models.decoding import check_alive, check_search, is_done, n_best_of
 from models.decoding_rules import Forbidden, Rule, Task, check_tokens_of
 from models.ensemble import Batch, Models, Start, check_finite, evaluating, members
 from models.hypotheses import Hypothesis, LengthNorm, length_normaliser
@@ -159,8 +159,10 @@ def candidates_of(
     found: list[list[Candidate]] = []
     for block in logits_blocks(batch, beams, hiddens):
         # Normalised before anything is forbidden
+        best_R = block.logits.amax(-1)
+        check_finite(best_R, block.sentences)
+        check_alive(best_R, [sentence for sentence in block.sentences for _ in range(width)])
         logp_RV = block.logits.log_softmax(-1)
-        check_finite(logp_RV.amax(-1), block.sentences)
         search.forbidden.mask(logp_RV, block.prefixes, block.sentences)
         first = len(found)
         states = {

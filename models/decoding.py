@@ -53,9 +53,9 @@ def greedy(
             # The most probable token has the largest logit: no softmax is needed
             forbidden.mask(logits_BV, prefixes_BT, batch.sentences)
             tokens_B = logits_BV.argmax(-1)
-            check_finite(logits_BV.gather(1, tokens_B[:, None])[:, 0], batch.sentences)
-            if rules:
-                check_alive(logits_BV, batch.sentences)
+            best_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
+            check_finite(best_B, batch.sentences)
+            check_alive(best_B, batch.sentences)
             prefixes_BT = torch.cat((prefixes_BT, tokens_B[:, None]), dim=1)
             going = []
             for row, token in enumerate(tokens_B.tolist()):
@@ -71,9 +71,9 @@ def greedy(
     return translations
 
 
-def check_alive(logits_BV: Tensor, sentences: list[int]) -> None:
-    """Raise DeadEndError if a row has no token that is not forbidden."""
-    for row, best in enumerate(logits_BV.amax(-1).tolist()):
+def check_alive(best_B: Tensor, sentences: list[int]) -> None:
+    """Raise DeadEndError if a row, whose largest logits these are, has no token that may come."""
+    for row, best in enumerate(best_B.tolist()):
         if best == -math.inf:
             raise DeadEndError(sentences[row])
 

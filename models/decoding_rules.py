@@ -58,11 +58,12 @@ class Rule(Protocol):
 
 
 class DeadEndError(ValueError):
-    """The rules forbid every token after each prefix of a sentence that the search has kept."""
+    """Every token is forbidden, or has a bias of -inf, after each prefix of a sentence that the search has kept."""
 
     def __init__(self, sentence: int) -> None:
         super().__init__(
-            f"the rules leave src[{sentence}] without a translation: at some step they forbid every token; loosen one"
+            f"the rules leave src[{sentence}] without a translation: at some step they, or an output bias of -inf, "
+            "forbid every token; loosen one"
         )
         self.sentence = sentence
 

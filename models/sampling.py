@@ -117,8 +117,8 @@ def extended(
         total_R = logits_RV.logsumexp(-1)
         check_finite(total_R, block.sentences)
         forbidden.mask(logits_RV, block.prefixes, block.sentences)
-        if forbidden.rules:
-            check_alive(logits_RV, block.sentences)
+        if forbidden.rules or batch.step == 1:  # what the model itself never says is the same at every step
+            check_alive(logits_RV.amax(-1), block.sentences)
         token_R = draw(logits_RV, uniform_R[start:end], temperature, top_k, top_p)
         tokens.append(token_R)
         scores.append(logits_RV.gather(1, token_R[:, None])[:, 0] - total_R)

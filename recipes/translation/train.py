@@ -77,11 +77,10 @@ def train(
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; resume from the checkpoint `last` if there is one.
 
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
-    same layout of one or two processes equals an uninterrupted one bit for bit; of more, or in another layout, up to
-    rounding. `fresh` begins anew, and removes an earlier run from the folder as soon as the new one can make its first
-    step. With `insist`, data and a change of steps that look like mistakes are taken as they are. A `dry_run` does
-    all that comes before the first step, and its summary says what the training will cost. `ranks` are those of a
-    caller that has joined them already.
+    same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
+    removes an earlier run from the folder as soon as the new one can make its first step. With `insist`, data and a
+    change of steps that look like mistakes are taken as they are. A `dry_run` does all that comes before the first
+    step, and its summary says what the training will cost. `ranks` are those of a caller that has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
     or the weights are no longer finite, and OtherRankError with the message of another process that failed.

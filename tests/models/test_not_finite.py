@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import Phrase, beam_search, constrained_beam_search, greedy, sample
+from models import DeadEndError, Phrase, beam_search, constrained_beam_search, greedy, sample
 from tests.models.examples import BOS, EOS, pad_to, small_transformer
 
 SRC = pad_to([[5, 6, EOS], [7, 3, 4, EOS]], 4)
@@ -59,3 +59,15 @@ def test_a_token_whose_bias_is_minus_infinity_never_comes_and_is_no_error(name: 
         for tokens in [row] if name == "greedy" else [found.tokens for found in row]:
             assert len(tokens) > 0
             assert 6 not in tokens
+
+
+@pytest.mark.parametrize("allowed", [[], [0], [BOS], [0, BOS]])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_model_whose_bias_leaves_no_token_is_one_error_in_every_search(name: str, allowed: list[int]) -> None:
+    model = small_transformer(vocab=150, tie="none")
+    with torch.no_grad():
+        kept = model.generator.bias[allowed].clone()
+        model.generator.bias.fill_(-math.inf)
+        model.generator.bias[allowed] = kept
+    with pytest.raises(DeadEndError, match=r"^the rules leave src\[0\] without a translation: .* bias of -inf"):
+        SEARCHES[name](model, SRC, bos=BOS, eos=EOS)

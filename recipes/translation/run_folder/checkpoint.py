@@ -54,7 +54,7 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, load_config, save_config
-from recipes.translation.text.subwords import Subwords, subword_names
+from recipes.translation.text.subwords import BOS, PAD, Subwords, subword_names
 
 
 @dataclass
@@ -267,13 +267,25 @@ def _read_weights(folder: Path) -> tuple[OneByOne, str]:
         )
     weights = read_tensors(folder / WEIGHTS_FILE)
     for name, tensor in weights.items():
-        # A sum is quick, and finite only of finite numbers; a bias may be -inf: a token that is never to come
-        if not tensor.sum().isfinite() and not (tensor < math.inf).all():
+        if not usable(name, tensor):
             raise CheckpointError(
                 f"{folder / WEIGHTS_FILE}: {name} has values that are nan or inf, with which nothing can be "
                 "translated: restore the folder from a copy, or train or import the model again"
             )
     return weights, listed_files(folder)[WEIGHTS_FILE]
+
+
+def usable(name: str, weight: Tensor) -> bool:
+    """Return whether a weight has finite numbers; the output's bias may be -inf for tokens that are never to come."""
+    if weight.sum().isfinite():  # which is quick
+        return True
+    if name != OUTPUT_BIAS:
+        return bool(weight.isfinite().all())
+    others = [each for each in range(len(weight)) if each not in (PAD, BOS)]  # which no search chooses
+    return bool((weight < math.inf).all() and weight[others].isfinite().any())
+
+
+OUTPUT_BIAS = "generator.bias"
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:

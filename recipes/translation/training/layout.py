@@ -30,12 +30,12 @@ from models import EncoderDecoder
 from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
 from models.transformer import allocate
-from recipes.translation.data.batches import Batch
+from recipes.translation.data.batches import Batch, padded_batch
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import MIXED
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
-from recipes.translation.text.subwords import PAD
+from recipes.translation.text.subwords import PAD, UNK
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
@@ -199,6 +199,7 @@ class Layout:
             self.forward = self.over_devices(model, objective)
         else:
             self.forward = self._distribute(objective, weights)
+            self._settle_buckets()
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
@@ -247,6 +248,17 @@ class Layout:
         return lambda batch: wrapped(
             batch.src, batch.tgt_in, target=seqpar.split_time(batch.tgt_out, self.groups.sequence)
         )
+
+    def _settle_buckets(self) -> None:
+        """Let DDP give gradients their final places in its buckets, which it does after the first backward.
+
+        Over more than two ranks the order of a number's sum depends on its place. Settled by the first step, the places
+        would be other ones in the first step after a resume than in the same step of a run that was not interrupted.
+        """
+        if isinstance(self.reducer, DistributedDataParallel):
+            one = [UNK]
+            self.accumulate([padded_batch([one], [one])])
+            self.model.zero_grad()
 
     def __str__(self) -> str:
         if self.groups == Groups(None, None, None, None):

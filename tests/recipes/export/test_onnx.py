@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,15 @@ def test_graphs_that_are_not_the_model_are_refused(both: tuple[EncoderDecoder, E
         other.decoder.layers[0].feed_forward.outer.bias[0] += 1  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"torch.onnx does not export this model correctly: .* differ by up to"):
         check(exported.folder, exported.names, exported.on_meta(), tensors_of(other))
+
+
+def test_a_token_that_is_never_to_come_is_exported(tmp_path: Path) -> None:
+    model = transformer(norm="pre", tie="none")
+    with torch.no_grad():
+        model.generator.bias[7] = -math.inf
+    exported = Exported(lambda: transformer(norm="pre", tie="none"), tensors_of(model), tmp_path)
+    check(exported.folder, exported.names, exported.on_meta(), tensors_of(model))
+    assert exported.log_probabilities(*sentences([3], 2))[..., 7].tolist() == [[-math.inf] * 2]
 
 
 def test_an_lstm_is_refused_in_one_line(tmp_path: Path) -> None:

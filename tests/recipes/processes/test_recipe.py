@@ -127,7 +127,7 @@ def test_a_run_goes_on_in_another_layout_as_if_it_had_not_changed(
     assert records(run, "loss") == pytest.approx(records(one_process, "loss"), rel=1e-10)
 
 
-@pytest.mark.parametrize("layout", ["data 2", "shard 2", "vocab 2"])
+@pytest.mark.parametrize("layout", ["data 2", "data 3", "data 2 x shard 2", "shard 2", "vocab 2"])
 def test_a_resumed_run_in_the_same_layout_is_the_uninterrupted_one_bit_for_bit(layout: str, tmp_path: Path) -> None:
     world, changes = LAYOUTS[layout]
     dropout = {**changes, "training.devices": "auto", "model.dropout": 0.2, "training.accumulate": 3}

@@ -60,9 +60,23 @@ def state(name: str, value: Any) -> Change:
 
 
 def spoiled_weights(folder: Path) -> None:
+    change_weights(folder, "generator.bias", slice(20, 21), math.nan)
+
+
+def change_weights(folder: Path, name: str, where: slice, value: float) -> None:
     weights = load_file(folder / "model.safetensors")
-    weights["generator.bias"][20] = math.nan
+    weights[name][where] = value
     save_file(weights, folder / "model.safetensors")
+
+
+def nothing_to_say(folder: Path) -> None:
+    """Only padding and the start may come, which no search chooses."""
+    change_weights(folder, "generator.bias", slice(1, 2), -math.inf)
+    change_weights(folder, "generator.bias", slice(3, None), -math.inf)
+
+
+def weight_of_minus_infinity(folder: Path) -> None:
+    change_weights(folder, "decoder.layers.0.residuals.0.norm.weight", slice(0, 1), -math.inf)
 
 
 def piece_that_is_no_text(folder: Path) -> None:
@@ -115,6 +129,12 @@ HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
         "joint.model is damaged: prefix[0] is 9, and must be the number of a subword",
     ),
     "nan translates": (TRANSLATES, spoiled_weights, "model.safetensors: generator.bias has values that are nan or inf"),
+    "nothing to say": (TRANSLATES, nothing_to_say, "generator.bias has values that are nan or inf"),
+    "another weight": (
+        TRANSLATES,
+        weight_of_minus_infinity,
+        "decoder.layers.0.residuals.0.norm.weight has values that are nan or inf",
+    ),
     "nan scores": (SCORES, spoiled_weights, "generator.bias has values that are nan or inf"),
     "nan averages": (("average", "--run", "RUN"), spoiled_weights, "generator.bias has values that are nan or inf"),
     "nan exports": (
