@@ -88,6 +88,13 @@ LIBRARIES = {
     ("torch", "recipes/translation/export/onnx_model.py"): {"_subclasses"},
     ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
     ("torch", "seqpar/testing/evidence.py"): {"_pytree"},
+    ("torch", "seqpar/testing/step_run.py"): {
+        "_checkpoint_wrapped_module",
+        "_clip_grads_with_norm_",
+        "_fsdp_wrapped_module",
+    },
+    ("accelerate", "seqpar/testing/step_run.py"): {"_reset_state"},
+    ("lightning", "seqpar/testing/step_run.py"): {"_forward_module"},
     ("transformers", "recipes/translation/importing/generation.py"): {"_get_default_generation_params"},
     ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},
     ("transformers", "seqpar/integrations/transformers_trainer.py"): {"_loss_shifts_labels"},

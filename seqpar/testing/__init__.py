@@ -2,6 +2,8 @@
 
 - `assert_same_loss`, `assert_same_gradients`: compare your generator, criterion, devices and loss with the plain
   single-device computation; a failure names the likely cause. `assert_same_loss(ranks=2)` does so over live ranks.
+- `assert_same_step`: compare one step of any trainer, in each `Layout` of processes and micro-batches, with that of one
+  process.
 - `assert_numerical_gradients`: compare a loss's gradients with differences of its values (`torch.autograd.gradcheck`).
 - `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference of `linear_cross_entropy` with every
   option, in a few lines of torch without chunks; `plain_rank`: that of `token_scores(..., rank=True)`.
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
         plain_value_and_gradients,
     )
     from seqpar.testing.same_loss import assert_same_loss
+    from seqpar.testing.same_step import assert_same_step
+    from seqpar.testing.step_run import Layout
 
 _FILES = {
+    "Layout": "step_run",
     "assert_numerical_gradients": "numerical",
     "assert_same_gradients": "gradients",
     "assert_same_loss": "same_loss",
     "assert_same_results": "gradients",
+    "assert_same_step": "same_step",
     "plain_linear_cross_entropy": "plain_reference",
     "plain_loss": "gradients",
     "plain_rank": "plain_reference",
@@ -35,10 +41,12 @@ _FILES = {
 """The file of each public name."""
 
 __all__ = [
+    "Layout",
     "assert_numerical_gradients",
     "assert_same_gradients",
     "assert_same_loss",
     "assert_same_results",
+    "assert_same_step",
     "plain_linear_cross_entropy",
     "plain_loss",
     "plain_rank",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from seqpar.testing.evidence import FACTOR, SAME, Evidence, besides, close, ratio, shares_of, spelt
+from seqpar.testing.part_causes import last_only, means_of_parts, not_reduced
 from seqpar.testing.precision import EXACT
 from seqpar.testing.rank_causes import local_count, reduced_twice, silent_ranks, world_size
 from seqpar.testing.row_causes import counted_padding, described, dropped_rows, mean_of_means, repeated_rows, where_off
@@ -65,12 +66,19 @@ def _what_is_known(e: Evidence) -> str:
     for name, got, plain in e.pairs():
         alike.setdefault(where_off(e, name) or described(got, plain), []).append(name)
     if [*alike] == ["right"]:
-        return "all gradients are right, only the value is wrong"
+        return f"all gradients are right, only the value is wrong{_times_too_large(e)}"
     right = alike.pop("right", [])
     phrases = [f"the gradient of {', '.join(names)} is {said}" for said, names in alike.items()]
     if right:
         phrases.append("all others are right")
     return "; ".join(phrases) or "no gradient can be compared"
+
+
+def _times_too_large(e: Evidence) -> str:
+    """Return by what the value is a multiple of the plain one, if that is a simple fraction."""
+    times = float(e.got[0]) / float(e.expected[0]) if e.expected[0] else math.nan
+    said = spelt(times) if math.isfinite(times) else ""
+    return f": {said} times the plain one" if said and "." not in said else ""
 
 
 def _only_the_gradient(e: Evidence) -> str:
@@ -414,6 +422,24 @@ CAUSES: tuple[Cause, ...] = (
         """
     torch.stack([mean_of(part) for part in parts]).mean()  # parts of different numbers of tokens
     sum(sum_of(part) for part in parts) / tokens           # one division, by all tokens""",
+    ),
+    Cause(
+        not_reduced,
+        """
+    loss = model.module(batch).loss                        # past DDP's forward, which alone makes backward reduce
+    loss = ddp_model(batch).loss                           # every micro-batch of every rank, through the wrapper""",
+    ),
+    Cause(
+        last_only,
+        """
+    for batch in batches: optimizer.zero_grad(); ...       # between micro-batches
+    optimizer.step(); optimizer.zero_grad()                # between steps""",
+    ),
+    Cause(
+        means_of_parts,
+        """
+    for batch in batches: mean_of(batch).backward()        # micro-batches of different numbers of tokens
+    for batch in batches: (sum_of(batch) / tokens_of_the_step).backward()""",
     ),
     Cause(
         _wrong_sign,

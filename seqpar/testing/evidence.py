@@ -74,6 +74,14 @@ class Evidence:
     """Computes the cross-entropy of the same logits with a smoothing convention and eps."""
     smoothing: tuple[str, float] | None = None
     """The criterion's own convention and eps, where it says so."""
+    parts: Sequence[Mapping[str, Tensor]] = ()
+    """The plain gradient's summands by part of the step: sentences or micro-batches,"""
+    weights: Sequence[float] = ()
+    """and what each part has of the step's tokens, 1 in all."""
+    micro_batches: int = 1
+    """The number of all ranks' micro-batches."""
+    ranks_differ: bool = False
+    """Whether ranks that should have the same gradient have different ones."""
     is_float64: bool = True
     """Whether the loss under test could be computed in float64, which some devices lack."""
 

@@ -150,10 +150,10 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
     plain, plain_gradients = _dense(expected)
     if gradients.keys() != plain_gradients.keys():
         raise AssertionError(f"{sorted(gradients)} is not {sorted(plain_gradients)}")
-    largest = max(_size(t) for t in (plain, *plain_gradients.values()) if t is not None)
+    largest = max(size_of(t) for t in (plain, *plain_gradients.values()) if t is not None)
     # A gradient that is 0 in exact arithmetic is rounding noise in both, of about this size
     floor = ROUNDING * max(1.0, largest)
-    _assert_close("the loss", value, plain, rtol, floor)
+    assert_close("the loss", value, plain, rtol, floor)
     for name, plain_gradient in plain_gradients.items():
         gradient = gradients[name]
         # No gradient is a gradient of 0
@@ -162,7 +162,7 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
         if plain_gradient is None and gradient is not None:
             plain_gradient = torch.zeros_like(gradient)
         if gradient is not None and plain_gradient is not None:
-            _assert_close(f"the gradient of {name}", gradient, plain_gradient, rtol, floor)
+            assert_close(f"the gradient of {name}", gradient, plain_gradient, rtol, floor)
 
 
 def under(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], mode: AbstractContextManager[Any]) -> Result:
@@ -244,7 +244,7 @@ def _dense(result: Result) -> Result:
     return value, {name: g if g is None else dense(g) for name, g in gradients.items()}
 
 
-def _size(tensor: Tensor) -> float:
+def size_of(tensor: Tensor) -> float:
     """Return the largest absolute value among the finite entries; 0 if there are none."""
     finite = tensor[tensor.isfinite()]
     if not finite.numel():
@@ -252,7 +252,7 @@ def _size(tensor: Tensor) -> float:
     return finite.abs().max().item()
 
 
-def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
+def assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
     """Raise AssertionError unless |got - expected| <= rtol x (the largest expected number) + floor, for each number.
 
     Without `assert`, to whose message pytest appends the numbers of its expression.
@@ -269,7 +269,7 @@ def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: 
     infinite = expected.isinf()
     if not torch.equal(got[infinite], expected[infinite]):
         raise AssertionError(f"{what} is off where the reference is infinite")
-    size = _size(expected)
+    size = size_of(expected)
     # Relative to the largest number: a sum's small numbers have the rounding of its large ones
     apart = (got - expected)[~infinite].abs()
     # Not `any(apart > ...)`, which is false for nan

@@ -1,0 +1,337 @@
+"""Compare one step of any trainer, in each layout, with that of one process that has the whole batch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from seqpar.core.checks import check_function
+from seqpar.testing.causes import is_shown, likely_cause
+from seqpar.testing.evidence import SAME, Evidence, Repeated
+from seqpar.testing.gradients import ROUNDING, assert_close, check_tolerance, size_of
+from seqpar.testing.part_causes import shares_of_parts
+from seqpar.testing.precision import TWICE, error
+from seqpar.testing.step_run import Layout, Ran, Run, Trainer, alone, run
+
+__tracebackhide__ = True  # pytest shows the call that failed, and the sentence
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FROZEN = 1e-9
+"""The relative difference up to which the losses of other sentences and weights are the same."""
+MOST_TOKENS = 10_000
+"""The largest number of a step's tokens that is found out from the shares of its sentences."""
+DIGITS = 4
+"""The number of decimals to which some trainers round the loss that they report."""
+
+
+def assert_same_step(
+    make_trainer: Callable[[Layout], Trainer],
+    layouts: Sequence[Layout],
+    *,
+    rtol: float = 1e-12,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Assert that a trainer's step is, in each layout, the step of one process with all its sentences at once.
+
+    Plain equivalent: train for one step in each layout with the same model and sentences, and compare the loss that is
+    reported, every gradient (every update, where the optimizer is none of torch's), and the optimizer's state. Any
+    trainer will do whose optimizers step by `torch.optim.Optimizer.step`, which is watched. Gradients are compared as
+    they are before `torch.nn.utils.clip_grad_norm_`, because clipping would hide a factor.
+
+        def make_trainer(layout):
+            model = ...                                       # in layout.dtype; torch's seed is the same in every call
+            trainer = Trainer(model, ..., train_dataset=layout.step(sentences),
+                              batch_size=len(layout.step(sentences)) // layout.parts)
+            return model, lambda: trainer.train_one_step()    # returns the loss as reported
+
+        assert_same_step(make_trainer, [Layout(accumulation=4), Layout(ranks=2), Layout(ranks=2, kind="fsdp2")])
+
+    Args:
+        make_trainer: builds model and trainer for a layout, and returns the model and a function that trains it for one
+            step. That returns the reported loss, or None in ranks that report none. Both run in new processes, over
+            gloo on the CPU, in which `torch.distributed` is ready where there are several ranks. Switch off dropout.
+        layouts: what to compare. Each rank may take other sentences, or all the same (`kind="tensor parallel"`), as
+            your trainer does. Take sentences of different lengths: with equal ones a mean of means is right.
+        rtol: the largest difference allowed in float64, relative to the largest entry of the reference. Decoder-only
+            models of transformers cast their logits to float32: 1e-5 for them.
+        dtype: `layout.dtype`. In another one than float64 a step may be at most twice as far from that of one process
+            in float64 as the step of one process in this dtype is.
+
+    Raises:
+        AssertionError: a step that differs; the message names the likely cause, what differs and by how much, the first
+            module that does, and the call that shows it. Also a step that trains nothing: all gradients 0, parameters
+            as before, or a loss that is the same whatever the weights and the sentences are.
+        ValueError, TypeError: arguments of a wrong kind, or a trainer that does more or less than one step.
+
+    Example:
+        >>> from seqpar.testing import Layout, assert_same_step
+        >>> sentences = [torch.randint(9, (n, 2)) for n in (2, 5, 3, 7)]  # (input, target) of n tokens each
+        >>> def make_trainer(layout):
+        ...     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).to(layout.dtype)
+        ...     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ...     def step():
+        ...         batches = [torch.cat(batch) for batch in layout.micro_batches(sentences)]
+        ...         losses = [F.cross_entropy(model(b[:, 0]), b[:, 1]) / len(batches) for b in batches]
+        ...         sum(losses).backward()
+        ...         optimizer.step()
+        ...         return sum(losses)
+        ...     return model, step
+        >>> assert_same_step(make_trainer, [Layout(accumulation=2)])
+        Traceback (most recent call last):
+            ...
+        AssertionError: Likely cause: mean of means: each micro-batch is divided by its own tokens...
+    """
+    check_tolerance(rtol)
+    check_function(make_trainer, "make_trainer")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
+    _check_layouts(layouts)
+    plain = Layout(dtype=dtype)
+    shaken = (Run(one, other_weights=True) for one in (plain, alone(plain, 0)))
+    (reference,), *others = run(make_trainer, Run(plain), *shaken)
+    _refuse_untrained(plain, [reference])
+    _refuse_frozen([reference, *(ran for (ran,) in others)])
+    truth = reference
+    if dtype != torch.float64:
+        ((truth,),) = run(make_trainer, Run(Layout()))
+    for layout in layouts:
+        layout = replace(layout, dtype=dtype)
+        (ranks,) = run(make_trainer, Run(layout))
+        _refuse_untrained(layout, ranks)
+        trial = _Trial(make_trainer, layout, ranks, reference, truth, rtol)
+        if differences := trial.differences():
+            raise AssertionError(trial.message(differences))
+
+
+def _check_layouts(layouts: object) -> None:
+    """Raise TypeError or ValueError unless they are layouts, at least one."""
+    if not isinstance(layouts, Sequence) or not all(isinstance(one, Layout) for one in layouts):
+        raise TypeError(f"layouts is {layouts!r:.80}; it must be a list such as [Layout(accumulation=4)]")
+    if not layouts:
+        raise ValueError("layouts is empty; name at least one, such as Layout(accumulation=4)")
+
+
+def _refuse_untrained(layout: Layout, ranks: Sequence[Ran]) -> None:
+    """Raise AssertionError where a step trains nothing, and ValueError where it reports nothing."""
+    if all(one.loss is None for one in ranks):
+        raise ValueError(f"{layout}: the step returned no loss; return the loss that the trainer reports")
+    moved = {name for one in ranks for name, p in one.after.items() if not torch.equal(p, one.before[name])}
+    gradients = [g for one in ranks for g in one.gradients.values()]
+    if gradients and not any(g.any() for g in gradients):
+        raise AssertionError(f"{layout}: nothing is trained: every gradient is 0")
+    if not moved:
+        seen = "there are gradients; is the first step's learning rate 0, as in a warm-up?"
+        if not gradients:
+            seen = "no optimizer had a gradient; does the function train for a step?"
+        raise AssertionError(f"{layout}: nothing is trained: no parameter changes; {seen}")
+
+
+def _refuse_frozen(runs: Sequence[Ran]) -> None:
+    """Raise AssertionError where the loss is the same with other weights, and for one sentence as for all.
+
+    Not where it is 0, as that of GRPO is in a first step, whose advantages add up to 0.
+    """
+    losses = [float(one.loss) for one in runs]
+    if abs(losses[0]) > SAME and all(math.isclose(loss, losses[0], rel_tol=FROZEN) for loss in losses):
+        raise AssertionError(
+            f"nothing is trained: the loss is {losses[0]:.6g} with other weights as well, for one sentence as for all; "
+            "is what the model returns used, and is it the loss that is reported?"
+        )
+
+
+class _Trial:
+    """A layout's step beside that of one process."""
+
+    def __init__(
+        self,
+        make_trainer: Callable[[Layout], Trainer],
+        layout: Layout,
+        ranks: Sequence[Ran],
+        reference: Ran,
+        truth: Ran,
+        rtol: float,
+    ) -> None:
+        self.make_trainer, self.layout, self.ranks = make_trainer, layout, ranks
+        self.reference, self.truth, self.rtol = reference, truth, rtol
+
+    def differences(self) -> dict[str, tuple[int, str]]:
+        """Return what differs in which rank, and how, by the name of the parameter; the loss has none."""
+        found: dict[str, tuple[int, str]] = {}
+        for rank, one in enumerate(self.ranks):
+            if one.loss is not None and (off := self._loss_off(float(one.loss))):
+                found.setdefault("", (rank, off))
+        compared = {"the gradient of ": _gradients, "the ": _states}
+        if not self.truth.gradients:
+            compared = {"the update of ": _updates}
+        for kind, of in compared.items():
+            for what, rank, off in self._tensors_off(kind, of):
+                # "exp_avg of head.weight" is of a parameter
+                found.setdefault(what.rpartition(" of ")[2], (rank, off))
+        return found
+
+    def _tensors_off(self, kind: str, of: Callable[[Ran], Mapping[str, Tensor]]) -> Iterator[tuple[str, int, str]]:
+        """Yield what differs, in which rank, and how, in the order of the model."""
+        right, plainly = of(self.truth), of(self.reference)
+        # Of all gradients, or of all "exp_avg of ..."
+        largest: dict[str, float] = {}
+        for what, tensor in right.items():
+            alike = what.rpartition(" of ")[0]
+            largest[alike] = max(size_of(tensor), largest.get(alike, 0.0))
+        for what, expected in right.items():
+            got = {rank: of(one)[what] for rank, one in enumerate(self.ranks) if what in of(one)}
+            # A rank of a pipeline has only its own layers
+            if not got and expected.any():
+                yield what, 0, f"{kind}{what} is missing in every rank"
+            size = largest[what.rpartition(" of ")[0]]
+            off = {r: self._off(f"{kind}{what}", t, expected, plainly.get(what), size) for r, t in got.items()}
+            yield from [(what, rank, said) for rank, said in off.items() if said][:1]
+
+    def _off(self, what: str, got: Tensor, right: Tensor, plainly: Tensor | None, largest: float) -> str:
+        """Return in words how a tensor differs; empty if it does not."""
+        if self.truth is self.reference or got.shape != right.shape:
+            try:
+                assert_close(what, got, right, self.rtol, ROUNDING * largest)
+            except AssertionError as wrong:
+                return str(wrong)
+            return ""
+        eps = torch.finfo(self.layout.dtype).eps
+        # What is 0 in exact arithmetic is rounding noise in every dtype
+        if max(size_of(got), size_of(right)) <= eps * largest:
+            return ""
+        off, own = (error(t if t is None else t.double(), right.double()) for t in (got, plainly))
+        if off <= max(TWICE * own, TWICE * eps):
+            return ""
+        return f"{what} is off by {off:.2g} of its size, where one process in this dtype is off by {own:.2g}"
+
+    def _loss_off(self, loss: float) -> str:
+        """Return in words how a reported loss differs; empty if it does not."""
+        right, plainly = float(self.truth.loss), float(self.reference.loss)
+        allowed = max(self.rtol * abs(right), *(_unit(n) * (2 + self.layout.parts) for n in (loss, plainly)))
+        if self.truth is not self.reference:
+            eps = torch.finfo(self.layout.dtype).eps * abs(right)
+            allowed = max(allowed, TWICE * abs(plainly - right), TWICE * eps)
+        # Not `> allowed`, which is false for nan
+        if abs(loss - right) <= allowed:
+            return ""
+        return f"the loss is reported as {loss:.8g} where {right:.8g} is right"
+
+    def message(self, differences: Mapping[str, tuple[int, str]]) -> str:
+        """Return the likely cause, what differs, the first module that does, and the call that shows it."""
+        order = [name for name in self.truth.after if name in differences]
+        rank, off = differences[""] if "" in differences and not order else differences[order[0]]
+        said = [f"{self.layout}: {off}" + f", in rank {rank}" * (self.layout.ranks > 1)]
+        if "" in differences and order:
+            said.append(differences[""][1])
+        if order:
+            module = order[0].rpartition(".")[0] or "the model itself"
+            said.append(
+                f"the first module that differs is {module}, and {len(order)} of {len(self.truth.after)} parameters do"
+            )
+        cause = f"{self._cause(rank, off)}\n" if is_shown() else ""
+        return f"{cause}{'; '.join(said)}\n{self._call()}"
+
+    def _cause(self, rank: int, off: str) -> str:
+        """Return the likely cause."""
+        if not off.startswith(("the loss", "the gradient", "the update")):
+            return "Likely cause: other settings of the optimizer, or clipping, because loss and gradients are right"
+        return likely_cause(self._evidence(rank))
+
+    def _call(self) -> str:
+        """Return the lines that show this failure alone."""
+        given = {"ranks": self.layout.ranks, "accumulation": self.layout.accumulation, "kind": self.layout.kind}
+        layout = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != getattr(Layout(), name))
+        options = f", dtype={self.layout.dtype}" * (self.layout.dtype != torch.float64)
+        options += f", rtol={self.rtol:g}" * (self.rtol != 1e-12)
+        name, module = (getattr(self.make_trainer, word, "make_trainer") for word in ("__qualname__", "__module__"))
+        lines = [
+            "    from seqpar.testing import Layout, assert_same_step",
+            f"    from {module} import {name}",
+            f"    assert_same_step({name}, [Layout({layout})]{options})",
+        ]
+        if getattr(sys.modules.get(module), name, None) is not self.make_trainer or module == "__main__":
+            del lines[1]
+        return "\n".join(lines)
+
+    def _evidence(self, rank: int) -> Evidence:
+        """Return the numbers of a rank from which the cause is inferred."""
+        got, right = (_result(one) for one in (self.ranks[rank], self.truth))
+        if self.ranks[rank].loss is None:
+            got = (right[0] if "" not in self.differences() else got[0], got[1])
+        *means, other = self._other_runs()
+        parts, weights = _parts(right[1], [mean.gradients for mean in means])
+        first = [self.ranks[0].gradients, self.ranks[rank].gradients, self.ranks[-1].gradients]
+        return Evidence(
+            got,
+            right,
+            rank=rank,
+            counts=[(0, 0)] * self.layout.ranks * (self.layout.ranks > 1),
+            again=Repeated([float(other.loss)], [float(self.truth.loss)]),
+            parts=parts,
+            weights=weights,
+            divisor=math.lcm(*(Fraction(weight).limit_denominator(MOST_TOKENS).denominator for weight in weights)),
+            micro_batches=self.layout.parts,
+            ranks_differ=any(_differ(one, other) for one in first for other in first),
+            is_float64=self.truth is self.reference,
+        )
+
+    def _other_runs(self) -> list[Ran]:
+        """Return one process's steps with each sentence alone, and last with other random numbers."""
+        sentences = range(self.truth.sentences)
+        runs = [Run(alone(Layout(), sentence)) for sentence in sentences]
+        plain = Layout(dtype=self.layout.dtype)
+        return [ran for (ran,) in run(self.make_trainer, *runs, Run(plain, other_random_numbers=True))]
+
+
+def _parts(
+    whole: Mapping[str, Tensor | None], means: Sequence[Mapping[str, Tensor]]
+) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """Return what each sentence adds to the gradient, and its share of the step; nothing where they do not add up.
+
+    The gradient of a sentence alone is that of its own mean, so its share is what makes their sum the whole.
+    """
+    weights = shares_of_parts(whole, means)
+    if len(weights) < 2 or not all(weight > SAME for weight in weights):
+        return [], []
+    parts = [{n: g * weight for n, g in mean.items()} for mean, weight in zip(means, weights, strict=True)]
+    return parts, [weight / sum(weights) for weight in weights]
+
+
+def _gradients(ran: Ran) -> Mapping[str, Tensor]:
+    """Return a step's gradients by parameter."""
+    return ran.gradients
+
+
+def _states(ran: Ran) -> Mapping[str, Tensor]:
+    """Return the optimizer's state and settings by parameter."""
+    return ran.state
+
+
+def _updates(ran: Ran) -> dict[str, Tensor]:
+    """Return by how much each parameter changes."""
+    return {name: after - ran.before[name] for name, after in ran.after.items() if name in ran.before}
+
+
+def _result(ran: Ran) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return loss and gradients, or where no optimizer was seen the updates, in float64."""
+    found = ran.gradients or _updates(ran)
+    loss = math.nan if ran.loss is None else float(ran.loss)
+    return torch.tensor(loss, dtype=torch.float64), {name: g.double() for name, g in found.items()}
+
+
+def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two ranks have different gradients of a parameter that both have whole."""
+    return any(not torch.allclose(one[n], other[n], rtol=SAME, atol=0) for n in one if n in other)
+
+
+def _unit(loss: float) -> float:
+    """Return the unit in the last place of a loss that its trainer keeps in float32, or rounds to some decimals."""
+    if round(loss, DIGITS) == loss:
+        return 10.0**-DIGITS
+    if float(torch.tensor(loss, dtype=torch.float32)) == loss:
+        return torch.finfo(torch.float32).eps * abs(loss)
+    return 0.0

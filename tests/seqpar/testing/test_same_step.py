@@ -1,0 +1,307 @@
+"""assert_same_step passes right trainers in every layout, and names what is wrong with those of published mistakes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import seqpar
+from seqpar.integrations.accumulate import accumulate_step
+from seqpar.testing import Layout, assert_same_step
+from tests.fenced import fenced
+
+PAGE = Path(__file__).parents[3] / "docs" / "same-step.md"
+LENGTHS = (1, 4, 2, 5, 3, 3)
+SENTENCES = [torch.randint(9, (n, 2), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
+"""Of 18 tokens, each (input, target)."""
+
+
+class Loop:
+    """One step of a loop that is right in one process, and has a mistake in any other layout."""
+
+    def __init__(self, layout, mistake, optimizer, clipped):
+        self.layout, self.clipped = layout, clipped
+        self.mistake = mistake if layout.parts > 1 else ""
+        self.model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)).to(layout.dtype)
+        if layout.kind == "fsdp2":
+            fully_shard(self.model)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1 * (layout.ranks if mistake == "rate" else 1))
+
+    @property
+    def wrapped(self):
+        if self.layout.ranks == 1 or self.mistake == "unwrapped" or self.layout.kind == "fsdp2":
+            return self.model
+        return DistributedDataParallel(self.model)
+
+    def over_ranks(self, number):
+        """The sum over ranks that have other sentences."""
+        number = torch.as_tensor(number, dtype=torch.float64)
+        if self.layout.ranks > 1 and self.layout.kind != "tensor parallel":
+            dist.all_reduce(number)
+        return number
+
+    def differentiated(self, total, rows, tokens):
+        ranks = self.layout.ranks
+        if self.layout.kind == "tensor parallel" and self.mistake != "world":
+            ranks = 1
+        return {
+            "means": total / rows / self.layout.accumulation,
+            "sums": total,
+            "deaf": total / tokens,  # as a loss that stores its gradient and ignores the upstream factor
+        }.get(self.mistake, total * ranks / tokens)
+
+    def step(self):
+        batches = self.layout.micro_batches(SENTENCES)
+        if self.layout.kind == "tensor parallel":
+            batches = [self.layout.step(SENTENCES)]
+        batches = [torch.cat(batch) for batch in batches]
+        tokens, reported, wrapped = self.over_ranks(sum(map(len, batches))), 0.0, self.wrapped
+        for batch in batches:
+            if self.mistake == "last":
+                self.optimizer.zero_grad()
+            inputs = self.dropped(wrapped, batch[:, 0])
+            total = F.cross_entropy(inputs, batch[:, 1], reduction="sum")
+            loss = self.differentiated(total, len(batch), tokens)
+            loss.backward()
+            reported += loss.detach() if self.mistake == "world" else total.detach() / tokens
+        if self.clipped:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clipped)
+        self.optimizer.step()
+        return self.over_ranks(reported) * (4 if self.mistake == "reported" else 1)
+
+    def dropped(self, wrapped, inputs):
+        scores = wrapped(inputs)
+        return F.dropout(scores, 0.5) if DROPOUT else scores
+
+
+DROPOUT = []
+
+
+def trainer(mistake="", optimizer=torch.optim.AdamW, clipped=0.0):
+    def make_trainer(layout):
+        loop = Loop(layout, mistake, optimizer, clipped)
+        return loop.model, loop.step
+
+    return make_trainer
+
+
+LAYOUTS = [Layout(accumulation=4), Layout(ranks=2), Layout(ranks=2, accumulation=2, kind="fsdp2")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_right_loop_passes_in_every_layout(dtype):
+    assert_same_step(trainer(), LAYOUTS, dtype=dtype)
+
+
+MISTAKES = {
+    "transformers_45994": (
+        trainer("world"),
+        Layout(ranks=4, kind="tensor parallel"),
+        "the world size: all gradients are 4 times the plain ones, multiplied by the number of ranks once too often",
+    ),
+    "unsloth_zoo_434": (trainer("deaf"), Layout(ranks=2), "all gradients are 1/2 times the plain ones, averaged over"),
+    "miles_3231": (
+        trainer("sums"),
+        Layout(ranks=2, kind="fsdp2"),
+        "a sum instead of a mean: all gradients are 9 times the plain ones, and the step has 18 tokens",
+    ),
+    "trl_7245": (
+        trainer("unwrapped"),
+        Layout(ranks=2),
+        "not reduced over ranks: each rank keeps the gradient of its own tokens; in rank 0 it has the gradient of "
+        "sentences 0, 1, 2 alone, of 6",
+    ),
+    "speculators_942": (trainer("means"), Layout(ranks=2), "mean of means: each micro-batch is divided by its own tok"),
+    "ms_swift_10165": (trainer("means"), Layout(accumulation=3), "mean of means: each micro-batch is divided by its o"),
+    "last": (trainer("last"), Layout(accumulation=3), "only the gradient of the last micro-batch is kept: it has the"),
+    "clipped": (trainer("sums", clipped=1e-3), Layout(accumulation=3), "all gradients are 18 times the plain ones"),
+    "reported": (trainer("reported"), Layout(ranks=2), "only the value is wrong: 4 times the plain one"),
+    "rate": (trainer("rate"), Layout(ranks=2), "other settings of the optimizer"),
+}
+"""Name: builder, layout and cause."""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught_and_its_cause_named(name):
+    make_trainer, layout, cause = MISTAKES[name]
+    with pytest.raises(AssertionError) as caught:
+        assert_same_step(make_trainer, [layout])
+    assert cause in str(caught.value), str(caught.value)
+
+
+def test_a_failure_names_the_first_module_and_the_call_that_shows_it():
+    with pytest.raises(AssertionError, match=r"the gradient of 0.weight is off by [\d.]+ where the reference is") as e:
+        assert_same_step(trainer("world"), [LAYOUTS[0], Layout(ranks=2, kind="tensor parallel")])
+    assert "the first module that differs is 0, and 2 of 2 parameters do" in str(e.value)
+    assert "_step(trainer.<locals>.make_trainer, [Layout(ranks=2, kind='tensor parallel')])" in str(e.value)
+
+
+def changed(change):
+    """A builder of a right loop whose model or step is changed."""
+
+    def make_trainer(layout):
+        loop = Loop(layout, "", torch.optim.AdamW, 0.0)
+        return loop.model, change(loop) or loop.step
+
+    return make_trainer
+
+
+def not_loaded(loop):
+    for parameter in loop.model.parameters():
+        nn.init.zeros_(parameter)
+
+
+def head_of_zeros(loop):
+    nn.init.zeros_(loop.model[1].weight)
+
+
+def no_rate(loop):
+    loop.optimizer.param_groups[0]["lr"] = 0.0
+
+
+def constant(loop):
+    return lambda: 2.5 * (loop.step() > 0)
+
+
+def evaluates(loop):
+    return lambda: 1.5
+
+
+def two_steps(loop):
+    return lambda: loop.step() + loop.step()
+
+
+def silent(loop):
+    return lambda: print(loop.step())
+
+
+def test_random_numbers_are_the_cause_where_a_loss_draws_some(monkeypatch):
+    monkeypatch.setattr("tests.seqpar.testing.test_same_step.DROPOUT", [True])
+    with pytest.raises(AssertionError, match="Likely cause: random numbers, such as those of dropout"):
+        assert_same_step(trainer(), [Layout(ranks=2)])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        # NeMo Automodel#3701
+        (not_loaded, "nothing is trained: every gradient is 0"),
+        (constant, r"nothing is trained: the loss is 2\.5 with other weights as well, for one sentence as for all"),
+        (no_rate, "nothing is trained: no parameter changes; there are gradients; is the first step's learning rate 0"),
+        (evaluates, "nothing is trained: no parameter changes; no optimizer had a gradient"),
+    ],
+)
+def test_two_dead_models_do_not_pass(change, said):
+    with pytest.raises(AssertionError, match=said):
+        assert_same_step(changed(change), LAYOUTS)
+
+
+def test_a_loss_that_is_alike_for_all_sentences_in_the_first_step_is_compared():
+    """As that of a head of zeros, or of DPO, where the policy is the reference."""
+    assert_same_step(changed(head_of_zeros), [Layout(accumulation=2)])
+
+
+def test_ranks_with_the_same_sentences_pass_where_nothing_is_multiplied():
+    assert_same_step(trainer(), [Layout(ranks=2, kind="tensor parallel")])
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_compared_by_its_updates():
+    class Own:
+        def __init__(self, parameters, lr):
+            self.parameters, self.lr = [*parameters], lr
+
+        def step(self):
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    parameter -= self.lr * parameter.grad
+
+    assert_same_step(trainer(optimizer=Own), [Layout(accumulation=2)])
+    with pytest.raises(AssertionError, match=r"the update of 0\.weight is off"):
+        assert_same_step(trainer("sums", optimizer=Own), [Layout(accumulation=2)])
+
+
+def test_a_trainer_of_a_wrong_kind_is_refused_in_a_line():
+    with pytest.raises(AssertionError, match=r"0\.weight was stepped twice; make_trainer's function must train for"):
+        assert_same_step(changed(two_steps), LAYOUTS)
+    with pytest.raises(ValueError, match="the step returned no loss; return the loss that the trainer reports"):
+        assert_same_step(changed(silent), LAYOUTS)
+    with pytest.raises(AssertionError, match="make_trainer returned a Linear; it must return two things: the model"):
+        assert_same_step(lambda layout: nn.Linear(2, 2), LAYOUTS)
+    with pytest.raises(TypeError, match="it must be a list such as"):
+        assert_same_step(trainer(), "ddp")
+    with pytest.raises(ValueError, match="layouts is empty"):
+        assert_same_step(trainer(), [])
+    with pytest.raises(ValueError, match=r"dtype is torch\.int64"):
+        assert_same_step(trainer(), LAYOUTS, dtype=torch.int64)
+    with pytest.raises(ValueError, match="accumulation"):
+        Layout(accumulation=0)
+
+
+def test_the_trainer_of_the_page_passes_with_seqpar_and_stock_marian_is_caught():
+    names = {"__name__": "pasted"}
+    first, *_ = (block.code for block in fenced(PAGE) if block.language == "python")
+    exec(first.replace("\nassert_same_step(", "\n(lambda *_: None)("), names)
+    with pytest.raises(AssertionError, match=r"a sum of means: .*, and their sum not by the 4 micro-batches") as caught:
+        assert_same_step(names["trainer_of"], [Layout(accumulation=4)])
+    assert "the loss is reported as 16.342291 where 4.08816 is right" in str(caught.value)
+    assert str(caught.value) in PAGE.read_text()
+
+
+class Translation(LightningModule):
+    def __init__(self, layout, exact):
+        super().__init__()
+        self.automatic_optimization, self.layout, self.reported = not exact, layout, None
+        self.both = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).to(layout.dtype)
+
+    def training_step(self, batch, index):
+        if self.automatic_optimization:
+            tokens = torch.cat(batch)
+            loss = F.cross_entropy(self.both(tokens[:, 0]), tokens[:, 1])
+            self.reported = loss.detach()
+            return loss
+        loss = accumulate_step(self.trainer, self, batch, self.loss_of, len)
+        self.optimizers().step()
+        self.reported = loss.mean
+        return None
+
+    def loss_of(self, sentence):
+        weight, bias = self.both[1].weight, self.both[1].bias
+        return seqpar.linear_cross_entropy(self.both[0](sentence[:, 0]), weight, sentence[:, 1], bias=bias)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def lightning(exact):
+    def make_trainer(layout):
+        data = layout.step(SENTENCES)
+        batches = data if not exact else [data]
+        module = Translation(layout, exact)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        options |= {"enable_model_summary": False, "barebones": False, "accelerator": "cpu", "max_steps": 1}
+        accumulation = layout.accumulation if not exact else 1
+        trainer = Trainer(accumulate_grad_batches=accumulation, **options)
+        size = len(data) // layout.accumulation if not exact else None
+        loader = DataLoader(batches, batch_size=size, collate_fn=list if not exact else None)
+
+        def step():
+            trainer.fit(module, loader)
+            return module.reported
+
+        return module, step
+
+    return make_trainer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_lightnings_own_accumulation_is_a_mean_of_means():
+    with pytest.raises(AssertionError, match="mean of means: each micro-batch is divided by its own tokens"):
+        assert_same_step(lightning(exact=False), [Layout(accumulation=2)])
+    assert_same_step(lightning(exact=True), [Layout(accumulation=2)])
