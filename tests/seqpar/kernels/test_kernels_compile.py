@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.accelerator
 PROGRAM = Path(__file__).with_name("compile_kernel.py")
 ROOT = PROGRAM.parents[3]
 
