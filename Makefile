@@ -138,7 +138,7 @@ bench: .venv/bench  ## compare the loss with other implementations in speed and 
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check liger-kernel quack-kernels cut-cross-entropy || echo "[env] implementations that could not be installed are left out"
 	@touch $@
 
-bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (six parts of under 9 minutes; one table a part)
+bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (at most 13 minutes; each number as soon as it is known, one table a part)
 	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## remove the environment and the caches, but not runs/

@@ -1,4 +1,4 @@
-"""The parts, the steps of each, and how long a step may take."""
+"""The parts, the steps of each, and how long a step may take: all together fit into a quarter of an hour with a GPU."""
 
 from __future__ import annotations
 
@@ -7,37 +7,32 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-LONGEST = 540
-"""Seconds that a part may take."""
+LONGEST = 780
+"""Seconds that all steps together may take."""
 PYTHON = sys.executable
 PYTEST = (
-    PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors",
+    PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors",
     # Where it is installed, it warns beside xdist, and a warning is an error here
     "-p", "no:benchmark",
-    # Other people's trainers, whose packages a machine with a GPU need not have
-    "--ignore", "tests/seqpar/integrations", "--ignore", "tests/seqpar/objectives/test_against_trl.py",
 )  # fmt: skip
-TRAINING = ("--parts", "training", "--device", "cuda", "--orders", "similar")
+MARKED = (
+    "tests/seqpar/test_gpu.py", "tests/seqpar/test_memory_plan.py", "tests/seqpar/kernels/test_score_kernel.py",
+    "tests/seqpar/linear/test_linear_cross_entropy.py",
+)  # fmt: skip
+"""The files with tests that are marked gpu."""
 RECIPE = (PYTHON, "-m", "recipes.translation")
-SWITCHED = (
-    "tests/seqpar/core", "tests/seqpar/engine", "tests/seqpar/linear", "tests/seqpar/multi_device",
-    "tests/seqpar/objectives", "tests/seqpar/testing", "tests/seqpar/test_every_option.py",
-    "--ignore", "tests/seqpar/linear/test_compile.py",
-)  # fmt: skip
-"""Tests whose tensors are made on the device that the switch names."""
-BESIDE = ("tests/seqpar/testing", "tests/seqpar/distributed", "tests/test_ranks.py")
-"""Tests of ranks, and of other people's losses, in a process that sees a GPU."""
 
 
 class Step(NamedTuple):
-    """A command, the seconds it may take, and the command of a dry run: small, on the CPU."""
+    """A command, the seconds it may take, and what is added to it: in a dry run, and for one implementation alone."""
 
     name: str
     seconds: int
     command: tuple[str, ...]
-    dry: tuple[str, ...]
-    switch: str = ""
-    """The variable that says where tensors are: `cuda`, or `emulated` in a dry run."""
+    dry: tuple[str, ...] = ("--dry-run",)
+    variables: tuple[tuple[str, str], ...] = ()
+    takes_only: bool = False
+    """Whether `--only` names the one implementation that it measures."""
 
 
 def out() -> Path:
@@ -46,52 +41,25 @@ def out() -> Path:
 
 
 def parts() -> dict[str, list[Step]]:
-    """Return the steps of every part."""
-    marked = ("-m", "gpu", "tests/seqpar")
-    kernels = ("-m", "not gpu", "tests/seqpar/kernels")
-    conformance = (PYTHON, "-m", "conformance")
+    """Return the steps of every part, what is asked first first."""
+    cutedsl = (("LIGER_KERNEL_IMPL", "cutedsl"),)
+    sanitizer = (("TORCH_CUDA_SANITIZER", "1"),)
     return {
-        "tests": [
-            _tests("marked gpu", 110, ("-n", "4", *marked), marked),
-            _tests("kernels", 100, ("-n", "4", *kernels), ("-k", "compiles", *kernels)),
-            _tests("tensors on the GPU", 150, ("-n", "8", *SWITCHED), ("tests/seqpar/core",), "SEQPAR_TEST_DEVICE"),
-            _tests("beside a GPU", 180, ("-n", "8", *BESIDE), ("tests/test_ranks.py",)),
+        "products": [_own("products", 60)],
+        "kernels": [_own("row_kernels", 60)],
+        "steps": [_own("loss_steps", 90)._replace(takes_only=True)],
+        "gaps": [_own("trace", 30)],
+        "mended": [
+            Step("tests marked gpu", 60, (*PYTEST, "-n", "8", "-m", "gpu", *MARKED), ("-n", "2")),
+            Step("ordered streams", 50, (*PYTEST, "-m", "gpu", "tests/seqpar/test_gpu.py"), (), sanitizer),
+            _own("ranks", 70),
         ],
-        "kernels": [
-            _own("real sizes", 300, "benchmarks.gpu.kernel_errors"),
-            _own("settings", 140, "benchmarks.gpu.kernel_settings"),
-            _own("rows of a chunk", 60, "benchmarks.chunk_rows", "--device", "cuda"),
-        ],
-        "loss": [
-            _own("loss", 210, "benchmarks.loss", "--out", str(out() / "loss-cuda.json")),
-            _own("scores", 100, "benchmarks.scores", "--out", str(out() / "scores-cuda.json")),
-            Step("conformance of losses", 120, (*conformance, "losses"), (*conformance, "losses", "torch")),
-            Step("conformance of scores", 100, (*conformance, "scores"), (*conformance, "scores", "torch")),
-        ],
-        "recipe": [
-            _demo("[cuda:0]", 100),
-            _demo("[cuda:0, cuda:0]", 100),
-            _own("ranks", 90, "benchmarks.gpu.ranks"),
-            _own("peers", 130, "benchmarks.training", *TRAINING),
-        ],
-        "seeds": [_own("three seeds of Multi30k", 520, "benchmarks.gpu.seeds")],
-        "trace": [_own("training steps", 120, "benchmarks.gpu.trace")],
+        "scores": [_own("scores", 120)._replace(takes_only=True, variables=cutedsl)],
+        "training": [_own("training_steps", 120)._replace(takes_only=True)],
+        "seeds": [_own("seeds", 120)],
     }
 
 
-def _tests(name: str, seconds: int, given: tuple[str, ...], dry: tuple[str, ...], switch: str = "") -> Step:
-    """Return the step that runs tests."""
-    return Step(name, seconds, (*PYTEST, *given), (*PYTEST, *dry), switch)
-
-
-def _own(name: str, seconds: int, module: str, *arguments: str) -> Step:
-    """Return the step that runs a module; its dry run takes no arguments."""
-    command = (PYTHON, "-m", module)
-    return Step(name, seconds, (*command, *arguments), (*command, "--dry-run"))
-
-
-def _demo(devices: str, seconds: int) -> Step:
-    """Return the step that trains, evaluates and tries the demo's model on some devices."""
-    run = str(out() / f"demo-{devices.count('cuda')}")
-    command = (*RECIPE, "demo", "--run", run, "--training.devices")
-    return Step(f"demo on {devices}", seconds, (*command, devices), (*command, "[cpu]", "--training.steps", "2"))
+def _own(module: str, seconds: int) -> Step:
+    """Return the step that runs a module of this folder."""
+    return Step(module.replace("_", " "), seconds, (PYTHON, "-m", f"benchmarks.gpu.{module}"))

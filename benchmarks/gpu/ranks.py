@@ -24,15 +24,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
-from benchmarks.loss.results import hardware
-from seqpar.markdown_table import markdown_row, markdown_table
+from benchmarks.gpu.figures import tell
 
 PAD = 0
 VOCAB = 211
 EXACT = 1e-12
-ROW = "row "
-"""How a worker's line begins that belongs to the table."""
 SECONDS = 20
+"""That the processes of one row may take."""
 
 
 def made() -> seqpar.ModelWithLoss:
@@ -78,7 +76,7 @@ def fsdp2(both: nn.Module, device: torch.device) -> nn.Module:
     return both
 
 
-WAYS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {"DDP": ddp, "FSDP2": fsdp2}
+WAYS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {"FSDP2": fsdp2, "DDP": ddp}
 
 
 def largest_error(way: str, device: torch.device) -> float:
@@ -106,21 +104,21 @@ def largest_error(way: str, device: torch.device) -> float:
 
 
 def worker(way: str, backend: str, device: torch.device) -> None:
-    """Be one rank: print the row of a way, on rank 0."""
+    """Be one rank: tell the error of a way, on rank 0."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(0)
     dist.init_process_group(backend)
+    world = dist.get_world_size()
     try:
         error = largest_error(way, device)
-        verdict = "pass" if error <= EXACT else "FAIL"
-        found = f"{error:.1e}"
+        found: dict[str, object] = {"verdict": "pass" if error <= EXACT else "FAIL", "largest error": f"{error:.1e}"}
     except RuntimeError as raised:
         # Such as "gloo: reduce_scatter of CUDA tensors is not supported"
         words = str(raised).strip().splitlines()[0]
-        verdict = "not offered" if "support" in words or "not implemented" in words.lower() else "FAIL"
-        found = words[:100]
+        offered = "support" not in words and "not implemented" not in words.lower()
+        found = {"verdict": "FAIL" if offered else "not offered", "largest error": words[:100]}
     if dist.get_rank() == 0:
-        print(ROW + markdown_row([verdict, setting(way, backend, dist.get_world_size()), found]), flush=True)
+        tell(setting(way, backend, world), **found)
     dist.destroy_process_group()
 
 
@@ -129,28 +127,31 @@ def setting(way: str, backend: str, world: int) -> str:
     return f"{way}, {world} rank{'s' * (world > 1)} over {backend}"
 
 
-def rows_of(way: str, backend: str, world: int, device: str) -> list[str]:
-    """Return the row of a way in a world, or how its processes ended: one way's end hides no other's answer."""
+def tell_world(way: str, backend: str, world: int, device: str) -> bool:
+    """Tell the error of a way in a world, or how its processes ended; return whether they passed."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "--"]
     arguments = ["--worker", way, "--backend", backend, "--device", device]
     command = [sys.executable, *launch, "benchmarks.gpu.ranks", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    what = setting(way, backend, world)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return [markdown_row(["FAIL", setting(way, backend, world), f"no answer in {SECONDS} s"])]
-    found = [line.removeprefix(ROW) for line in done.stdout.splitlines() if line.startswith(ROW)]
+        tell(what, **{"verdict": "FAIL", "largest error": f"no answer in {SECONDS} s"})
+        return False
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    print("\n".join(found), flush=True)
     if done.returncode:
         # A rank's own words come before those of its launcher, whose last ones name a signal
         said = [line for line in done.stderr.splitlines() if re.search(r"Error: [^$]|what\(\)|Signal \d", line)]
-        words = next(iter(said), "")
-        found.append(markdown_row(["FAIL", setting(way, backend, world), f"{words.strip()[:200] or done.returncode}"]))
+        words = next(iter(said), "").strip()[:200]
+        tell(what, **{"verdict": "FAIL", "largest error": words or str(done.returncode)})
         print(done.stderr, file=sys.stderr)
-    return found
+    return not done.returncode and '"FAIL"' not in "".join(found)
 
 
 def main() -> int:
-    """Print the table, failures first, or be a rank; return 1 after a failure."""
+    """Tell each way in each world, what ended by a signal first, or be a rank; return 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, over gloo alone")
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
@@ -165,11 +166,8 @@ def main() -> int:
     if options.dry_run:
         worlds = [("gloo", 2), ("gloo", 1)]
         device = "cpu"
-    rows = [row for backend, world in worlds for way in WAYS for row in rows_of(way, backend, world, device)]
-    rows.sort(key=lambda row: "FAIL" not in row)
-    head = markdown_table(["", "gradient of all ranks' sentences, float64", "largest relative error"], [])
-    print("\n".join([head, *rows]), f"\n\n{hardware(device)}, torch {torch.__version__}", sep="")
-    return int(any("FAIL" in row for row in rows))
+    passed = [tell_world(way, backend, world, device) for way in WAYS for backend, world in worlds]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

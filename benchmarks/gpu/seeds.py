@@ -1,150 +1,94 @@
-"""Train the recipe on Multi30k at the published setting with three seeds, side by side on one GPU, and score each.
+"""Train the recipe on Multi30k at the published setting with one seed after the other, each where it was stopped.
 
     SEQPAR_DATA=... python -m benchmarks.gpu.seeds
     SEQPAR_DATA=... python -m benchmarks.gpu.seeds --dry-run     # some steps on the CPU, one seed
 
 Each run is the recipe's own `train`, `average` and `evaluate`, as in docs/results/translation.md; only the 8,192
-tokens of an update are one batch here and not two. A run that has not ended in time is told to stop, saves itself, and
-is scored as it is: the table says how many updates it made. The published figure is 41.02.
+tokens of an update are one batch here and not two. A training is told to stop in time, saves itself, and goes on with
+the next call where the folder OUT is the same. Only a training that has ended is scored. The published figure is 41.02.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-
+from benchmarks.gpu.figures import options_of, tell
 from benchmarks.gpu.parts import RECIPE, out
-from benchmarks.loss.results import hardware
-from seqpar.markdown_table import markdown_table
 
 CONFIG = "recipes/translation/configs/multi30k_en_de_published.yaml"
 SEEDS = (1, 2, 3)
-TRAIN_SECONDS = 400
-"""After so long a run is told to stop."""
-SCORE_SECONDS = 100
+SECONDS = 100
+"""After so long the training that runs is told to stop."""
+TOKENS = 8192
 STEPS = 8_000
-TOLD_EVERY = 10
-"""Seconds between two lines of progress."""
 
 
-class Run(NamedTuple):
-    """One seed's folder and training process."""
-
-    seed: int
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-
-def started(folder: Path, seed: int, device: str, steps: int) -> Run:
-    """Start the training with one seed."""
-    run = folder / f"seed-{seed}"
-    given = ["--config", CONFIG, "--run", str(run), "--fresh", "--training.devices", f"[{device}]"]
-    given += ["--training.seed", str(seed), "--training.batch_tokens", "8192", "--training.accumulate", "1"]
+def train(folder: Path, seed: int, device: str, tokens: int, steps: int, seconds: float) -> int:
+    """Train with one seed from where it was stopped, at most so long; return how the process ended."""
+    given = ["--config", CONFIG, "--run", str(folder), "--training.devices", f"[{device}]"]
+    given += ["--training.seed", str(seed), "--training.batch_tokens", str(tokens), "--training.accumulate", "1"]
     given += ["--training.steps", str(steps)]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"seed-{seed}.log").open("w") as log:
-        return Run(seed, run, subprocess.Popen([*RECIPE, "train", *given], stdout=log, stderr=log))
-
-
-def wait_for(runs: Sequence[Run], seconds: float, steps: int) -> None:
-    """Wait until all trainings have ended, or tell those to stop that have not."""
-    deadline = time.monotonic() + seconds
-    told = time.monotonic()
-    while any(run.process.poll() is None for run in runs) and time.monotonic() < deadline:
-        time.sleep(0.2)
-        if time.monotonic() - told > TOLD_EVERY:
-            told = time.monotonic()
-            done = ", ".join(f"seed {run.seed}: {steps_of(run.folder):,} of {steps:,}" for run in runs)
-            print(f"[seeds] {done}; at most {deadline - told:.0f} s left", file=sys.stderr)
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.send_signal(signal.SIGTERM)
-    for run in runs:
-        run.process.wait()
-
-
-def records_of(folder: Path) -> list[dict[str, float]]:
-    """Return the records of a run's steps."""
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
-        return []
-    # A line that is being written has no end yet
-    lines = metrics.read_text().split("\n")[:-1]
-    return [record for record in map(json.loads, lines) if "gradient_norm" in record]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("a") as log:
+        process = subprocess.Popen([*RECIPE, "train", *given], stdout=log, stderr=log)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            return process.wait()
 
 
 def steps_of(folder: Path) -> int:
     """Return how many updates a run has made."""
-    return len(records_of(folder))
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return 0
+    # A line that is being written has no end yet
+    records = map(json.loads, metrics.read_text().split("\n")[:-1])
+    return max((int(record["step"]) for record in records if "gradient_norm" in record), default=0)
 
 
-def bleu_of(run: Run) -> str:
-    """Return the lower-case BLEU of the run's averaged model on the test set, or why there is none."""
-    scores = run.folder / "scores.json"
-    commands = (
-        [*RECIPE, "average", "--run", str(run.folder)],
-        [*RECIPE, "evaluate", "--run", str(run.folder), "--checkpoint", "averaged"],
-    )
-    for command in commands:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SCORE_SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            return f"FAIL: {command[3]} took more than {SCORE_SECONDS} s"
-        scores.with_suffix(f".{command[3]}.log").write_text(done.stdout + done.stderr)
-        if done.returncode:
-            return f"FAIL: {''.join(done.stderr.strip().splitlines()[-1:])[:100]}"
-    (figure,) = (line for line in done.stdout.splitlines() if line.split()[:2] == ["multi-bleu", "-lc"])
-    return figure.split()[2]
+def run_quietly(command: Sequence[str]) -> str:
+    """Return what a command prints; raise SystemExit with its last line if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit("".join(done.stderr.strip().splitlines()[-1:]))
+    return done.stdout
 
 
-def row_of(run: Run, seconds: float, steps: int) -> list[str]:
-    """Return a seed's row of the table."""
-    records = records_of(run.folder)
-    if not records:
-        return [str(run.seed), "0", "", "", f"FAIL: training ended with {run.process.returncode}"]
-    tokens = sum(record["tokens"] for record in records)
-    made = f"{len(records):,}"
-    if len(records) < steps:
-        made += f" of {steps:,}, stopped"
-    return [str(run.seed), made, f"{seconds / 60:.1f}", f"{tokens / seconds:,.0f}", bleu_of(run)]
+def bleu_of(folder: Path) -> float:
+    """Return the lower-case BLEU of a run's averaged model on the test set."""
+    run_quietly([*RECIPE, "average", "--run", str(folder)])
+    scores = run_quietly([*RECIPE, "evaluate", "--run", str(folder), "--checkpoint", "averaged"])
+    (figure,) = (line for line in scores.splitlines() if line.split()[:2] == ["multi-bleu", "-lc"])
+    return float(figure.split()[2])
 
 
-def main() -> int:
-    """Print the table, failures first; return 1 after a failure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="some steps on the CPU, one seed")
-    parser.add_argument("--seconds", type=float, default=TRAIN_SECONDS, help="after so long a run is told to stop")
-    options = parser.parse_args()
+def main() -> None:
+    """Tell each seed's updates, and its BLEU once it has made all of them."""
+    options = options_of(__doc__)
     if "SEQPAR_DATA" not in os.environ:
-        parser.error("SEQPAR_DATA is not set: name the folder that holds multi30k/tok")
-    folder = out()
-    device = "cuda:0"
-    seeds = SEEDS
-    steps = STEPS
+        raise SystemExit("SEQPAR_DATA is not set: name the folder that holds multi30k/tok")
+    device, seeds, tokens, steps = "cuda:0", SEEDS, TOKENS, STEPS
     if options.dry_run:
-        device = "cpu"
-        seeds = SEEDS[:1]
-        steps = 2
-    start = time.monotonic()
-    runs = [started(folder, seed, device, steps) for seed in seeds]
-    wait_for(runs, options.seconds, steps)
-    seconds = time.monotonic() - start
-    rows = [row_of(run, seconds, steps) for run in runs]
-    rows.sort(key=lambda row: "FAIL" not in row[-1])
-    header = ["seed", "updates", "minutes", "target tokens/s, side by side", "BLEU on test_2016_flickr"]
-    print(f"{markdown_table(header, rows)}\n\n{hardware(device.split(':')[0])}, torch {torch.__version__}")
-    return int(any("FAIL" in row[-1] for row in rows))
+        device, seeds, tokens, steps = "cpu", SEEDS[:1], 256, 2
+    deadline = time.monotonic() + SECONDS
+    for seed in seeds:
+        folder = out() / f"seed-{seed}"
+        if (left := deadline - time.monotonic()) < 1:
+            break
+        code = train(folder, seed, device, tokens, steps, left) if steps_of(folder) < steps else 0
+        made = steps_of(folder)
+        tell(f"Multi30k, seed {seed}", updates=made, of=steps, ended=code)
+        if made == steps:
+            tell(f"Multi30k, seed {seed}", bleu=bleu_of(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
