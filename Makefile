@@ -59,7 +59,7 @@ test-formats: .venv/dev  ## check imports from and exports to other programs' fo
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes/importing tests/recipes/export
 
-test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory, and Triton's kernels with every option (about 7 minutes on 2 cores)
+test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams, and Triton's kernels with every option (about 7 minutes on 2 cores)
 	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
 	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations=5 -m accelerator tests/seqpar/kernels

@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from conformance.layout_adapter import LAYOUTS, Layout, LayoutAdapter
 from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, SPLIT, Answer, Case, cases
 from conformance.layout_causes import Step, cause_of
 from conformance.layout_known import KNOWN_LAYOUTS
-from seqpar.core.checks import is_dtensor
+from seqpar.distributed.collectives import whole_tensor
 from seqpar.testing.precision import EXACT, error
 from seqpar.testing.ranks import RankError, ranks
 
@@ -111,17 +111,9 @@ def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str
     adapter = _adapter(name)
     work, model = case.work(rank)
     loss = adapter.function(work)
-    gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+    trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {n: None if grad is None else whole_tensor(grad) for n, grad in trained.items()}
     return math.nan if loss is None else float(loss), gradients
-
-
-def _whole(gradient: Tensor | None) -> Tensor | None:
-    """Return all rows of a gradient that FSDP2 has sharded."""
-    if not is_dtensor(gradient):
-        return gradient
-    sharded: Any = gradient
-    whole: Tensor = sharded.full_tensor()
-    return whole
 
 
 def _joined(found: list[tuple[float, dict[str, Tensor | None]]], rank: int, case: Case) -> Answer:

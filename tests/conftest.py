@@ -67,14 +67,19 @@ def nothing_on_the_default_device() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
-    """Under the switch, a test skips that needs what the device or the switch lacks."""
+    """Under the switch, a test skips that needs what the device or the switch lacks, and fails if streams race."""
+    if SWITCHED:
+        on_device.races_since(SWITCHED)
     try:
-        return (yield)
+        result = yield
     except Exception as error:
         reason = SWITCHED and on_device.reason_to_skip(error)
         if reason:
             pytest.skip(reason)
         raise
+    if SWITCHED and (races := on_device.races_since(SWITCHED)):
+        pytest.fail("streams race: " + "; ".join(dict.fromkeys(races)), pytrace=False)
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

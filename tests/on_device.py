@@ -5,8 +5,9 @@ With `SEQPAR_TEST_DEVICE=cuda` every tensor that a test makes without naming a d
 What the library makes stays where the library makes it: one that it forgets to put on the right device is found.
 
 With `SEQPAR_TEST_DEVICE=emulated` the accelerator is one of two devices in the CPU's memory (`tests.emulated`). That is
-a stand-in for machines without a GPU: it finds tensors on different devices, devices that are not the current one, and
-threads that get the wrong one; it has neither kernels nor anything that happens later than it is called.
+a stand-in for machines without a GPU: it finds tensors on different devices, devices that are not the current one,
+threads that get the wrong one, and what two streams would do at the same time though one needs the other (its journal
+tells, `races_since`). It has no kernels, and nothing happens later than it is called.
 """
 
 from __future__ import annotations
@@ -130,6 +131,16 @@ def thread_all_the_same() -> None:
 def reason_to_skip(error: BaseException) -> str:
     """Return why the test cannot run under the switch; empty if the error is about the code under test."""
     return next((reason for text, reason in LACKING.items() if text in str(error)), "")
+
+
+def races_since(kind: str) -> list[str]:
+    """Return the races between streams since the last call, in words; a real accelerator does not tell."""
+    if kind != "emulated":
+        return []
+    from tests.emulated import take_journal
+    from tests.emulated.races import Judge
+
+    return Judge().read(take_journal())
 
 
 def switch(kind: str) -> None:

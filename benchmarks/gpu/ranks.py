@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from benchmarks.gpu.figures import tell
+from seqpar.distributed.collectives import whole_tensor
 
 PAD = 0
 VOCAB = 211
@@ -96,8 +97,7 @@ def largest_error(way: str, device: torch.device) -> float:
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient is not None
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
+        gradient = whole_tensor(gradient)
         expected = right[name.removeprefix("module.")]
         errors.append(float((gradient - expected).norm() / expected.norm()))
     return max(errors)

@@ -34,6 +34,7 @@ from seqpar.core.chunks import Chunk, note_rows, recording
 from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
 from seqpar.core.row_independence import ask, ask_alone, change_in_company, torch_random_kept
 from seqpar.core.stored_gradients import Gradients
+from seqpar.core.streams import selected
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
 Rows = tuple[Tensor | None, ...]
@@ -314,10 +315,11 @@ class StoredGradient(torch.autograd.Function):
         slots = (*gradients.per_token, *gradients.params)
         # d (factor x total) / d leaf = factor x (stored gradient / scale)
         factor = _divided(upstream, gradients.scale)
-        for i in sorted(asked):
-            # Each slot holds the only reference to its gradient, and frees it before the next one is scaled
-            if (slot := slots[i]) is not None:
-                grads[i] = slot.release(factor)
+        with selected(gradients.streams):
+            for i in sorted(asked):
+                # Each slot holds the only reference to its gradient, and frees it before the next one is scaled
+                if (slot := slots[i]) is not None:
+                    grads[i] = slot.release(factor)
         return *constants, *grads
 
 

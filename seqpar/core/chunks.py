@@ -61,7 +61,14 @@ def recording(device: torch.device) -> bool:
 
     No number can be read then, and the shapes must be the same in every replay, so every row is computed.
     """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type == "cpu":
+        return False
+    is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    if is_capturing is None:
+        return False
+    # It asks the current device, which need not be this one
+    with torch.accelerator.device_index(device.index):
+        return bool(is_capturing())
 
 
 class LateNumber:

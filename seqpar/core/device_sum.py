@@ -19,6 +19,7 @@ from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import Leaves, StoredGradient, Walk
 from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrowed
+from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss, wide
 
@@ -72,6 +73,10 @@ class _GradientsOverDevices:
             _ParameterGradient(t, self.on_devices, i) if t is not None and is_trained else None
             for i, (t, is_trained) in enumerate(zip(params, trained, strict=True))
         ]
+        homes = [t.device for t in params if t is not None]
+        self.streams = current_streams(
+            [*(t.device for _, _, own in jobs for t in own.of_tokens if t is not None), *homes]
+        )
         self.scale = self.on_devices[0].scale
         self.detached_chunks = 0
 

@@ -130,6 +130,9 @@ class Gradients:
     Slots store `scale` times the gradient, so that small gradients do not underflow in float16.
     """
 
+    streams: Sequence[torch.Stream] = ()
+    """On which the gradients are released, where they are on several devices."""
+
     def __init__(
         self,
         per_token: Sequence[Tensor | None],

@@ -14,6 +14,7 @@ A `group` of None is this process alone: nothing is communicated. (`torch.distri
 | sum or maximum, no gradient | - | `group_sum`, `group_max` |
 | every rank's, no gradient | - | `group_gather`, `gather_numbers` |
 | every rank's object, one rank's object | - | `gather_objects`, `broadcast_object` |
+| a DTensor as a whole | its part | `whole_tensor` |
 
 Ranks that wait for a missing rank raise an error after the group's timeout. torch's default for gloo is half an hour; a
 trainer sets its own when it creates the group: `init_process_group(..., timeout=timedelta(minutes=2))`.
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.core.checks import check_dense, check_integer, check_type
+from seqpar.core.checks import check_dense, check_integer, check_type, is_dtensor
 from seqpar.core.structures import leaves
 
 Value = TypeVar("Value")
@@ -148,6 +149,43 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, on its device, with its gradient: a DTensor is gathered, any other one is returned.
+
+    Of an accelerator's DTensor gloo gathers copies on the CPU: it has no `allgather_into_tensor_coalesced` for other
+    devices, and torch's `full_tensor` ends the process (https://github.com/pytorch/pytorch/issues/152645).
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    sharded: Any = tensor
+    if gathers_on_cpu(sharded.device_mesh):
+        return _gathered_on_cpu(sharded).to(sharded.to_local().device)
+    whole: Tensor = sharded.full_tensor()
+    return whole
+
+
+def gathers_on_cpu(mesh: Any) -> bool:
+    """Return whether a group of the mesh joins an accelerator's tensors over gloo."""
+    over_gloo = f"{mesh.device_type}:gloo"
+    return mesh.device_type != "cpu" and any(
+        over_gloo in dist.get_backend_config(group).split(",") for group in mesh.get_all_groups()
+    )
+
+
+def _gathered_on_cpu(sharded: Any) -> Tensor:
+    """Return all of a DTensor, gathered by the same groups from copies of its parts on the CPU."""
+    # Importing DTensor takes longer than importing this library
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = sharded.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"dim {i}" for i in range(mesh.ndim))
+    here = DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+    settings = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
+    whole: Tensor = DTensor.from_local(sharded.to_local().cpu(), here, sharded.placements, **settings).full_tensor()
+    return whole
 
 
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -22,6 +22,7 @@ from seqpar.core.checks import (
     check_target,
     check_type,
 )
+from seqpar.multi_device.devices import refuse_recording
 from seqpar.multi_device.replicas import detached_replicas, needs_no_replica, scatter
 
 OneOrScattered = Tensor | Sequence[Tensor]
@@ -70,6 +71,7 @@ def scattered(
         return [_shard(h, t, extra, ignored) for h, t, extra in pieces]
     _check_scattered(hidden)
     hidden_devices = [h.device for h in hidden]
+    refuse_recording(hidden_devices)
     sizes = [len(h) for h in hidden]
     targets = _scattered_like_hidden(target, "target", hidden_devices, sizes)
     columns = {name: _scattered_like_hidden(value, name, hidden_devices, sizes) for name, value in per_token.items()}

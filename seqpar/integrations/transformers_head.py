@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.core.checks import is_dtensor
+from seqpar.distributed.collectives import whole_tensor
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, same_logits
 from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
@@ -125,5 +126,4 @@ def plain_logits(hidden_RWD: Tensor, head: nn.Linear) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere_RWD = DTensor.from_local(hidden_RWD, weight.device_mesh, [Replicate()], run_check=False)
-    logits_RWV: Any = F.linear(everywhere_RWD, weight, bias_of(head))
-    return logits_RWV.full_tensor()  # type: ignore[no-any-return]
+    return whole_tensor(F.linear(everywhere_RWD, weight, bias_of(head)))

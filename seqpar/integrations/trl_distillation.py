@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trl.trainer import distillation_trainer
 
 from seqpar.core.checks import is_dtensor
+from seqpar.distributed.collectives import whole_tensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
 from seqpar.integrations.peft_adapters import adapter_of, base_of
 from seqpar.integrations.trl_head import WITHOUT, ReadModels
@@ -147,7 +148,8 @@ class AppliedDistillation:
 
         The factors are those the models were seen to use, not those TRL reads from their configurations.
         """
-        teacher = TeacherHidden(teacher_BTE, _whole(teacher_weight_VE), _whole(teacher_lm_head_bias))
+        bias = None if teacher_lm_head_bias is None else whole_tensor(teacher_lm_head_bias)
+        teacher = TeacherHidden(teacher_BTE, whole_tensor(teacher_weight_VE), bias)
         numbers = (beta, temperature * factor, self.chunk_tokens)
         head = student.get_output_embeddings()
         found: list[Divergence] = []
@@ -193,13 +195,6 @@ def divergence(
         scores = token_scores(hidden_BTD, head.weight, target_BT, entropy=True, **options)
     assert scores.entropy is not None
     return Divergence(loss.total, scores.entropy.sum(), counts_BT.sum())
-
-
-def _whole(tensor: Tensor | None) -> Any:
-    """Return a tensor of the teacher's that FSDP2 may have divided."""
-    if is_dtensor(tensor):
-        return tensor.full_tensor()  # type: ignore[union-attr]
-    return tensor
 
 
 def _sums_of_three_rows(own: Any) -> Iterator[tuple[str, Tensor, Tensor]]:

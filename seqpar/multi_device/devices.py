@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from seqpar.core.chunks import recording
+
 Device = int | str | torch.device
 
 
@@ -82,3 +84,15 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device."""
     # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def refuse_recording(devices: Sequence[torch.device]) -> None:
+    """Raise RuntimeError while a CUDA graph is captured on one of several accelerators: it would hold one's work."""
+    distinct = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
+    if len(distinct) > 1 and any(map(recording, distinct)):
+        names = ", ".join(map(str, distinct))
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and this call computes on {len(distinct)} devices ({names}); a graph is "
+            "that of one device: capture with a list of one, such as "
+            f"[{str(distinct[0])!r}], or do not capture this call"
+        )

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from seqpar.core.checks import check_function, check_type
 from seqpar.core.graphs import hooks_around
+from seqpar.core.streams import current_streams, selected
 from seqpar.core.structures import leaves
-from seqpar.multi_device.devices import Device, accelerator, check_devices
+from seqpar.multi_device.devices import Device, accelerator, available, check_devices
 
 Result = TypeVar("Result")
 
@@ -122,10 +123,12 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = accelerator()
-    kinds = {"cpu", kind or "cpu"}
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    kinds = sorted({"cpu", kind or "cpu"})
+    autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
     cache = torch.is_autocast_cache_enabled()
-    select_device_and_streams = _selection(kind)
+    index = torch.accelerator.current_device_index() if kind else 0
+    # Stream 0 is the default, which a new thread has; selecting it would claim memory on devices that are not used
+    streams = [stream for stream in current_streams(available()) if stream.stream_id]
     default = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
 
     @contextlib.contextmanager
@@ -133,31 +136,16 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, enabled, dtype in autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-            select_device_and_streams()
+            for each, enabled, dtype in autocast:
+                stack.enter_context(torch.autocast(each, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            if kind is not None:
+                torch.accelerator.set_device_index(index)
+            stack.enter_context(selected(streams))
             for device in default:
                 stack.enter_context(device)
             yield
 
     return enter
-
-
-def _selection(kind: str | None) -> Callable[[], None]:
-    """Return a function that selects this thread's current device and streams in another, which keeps them."""
-    if kind is None:
-        return lambda: None
-    device = torch.accelerator.current_device_index()
-    streams = [torch.accelerator.current_stream(i) for i in range(torch.accelerator.device_count())]
-    # Stream 0 is the default, which a new thread has; selecting it would claim memory on devices that are not used
-    chosen = [stream for stream in streams if stream.stream_id]
-
-    def select() -> None:
-        for stream in chosen:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device)
-
-    return select
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -26,10 +26,11 @@ from seqpar.core.checks import (
     is_dtensor,
 )
 from seqpar.core.chunks import even_sizes
+from seqpar.core.streams import current_streams, selected
 from seqpar.core.structures import describe, leaves, rebuild
 from seqpar.core.token_loss import wide
 from seqpar.distributed.wrappers import structural_copy
-from seqpar.multi_device.devices import Device, check_devices, moved
+from seqpar.multi_device.devices import Device, check_devices, moved, refuse_recording
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -213,6 +214,7 @@ class _Copies(torch.autograd.Function):
     def forward(ctx: Any, devices: Sequence[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.homes = [p.device for p in parameters]
+        ctx.streams = current_streams(devices)
         copies = [p.view_as(p) if p.device == d else p.to(d) for d in devices for p in parameters]
         trained = [p.requires_grad for p in parameters] * len(devices)
         ctx.mark_non_differentiable(*[copy for copy, wanted in zip(copies, trained, strict=True) if not wanted])
@@ -222,9 +224,10 @@ class _Copies(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         count = len(ctx.homes)
         found = []
-        for i, home in enumerate(ctx.homes):
-            parts = [grad.to(home) for grad in grads[i::count] if grad is not None]
-            found.append(_sum(parts) if parts else None)
+        with selected(ctx.streams):
+            for i, home in enumerate(ctx.homes):
+                parts = [grad.to(home) for grad in grads[i::count] if grad is not None]
+                found.append(_sum(parts) if parts else None)
         return None, *found
 
 
@@ -284,6 +287,7 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
         [2, 2, 1, 1]
     """
     devices = check_devices(device_ids, "device_ids")
+    refuse_recording(devices)
     check_integer(dim, "dim")
     rows = batch_rows(inputs, dim)
     # How many rows each shard gets; without rows every device gets the whole input

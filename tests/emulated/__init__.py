@@ -1,11 +1,12 @@
 """An accelerator of two devices in the CPU's memory, so that code for accelerators runs where there is none.
 
 It is compiled on first use, which takes half a minute. Its memory is the CPU's, its operations are the CPU's, and like
-a real one it refuses tensors on different devices.
+a real one it refuses tensors on different devices. Its journal tells what each stream uses (`races`).
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,32 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import load
 
+from tests.emulated.races import Happened
+
 NAME = "emulated"
 DEVICES = 2
 """As in accelerator.cpp."""
 
 
+CAPTURING: set[int] = set()
+"""Devices whose stream is said to be captured."""
+
+
+@functools.cache
+def _extension() -> Any:
+    """Return the compiled accelerator."""
+    return load("emulated_accelerator", [str(Path(__file__).with_name("accelerator.cpp"))], extra_cflags=["-O0"])
+
+
+def take_journal() -> list[Happened]:
+    """Return what happened to the streams and the memory of both devices since the last call."""
+    found: list[Happened] = _extension().take_journal()
+    return found
+
+
 def register() -> None:
     """Make `torch.device("emulated", 0)` and `("emulated", 1)` work in this process."""
-    extension = load("emulated_accelerator", [str(Path(__file__).with_name("accelerator.cpp"))], extra_cflags=["-O0"])
+    extension = _extension()
     extension.register_hooks()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
@@ -38,5 +57,6 @@ def _module() -> Any:
     module.manual_seed_all = lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32, torch.float64]
     module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.is_current_stream_capturing = lambda: module.current_device() in CAPTURING
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     return module

@@ -1,5 +1,6 @@
 // An accelerator in a CPU's memory, with two devices: every operation runs on the CPU, and its tensors must be where a
-// real accelerator would want them. Registered for torch's PrivateUse1 key.
+// real accelerator would want them. What each stream reads and writes, and what orders streams, is written down, so that
+// races.py can find what a real one would do at the same time. Registered for torch's PrivateUse1 key.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -15,6 +16,11 @@
 #include <torch/extension.h>
 
 #include <atomic>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -23,6 +29,45 @@ constexpr c10::DeviceIndex DEVICES = 2;
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[DEVICES] = {0, 0};
 std::atomic<c10::StreamId> streams_made{0};
+std::atomic<int64_t> events_made{0};
+
+// The journal: what happened, in the order in which the host asked for it. `which` is an address or an event's number.
+
+using Happened = std::tuple<std::string, int64_t, int64_t, int64_t, std::string>;
+std::mutex journal_lock;
+std::vector<Happened> journal;
+// Copies within an operation that the CPU takes over are not the device's
+thread_local bool inside = false;
+
+void note(const char* what, int64_t which, c10::DeviceIndex device, c10::StreamId stream, const std::string& op = "") {
+  std::lock_guard<std::mutex> hold(journal_lock);
+  journal.emplace_back(what, which, device, stream, op);
+}
+
+std::vector<Happened> take_journal() {
+  std::lock_guard<std::mutex> hold(journal_lock);
+  return std::exchange(journal, {});
+}
+
+int64_t address(const void* memory) { return reinterpret_cast<int64_t>(memory); }
+
+int64_t memory_of(const at::Tensor& t) { return address(t.storage().data()); }
+
+bool has_memory(const at::Tensor& t) {
+  return t.defined() && t.device().type() == KEY && t.has_storage() && t.storage().data();
+}
+
+void note_use(const char* what, const at::Tensor& t, const std::string& op) {
+  if (!inside && has_memory(t))
+    note(what, memory_of(t), t.device().index(), streams[t.device().index()], op);
+}
+
+// The second stream does nothing more before what the first was asked for until now is done
+void order(c10::Device first, c10::Device second) {
+  auto event = ++events_made;
+  note("record", event, first.index(), streams[first.index()]);
+  note("block", event, second.index(), streams[second.index()]);
+}
 
 void set_current(c10::DeviceIndex index) {
   TORCH_CHECK(0 <= index && index < DEVICES, "emulated: invalid device ordinal ", index);
@@ -31,11 +76,17 @@ void set_current(c10::DeviceIndex index) {
 
 // Memory
 
-void free_memory(void* memory) { std::free(memory); }
+void free_memory(void* memory) {
+  if (memory)
+    note("free", address(memory), 0, 0);
+  std::free(memory);
+}
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = bytes ? std::malloc(bytes) : nullptr;
+    if (memory)
+      note("allocate", address(memory), current, streams[current]);
     return {memory, memory, &free_memory, c10::Device(KEY, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
@@ -71,13 +122,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   // Work is done when the call returns, so there is nothing to wait for
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event)
+      *event = reinterpret_cast<void*>(static_cast<int64_t>(++events_made));
+    note("record", address(*event), stream.device_index(), stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    note("block", address(event), stream.device_index(), stream.id());
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    note("keep", address(memory.get()), stream.device_index(), stream.id());
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream& stream) const override {
+    note("wait for stream", 0, stream.device_index(), stream.id());
+  }
+  void synchronizeEvent(void* event) const override { note("wait for event", address(event), 0, 0); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { note("wait for device", 0, device, 0); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -131,9 +193,42 @@ void check_one_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+void note_arguments(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values,
+                    const std::vector<c10::Argument>& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto* alias = arguments[i].alias_info();
+    const char* what = alias && alias->isWrite() ? "write" : "read";
+    if (values[i].isTensor())
+      note_use(what, values[i].toTensor(), schema.name());
+    else if (values[i].isTensorList())
+      for (const auto& t : values[i].toTensorVector())
+        note_use(what, t, schema.name());
+    else if (values[i].isList())
+      for (const c10::IValue& each : values[i].toListRef())
+        if (each.isTensor())
+          note_use(what, each.toTensor(), schema.name());
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_one_device(op, stack);
-  at::native::cpu_fallback(op, stack);
+  const auto& schema = op.schema();
+  bool outermost = !std::exchange(inside, true);
+  std::vector<c10::IValue> given = torch::jit::last(*stack, schema.arguments().size()).vec();
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (...) {
+    inside = !outermost;
+    throw;
+  }
+  inside = !outermost;
+  note_arguments(schema, given, schema.arguments());
+  for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()).vec())
+    if (result.isTensor())
+      note_use("write", result.toTensor(), schema.name());
+    else if (result.isTensorList())
+      for (const auto& t : result.toTensorVector())
+        note_use("write", t, schema.name());
 }
 
 at::Tensor empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
@@ -160,7 +255,21 @@ at::Tensor on_cpu(const at::Tensor& t) {
   return at::from_blob(const_cast<void*>(t.const_data_ptr()), t.sizes(), t.strides(), [t](void*) {}, options);
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+// As CUDA does: between devices on the source's stream, after all that the destination's was asked for, which waits
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  bool there = from.device().type() == KEY, here = to.device().type() == KEY;
+  bool between = there && here && from.device() != to.device();
+  if (!inside && between)
+    order(to.device(), from.device());
+  note_use("read", from, "aten::copy_");
+  if (!inside && between && has_memory(to))
+    note("write", memory_of(to), from.device().index(), streams[from.device().index()], "aten::copy_");
+  else
+    note_use("write", to, "aten::copy_");
+  if (!inside && between)
+    order(from.device(), to.device());
+  if (!inside && there && !here && !non_blocking)
+    note("wait for stream", 0, from.device().index(), streams[from.device().index()]);
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
@@ -170,7 +279,16 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar_dense(const at::Tensor& t) { return on_cpu(t).item(); }
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  note("keep", memory_of(self), stream.device_index(), stream.id());
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& t) {
+  note_use("read", t, "aten::item");
+  if (!inside)
+    note("wait for stream", 0, t.device().index(), streams[t.device().index()]);
+  return on_cpu(t).item();
+}
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat>) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
@@ -261,6 +379,8 @@ Tensor convolution(const Tensor& input, const Tensor& weight, Bias bias, at::Int
     bias_there = on_cpu(*bias);
   auto out = at::convolution(on_cpu(input), on_cpu(weight), bias_there, stride, padding, dilation, transposed,
                              output_padding, groups);
+  note_use("read", input, "aten::convolution");
+  note_use("read", weight, "aten::convolution");
   return out.to(input.device());
 }
 
@@ -285,6 +405,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("record_stream", record_stream);
   m.impl("resize_", resize);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);
@@ -320,5 +441,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   static Hooks hooks;
   c10::SetAllocator(KEY, &allocator);
+  m.def("take_journal", &take_journal);
   m.def("register_hooks", [] { at::RegisterPrivateUse1HooksInterface(&hooks); });
 }

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
@@ -40,7 +39,7 @@ from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
 from recipes.translation.training.shards import fill, gathered_together, shard_layers
-from seqpar.distributed.collectives import group_sum
+from seqpar.distributed.collectives import group_sum, whole_tensor
 from seqpar.multi_device.devices import check_devices
 
 
@@ -351,8 +350,8 @@ class Layout:
         split = [p.grad for name, p in named if p.grad is not None and self._is_cut(name)]
         whole = [p.grad for name, p in named if p.grad is not None and not self._is_cut(name)]
         # |g|^2 = the sum over the vocabulary ranks of |g_split|^2 + |g_whole|^2, which is the same on all of them
-        split_square = _whole(torch.nn.utils.get_total_norm(split)).square()
-        whole_square = _whole(torch.nn.utils.get_total_norm(whole)).square()
+        split_square = whole_tensor(torch.nn.utils.get_total_norm(split)).square()
+        whole_square = whole_tensor(torch.nn.utils.get_total_norm(whole)).square()
         norm = (group_sum(split_square.to(self.device), self.groups.vocab) + whole_square).sqrt()
         if largest:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in named], largest, norm)
@@ -391,9 +390,3 @@ class Layout:
 
         self.parts.ranks.run_on_main(check)
         self.parts.receive(own, saved)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
