@@ -10,7 +10,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test pytest test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest test-trainers mutants docs release check bench bench-gpu clean
+.PHONY: help demo test pytest test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-newest test-trainers mutants docs release check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -71,15 +71,6 @@ test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Fac
 test-browser: .venv/dev  ## make the site, and check it and the recipe's pages in headless Chromium, where it is installed (two minutes)
 	@echo "[test-browser] pytest, pages in headless Chromium"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m browser -q tests/browser
-
-.venv-comet/made:
-	@echo "[env] creating .venv-comet: unbabel-comet needs older packages than the tests (a minute or two, once)"
-	@$(PYTHON) -m venv .venv-comet
-	@.venv-comet/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 unbabel-comet==2.2.7 'setuptools<81' sentencepiece==0.2.0
-	@touch $@
-
-test-comet: .venv-comet/made  ## check the scores of evaluate --comet against the package COMET, with a tiny random model (under a minute)
-	@.venv-comet/bin/python -W ignore -m tests.recipes.scores.real_comet
 
 .venv-newest/made:
 	@echo "[env] creating .venv-newest with the newest torch and trainers of the index, which bring gigabytes for GPUs on Linux"
@@ -142,5 +133,5 @@ bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmark
 	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## remove the environment and the caches, but not runs/
-	rm -rf .venv .venv-comet .venv-newest .trainers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-newest .trainers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 CI = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-ELSEWHERE = {"test-comet", "test-newest", "test-trainers"}
+ELSEWHERE = {"test-newest", "test-trainers"}
 """Suites with environments of their own, of packages that change without a commit here."""
 
 

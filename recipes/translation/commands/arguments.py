@@ -74,9 +74,9 @@ def path(word: str) -> str:
     if not word:
         raise argparse.ArgumentTypeError("it is empty, perhaps because a shell variable is not set: give a path")
     try:
-        return expanded(word, "it")
+        return expanded(word)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error).replace(", or give --it", "")) from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 SHARED: dict[str, dict[str, Any]] = {
@@ -212,21 +212,20 @@ def with_folder(config: RunConfig) -> RunConfig:
     return config
 
 
+READ = ("file", "sources", "references", "hypotheses", "prefixes", "constraints")
+"""Options that name files to read."""
+
+
 def check_typed(options: argparse.Namespace) -> None:
     """Raise an error for settings of decoding, files and runs that are wrong as typed, before torch is imported."""
     for name, value in decoding_overrides(options).items():
-        try:
-            load_config(None, {name: value})
-        except ConfigError as error:
-            option = as_option(name.removeprefix("decoding."))
-            raise ConfigError(str(error).replace(f"{name} (command line)", option)) from None
-    for file in (getattr(options, name, None) for name in ("file", "sources", "prefixes", "constraints")):
+        load_config(None, {name: value}, as_option(name.removeprefix("decoding.")))
+    for file in (getattr(options, name, None) for name in READ):
         if file and not os.path.exists(file):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
-    if getattr(options, "engine", "torch") == "torch":
+    if getattr(options, "engine", "torch") == "torch" and not getattr(options, "hypotheses", None):
         checkpoint_folder(options.run, options.checkpoint)
-        if note := outdated_average(options.run, options.checkpoint):
-            print(f"[averaged] {note}", file=sys.stderr)
+        note_outdated_average(options.run, options.checkpoint)
 
 
 def decoding_overrides(options: argparse.Namespace) -> dict[str, object]:
@@ -324,14 +323,14 @@ def outdated(run: str) -> str:
     return f"{folder} was made from an earlier model than {model_folder(run)}: export it again"
 
 
-def outdated_average(run: str, checkpoint: str | None) -> str:
-    """Return that a run has been trained since its models were averaged; empty otherwise."""
+def note_outdated_average(run: str, checkpoint: str | None) -> None:
+    """Say where a run has been trained since its models, which --checkpoint averaged asks for, were averaged."""
     averaged = whole_folder(Path(run) / "averaged")
     last = whole_folder(Path(run) / "last")
     if checkpoint != "averaged" or averaged is None or last is None:
-        return ""
+        return
     of = noted_in(averaged / "model.json", "averaged_steps") or [0]
     step = noted_in(last / "model.json", "step") or 0
-    if step <= of[-1]:
-        return ""
-    return f"{averaged} is of models up to step {of[-1]:,}, and {last} is of step {step:,}: average them again"
+    if step > of[-1]:
+        note = f"{averaged} is of models up to step {of[-1]:,}, and {last} is of step {step:,}: average them again"
+        print(f"[averaged] {note}", file=sys.stderr)

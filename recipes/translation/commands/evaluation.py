@@ -56,21 +56,22 @@ def evaluate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
     parser.add_argument(
-        "--comet",
-        metavar="MODEL",
-        type=path,
-        help="also score with the COMET model in this folder, which needs the package unbabel-comet; nothing is "
-        "downloaded",
+        "--metric-command",
+        metavar="COMMAND",
+        help="also score by this program, such as COMET's: it may name files, {sources} {translations} {references}, "
+        "or gets a line of JSON for each sentence, and writes a number for each",
     )
     options = parser.parse(argv)
     _check_files(parser, options)
 
-    from recipes.translation.processes.ranks import joined
-    from recipes.translation.scores.evaluate import check_metrics, scores_table
+    from recipes.translation.scores.metric_command import check_metrics
 
-    check_metrics(options.tokenize, options.comet)
-    if not options.hypotheses:
-        check_typed(options)
+    check_metrics(options.tokenize, options.metric_command)
+    check_typed(options)
+
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.scores.evaluate import scores_table
+
     with joined(LayoutConfig().timeout) as ranks:
         found = _evaluated(options, ranks)
         print(scores_table(found))
@@ -91,8 +92,8 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     else:
         with loaded_ensemble(options, ranks) as (translator, searching):
             found = _translated(options, translator, searching)
-    if options.comet:
-        found = _with_comet(Path(options.comet), found, ranks)
+    if options.metric_command:
+        found = _with_command(options.metric_command, found, ranks)
     return found
 
 
@@ -119,19 +120,19 @@ def _translated(options: argparse.Namespace, translator: Translator, ranks: Rank
     return found
 
 
-def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
-    """Add the scores of a COMET model, which only rank 0 computes, for all test sets together."""
-    from recipes.translation.scores.comet import comet_scores
+def _with_command(command: str, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
+    """Add the scores of a command, which only rank 0 runs, for all test sets together."""
+    from recipes.translation.scores.metric_command import command_scores
     from recipes.translation.scores.statistics import mean_of
 
     sources = [pair.source for evaluation in evaluations for pair in evaluation.pairs]
     references = [pair.target for evaluation in evaluations for pair in evaluation.pairs]
     translations = [text for evaluation in evaluations for text in evaluation.translations]
-    scores = iter(ranks.run_on_main(lambda: comet_scores(model, sources, translations, references)))
+    scores = iter(ranks.run_on_main(lambda: command_scores(command, sources, translations, references)))
     found = []
     for evaluation in evaluations:
         own = list(islice(scores, len(evaluation.pairs)))
-        measured = mean_of("comet", f"mean of the sentences x 100, by {model}", own)
+        measured = mean_of("metric_command", f"mean of the sentences, by {command}", own)
         found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
     return found
 
@@ -189,8 +190,8 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     for name in ("hypotheses", "sources"):
         if getattr(options, name) and not options.references:
             parser.error(f"--{name} and --references go together")
-    if options.comet and options.hypotheses and not options.sources:
-        parser.error("--comet needs the sentences that were translated: name them with --sources")
+    if options.metric_command and options.hypotheses and not options.sources:
+        parser.error("--metric-command needs the sentences that were translated: name them with --sources")
     if options.references and not (options.hypotheses or options.sources):
         parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
     if options.split and options.references:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.translation.commands.arguments import (
     add,
     checkpoint_folder,
+    note_outdated_average,
     parser_of,
     path,
     require,
@@ -67,6 +68,7 @@ def export(argv: Sequence[str]) -> int:
 
     folder = Path(options.out or Path(options.run) / options.to)
     checkpoint = checkpoint_folder(options.run, options.checkpoint)
+    note_outdated_average(options.run, options.checkpoint)
     check_output(folder, "--out", reads=[str(checkpoint)])
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
         raise ConfigError(f"--out: {folder} is not empty and is no export, so it was not made here: name another")

@@ -15,6 +15,7 @@ from recipes.translation.commands.arguments import (
     exported_folder,
     load,
     load_exported,
+    note_outdated_average,
     number,
     outdated,
     parser_of,
@@ -86,6 +87,7 @@ def models_of(run: str, options: argparse.Namespace) -> list[Model]:
     exported = exported_folder(run)
     if options.engine == "torch" or (options.engine is None and not (exported / "model.bin").is_file()):
         translator = load(run, options)
+        note_outdated_average(run, options.checkpoint)
         models = served_models(run, translator, translator)
     else:
         found = load_exported(run, options)

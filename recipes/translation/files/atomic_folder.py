@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.json_fields import TEXT, fields, parsed
+from recipes.translation.files.json_fields import TEXT, fields, read_json
 from recipes.translation.files.pointers import pointed_at
 from recipes.translation.files.writing import beside, by_name, claimed, flush, put
 
@@ -188,8 +188,7 @@ def listed_files(folder: Path) -> dict[str, str]:
             f"{folder} has no {MANIFEST}: it is damaged, or was not made here; restore it from a copy, or move it away"
         )
     try:
-        found = parsed((folder / MANIFEST).read_bytes())
-        LISTED(found, "")
+        found = read_json(folder / MANIFEST, LISTED)
         listed = {name: entry["sha256"] for name, entry in found["files"].items()}
         if any(Path(name).name != name for name in listed):  # ../../file would be removed with the folder
             raise ValueError("files outside the folder")

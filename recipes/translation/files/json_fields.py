@@ -22,10 +22,17 @@ def parsed(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any
         raise ValueError("it is nested too deeply") from None
 
 
+def read_json(path: Path, check: Check = lambda found, field: None) -> Any:
+    """Read a saved JSON file; raise ValueError where it is none, or not what `check` asks for."""
+    found = parsed(path.read_text(encoding="utf-8"))
+    check(found, "")
+    return found
+
+
 def noted_in(path: Path, *names: str | int) -> Any:
     """Return a field of a JSON file, by its name and those around it; None if it cannot be read, for any reason."""
     try:
-        found = parsed(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         for name in names:
             found = found[name]
     except (OSError, ValueError, LookupError, TypeError):

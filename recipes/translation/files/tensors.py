@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
+from recipes.translation.files.json_fields import parsed
 
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -132,7 +133,7 @@ def read_tensors(path: Path) -> OneByOne:
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    header = json.loads(os.pread(descriptor, size, 8))
+    header = parsed(os.pread(descriptor, size, 8))
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     found = {}

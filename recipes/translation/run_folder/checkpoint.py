@@ -41,7 +41,16 @@ from recipes.translation.files.atomic_folder import (
     undisturbed,
     verified_folder,
 )
-from recipes.translation.files.json_fields import TEXT, WrongFieldError, fields, is_whole, maybe, parsed, value
+from recipes.translation.files.json_fields import (
+    OBJECT,
+    TEXT,
+    WrongFieldError,
+    fields,
+    is_whole,
+    maybe,
+    read_json,
+    value,
+)
 from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, renamed, write_tensors
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
@@ -294,9 +303,9 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = parsed(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(path, OBJECT)
+    except WrongFieldError:
+        raise CheckpointError(f"{path} is not what this version writes; {MIXED}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
     return values

@@ -20,7 +20,6 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.scores.comet import check_comet
 from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
@@ -80,13 +79,6 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
     if file in (None, str(sources.resolve())) or digest == lines_digest(pair.source for pair in pairs):
         return ""
     return str(file)
-
-
-def check_metrics(tokenize: str | None, comet: str | None) -> None:
-    """Raise an error, before the work of translating, for a tokeniser or a COMET model that cannot be had."""
-    tokenizer_for(tokenize or "auto", "")
-    if comet:
-        check_comet(Path(comet))
 
 
 def check_name(

@@ -11,7 +11,7 @@ from recipes.translation.scores.bootstrap import Interval, interval, intervals, 
 from recipes.translation.scores.scores import drawn
 from recipes.translation.scores.statistics import TITLES, Measured
 
-SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "comet")
+SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "metric_command")
 """Metrics of which a table has a column."""
 FEW = 100
 """Sentences below which a table warns that a score says little."""

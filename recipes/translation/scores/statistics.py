@@ -26,7 +26,7 @@ TITLES = {
     "multi_bleu_lowercase": "multi-bleu -lc",
     "chrf": "chrF",
     "ter": "TER",
-    "comet": "COMET",
+    "metric_command": "metric command",
     "exact_match": "exact match",
 }
 """Every metric, in the order in which they are shown."""

@@ -19,24 +19,24 @@ def is_expanded(path: str) -> bool:
     return bool(path.startswith("~") or VARIABLE.search(path))
 
 
-def expanded(path: str, setting: str) -> str:
+def expanded(path: str, setting: str = "") -> str:
     """Replace each ${NAME} in `path` from the environment, and ~ at its beginning by the home folder.
 
-    Raises ConfigError, which names the setting, for a variable that is not set and for an unknown user's home.
+    Raises ConfigError, which names the setting, if it is one, for a variable that is not set and for an unknown user's
+    home.
     """
+    what, way = (setting, f", or give --{setting}") if setting else ("it", "")
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if name not in os.environ:
-            raise ConfigError(
-                f"{setting} is {path}, but the environment variable {name} is not set: set it, or give --{setting}"
-            )
+            raise ConfigError(f"{what} is {path}, but the environment variable {name} is not set: set it{way}")
         return os.environ[name]
 
     found = os.path.expanduser(VARIABLE.sub(value, path))
     if re.match(r"~\w*(/|$)", found):
         raise ConfigError(
-            f"{setting} is {path}, but there is no home folder of {found.partition('/')[0]}: write ./{path} for a "
+            f"{what} is {path}, but there is no home folder of {found.partition('/')[0]}: write ./{path} for a "
             "file of that name"
         )
     return found

@@ -255,7 +255,12 @@ class Schema:
             expected = "one of " + ", ".join(setting.choices)
             if _is_list(setting.kinds[0]):
                 expected = f"a list, each {expected}"
-        return f"{key} ({location}) expects {expected}"
+        return f"{_named(key, location)} expects {expected}"
+
+
+def _named(key: str, location: str) -> str:
+    """Return what a setting is called where it was given; an option of a command has a name of its own."""
+    return location if location.startswith("--") else f"{key} ({location})"
 
 
 def _check_gone(key: str, node: yaml.Node, location: str) -> None:

@@ -200,7 +200,7 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--sources", "a.txt"], "--sources and --references go together"),
         (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),
         (["evaluate", "--split", "test", "--sources", "a", "--references", "b"], "give one of them"),
-        (["evaluate", "--hypotheses", "a", "--references", "b", "--comet", "c"], "name them with --sources"),
+        (["evaluate", "--hypotheses", "a", "--references", "b", "--metric-command", "c"], "name them with --sources"),
         (["translate", SENTENCE, "--mbr", "chrf"], "--mbr chooses among several translations: add --n-best N"),
         (["translate", SENTENCE, "--mbr", "chrf", "--n-best", "4", "--scores"], "without the scores of --scores"),
         (["translate", SENTENCE, "--alignments", "a", "--n-best", "4"], "--alignments are those of one translation"),

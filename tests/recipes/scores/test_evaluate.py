@@ -130,7 +130,7 @@ def test_multi_bleu_is_shown_for_tokenised_text_alone(tokenize: str) -> None:
     assert list(found) == [
         *("sentences", "bleu", "bleu_signature", "bleu_lowercase", "bleu_lowercase_signature"),
         *("multi_bleu_lowercase", "multi_bleu_lowercase_signature", "chrf", "chrf_signature", "ter", "ter_signature"),
-        *("comet", "comet_signature", "exact_match", "intervals", "resamples", "seed"),
+        *("metric_command", "metric_command_signature", "exact_match", "intervals", "resamples", "seed"),
     ]
 
 

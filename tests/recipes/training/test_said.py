@@ -114,6 +114,9 @@ def test_the_average_is_compared_with_best_and_is_stale_after_more_training(
     capsys.readouterr()
     assert main(words) == 0
     assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
+    words = ["export", "--run", str(run), "--checkpoint", "averaged", "--to", "safetensors"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
     assert main(["average", "--run", str(tmp_path / "nosuch")]) == 2
     assert f"there is no run in {tmp_path / 'nosuch'}" in capsys.readouterr().err
 
@@ -154,6 +157,18 @@ WRONG = {
         "--beam expects a whole number from 1 to 1,000; got '0'",
     ),
     "no run": (["translate", "--run", "nosuch", "a"], "there is no trained model in nosuch/best"),
+    "no program": (
+        ["evaluate", "--run", "RUN", "--metric-command", "no-such-metric"],
+        "--metric-command: there is no program no-such-metric",
+    ),
+    "no references": (
+        ["evaluate", "--hypotheses", "t.en", "--references", "nosuch.txt"],
+        "nosuch.txt: No such file",
+    ),
+    "no beam in evaluate": (
+        ["evaluate", "--run", "RUN", "--beam", "0"],
+        "--beam expects a whole number from 1 to 1,000; got '0'",
+    ),
     "no data": (
         ["train", "--run", "new", "--data.train", "a.en", "a.de", "--data.valid", "b.en", "b.de"],
         "no file a.en",
