@@ -84,8 +84,10 @@ def test_by_keyboard_alone_every_model_shows_translation_alternatives_and_alignm
         for row in rows.all():
             score, log_probability = row.locator(".number").all_text_contents()
             assert float(log_probability) <= float(score) < 0
-    # The text box has the focus; the first model's translation and its words follow
+    # The text box has the focus; the first model's translation, the button that copies it and its words follow
     page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.locator("button:focus").text_content() == "Copy"
     page.keyboard.press("Tab")
     focus = page.locator("button:focus")
     assert focus.text_content() == "Two"
@@ -97,6 +99,33 @@ def test_by_keyboard_alone_every_model_shows_translation_alternatives_and_alignm
     marked = page.locator(".model").first.locator(".words.source .partner").all_text_contents()
     assert marked
     assert focus.get_attribute("aria-description") == f"aligned with {', '.join(marked)}"
+
+
+def test_runs_and_languages_have_their_names_and_a_translation_is_copied(
+    page: sync_api.Page, translators: list[Translator]
+) -> None:
+    assert page.locator(".model h2").all_text_contents() == ["a/run", "b/run"]
+    assert page.locator("#pair-name").text_content() == "English to German"
+    assert "English to German, torch, beam 3" in page.locator(".about").all_text_contents()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    text = "The train to Vienna leaves.\n\nTwo trains."
+    translated(page, text)
+    for model, translator in zip(page.locator(".model").all(), translators, strict=True):
+        model.locator(".copy").click()
+        sync_api.expect(model.locator(".copy")).to_have_text("Copied")
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.split("\n") == translate(translator, text.split("\n"))
+
+
+def test_runs_that_end_alike_have_as_much_of_their_names_as_tells_them_apart(page: sync_api.Page) -> None:
+    names = ["x/a", "/y/a/", "z/b", "z/b", "c", "a"]
+    titles = page.evaluate(
+        "async (names) => { const view = await import('/view.js'); return names.map((n) => view.titleOf(n, names)); }",
+        names,
+    )
+    assert titles == ["x/a", "y/a", "b", "b", "c", "a"]
+    codes = "async () => (await import('/view.js')).pairOf({source: 'eng_Latn', target: 'pt-BR'})"
+    assert page.evaluate(codes) == "eng_Latn to Brazilian Portuguese"
 
 
 def test_the_line_with_the_cursor_is_the_one_explained(page: sync_api.Page) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
     from recipes.translation.training.validation import Validation
 
-FIRST_STEPS = 20
-"""Steps after which the log says how long the others will take."""
+SLOW_STEPS = 10
+"""The first steps of a run, which take longer than the others."""
 
 
 class Progress(StatusLine):
@@ -51,8 +51,6 @@ class Progress(StatusLine):
         self.share_of_peak = share_of_peak
         self.validate_every = validate_every
         self.classes = classes
-        self.estimated = False
-        """Whether the log has said how long training will take."""
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
         self.mark = time.monotonic()
         self.began = self.mark - state.seconds
@@ -62,19 +60,12 @@ class Progress(StatusLine):
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
-        if len(self.recent) == FIRST_STEPS and not self.estimated and state.step < self.steps:
-            self.estimated = True
-            self.say(self.estimate(state.step))
         self.show(self.line(state.step))
         return seconds
 
-    def estimate(self, step: int) -> str:
-        """Return how long the steps after `step` will take; the very first ones, which are slow, do not count."""
-        left = (self.steps - step) * self._step_seconds()
-        return f"[train] the {self.steps - step:,} steps left will take about {in_words(left)}, without validations"
-
     def _step_seconds(self) -> float:
-        counted = list(self.recent)[FIRST_STEPS // 2 :] or list(self.recent)
+        """Return the seconds of a recent step; the very first ones, which are slow, do not count."""
+        counted = list(self.recent)[SLOW_STEPS:] or list(self.recent)
         return sum(each[0] for each in counted) / max(len(counted), 1)
 
     def validated(self, state: TrainingState, found: Validation, of: str = "") -> None:

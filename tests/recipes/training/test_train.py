@@ -409,16 +409,22 @@ def test_a_progress_line_has_step_loss_speed_and_time_left(clock: list[float]) -
     assert progress.line(2) == "[train] step      2/10   loss 3.500   100 tokens/s   0:16 left"
 
 
-def test_the_log_says_once_how_long_training_will_take(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """The first steps are slow, and the estimate is that of the ten after them."""
+def test_the_log_says_after_the_first_validation_how_long_the_whole_run_will_take(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first steps are slow, and do not count; each of the four validations takes as long as the first."""
     state = training.TrainingState()
-    with Progress(state, steps=500) as progress:
-        for step in range(60):
+    with Progress(state, steps=200, validate_every=50) as progress:
+        for step in range(100):
             clock[0] += 30.0 if step < 3 else 1.5
             state.step += 1
             progress.step_done(state, loss=1.0, tokens=1)
+            if state.step % 50 == 0:
+                clock[0] += 60.0
+                progress.validated(state, Validation(state.step, {"loss": 1.0, "perplexity": 2.0}))
     said = [line for line in capsys.readouterr().out.splitlines() if "will take" in line]
-    assert said == ["[train] the 480 steps left will take about 12 minutes, without validations"]
+    whole = 3 * 30 + 197 * 1.5 + 4 * 60
+    assert said == [f"[train] the whole run, with validations, will take about {whole / 60:.0f} minutes"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // The page: what is typed is translated line by line, by every model of the chosen languages.
 
-import { Panel } from "./view.js";
+import { Panel, pairOf, titleOf } from "./view.js";
 
 const PAUSE = 250; // milliseconds without a key before a translation is asked for
 const AT_ONCE = 16; // lines of one request: a long text is shown as it is translated
@@ -153,20 +153,17 @@ function later() {
 }
 
 function choose(models, name) {
-  const chosen = models.filter((model) => nameOf(model) === name);
+  const chosen = models.filter((model) => pairOf(model) === name);
   panels = chosen.map((model) => new Panel(model, new Translator(model.number, model), source));
   document.getElementById("models").replaceChildren(...panels.map((panel) => panel.element));
   update();
 }
 
-function nameOf(model) {
-  return `${model.source} to ${model.target}`;
-}
-
 async function begin() {
   const found = await answerOf("/models");
-  const models = found.map((model, number) => ({ ...model, number }));
-  const names = [...new Set(models.map(nameOf))];
+  const runs = found.map((model) => model.name);
+  const models = found.map((model, number) => ({ ...model, number, title: titleOf(model.name, runs) }));
+  const names = [...new Set(models.map(pairOf))];
   for (const name of names) {
     pair.add(new Option(name));
   }

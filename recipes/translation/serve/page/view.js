@@ -10,6 +10,32 @@ function made(tag, text, name) {
   return element;
 }
 
+const LANGUAGES = new Intl.DisplayNames(["en"], { type: "language" });
+
+/** Return a language's English name; of what is no code of a language, itself. */
+function languageOf(code) {
+  try {
+    return LANGUAGES.of(code);
+  } catch {
+    return code;
+  }
+}
+
+export function pairOf(model) {
+  return `${languageOf(model.source)} to ${languageOf(model.target)}`;
+}
+
+/** Return what a run is called among others: the last part of its path, or as many as tell it from theirs. */
+export function titleOf(name, names) {
+  const end = (path, count) => path.split("/").filter(Boolean).slice(-count).join("/");
+  const others = names.filter((other) => other !== name);
+  let count = 1;
+  while (end(name, count) !== end(name, count + 1) && others.some((other) => end(other, count) === end(name, count))) {
+    count += 1;
+  }
+  return end(name, count);
+}
+
 /** The part of the page that belongs to one model. */
 export class Panel {
   constructor(model, translator) {
@@ -17,12 +43,16 @@ export class Panel {
     this.model = model;
     this.shown = null;
     this.element = document.getElementById("model").content.cloneNode(true).firstElementChild;
-    this.find("h2").textContent = model.name;
-    this.find(".about").textContent = `${model.source} to ${model.target}, ${model.engine}, beam ${model.beam}`;
-    this.element.setAttribute("aria-label", `Model ${model.name}`);
+    this.find("h2").textContent = model.title;
+    this.find("h2").title = model.name;
+    this.find(".about").textContent = `${pairOf(model)}, ${model.engine}, beam ${model.beam}`;
+    this.element.setAttribute("aria-label", `Model ${model.title}`);
     this.output = this.find(".output");
     this.output.lang = model.target;
-    this.output.setAttribute("aria-label", `Translation by ${model.name}`);
+    this.output.setAttribute("aria-label", `Translation by ${model.title}`);
+    this.copy = this.find(".copy");
+    this.copy.hidden = !navigator.clipboard; // as over http from another machine
+    this.copy.addEventListener("click", () => this.copied());
     this.sides = [this.find(".words.source"), this.find(".words.target")];
     this.sides[0].lang = model.source;
     this.sides[1].lang = model.target;
@@ -33,6 +63,18 @@ export class Panel {
 
   find(selector) {
     return this.element.querySelector(selector);
+  }
+
+  /** Copy the translation of all lines. */
+  async copied() {
+    const text = [...this.output.children].map((row) => row.textContent).join("\n");
+    try {
+      await navigator.clipboard.writeText(text);
+      this.copy.textContent = "Copied";
+    } catch (error) {
+      this.fail(`The translation cannot be copied: ${error.message}`);
+    }
+    setTimeout(() => (this.copy.textContent = "Copy"), 2000);
   }
 
   /** Show an error, or none. */
