@@ -307,9 +307,11 @@ def test_padding_without_a_name_is_refused_with_its_target(padding: int) -> None
     assert loss.tokens == (target != padding).sum()
 
 
-def test_padding_that_none_of_the_rows_asked_about_has_is_found_by_how_common_it_is() -> None:
+@pytest.mark.parametrize("where", [slice(None, -1), slice(-1, None)], ids=["most common", "last"])
+def test_padding_that_none_of_the_rows_asked_about_has_is_found(where: slice) -> None:
     hidden, target = batch()
-    target[:] = V - 2
+    target[:] = torch.arange(len(target)) % 4
+    target[where] = V - 2
     # The rows that are asked about
     target[::5] = torch.arange(4)
     with pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index"):

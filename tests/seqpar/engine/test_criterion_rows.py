@@ -85,6 +85,15 @@ def test_a_criterion_that_looks_at_other_rows_is_refused_whatever_the_rows(name,
             engine(hidden, torch.randint(V, (40,)))
 
 
+@pytest.mark.parametrize("name", [n for n in JOINING if "quantile" not in n])
+def test_it_is_found_in_a_batch_of_one_token(name):
+    """The rows that are asked about are made from that one, and differ: of equal rows none is the hardest."""
+    torch.manual_seed(0)
+    hidden, target = torch.randn(1, 4).double().requires_grad_(), torch.randint(V, (1,))
+    with pytest.raises(ValueError, match=r"does not add up|takes a mean"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Of(JOINING[name]))(hidden, target)
+
+
 @pytest.mark.parametrize("name", [n for n in JOINING if "mean" not in n or "detached" in n])
 def test_it_is_found_in_evaluation_by_the_value_or_has_none(name):
     torch.manual_seed(0)
