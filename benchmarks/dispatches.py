@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import seqpar
+from seqpar.core.device_facts import FACTS
 from seqpar.markdown_table import markdown_table
 from tests.emulated import NAME, register
 
@@ -91,7 +92,7 @@ def as_on_cuda(log: Log) -> Iterator[None]:
         for module in ("inputs", "projection", "projected_rows"):
             stack.enter_context(patch(f"seqpar.linear.{module}.why_no_kernel", lambda kind: ""))
         stack.enter_context(patch("seqpar.kernels.row_kernel.run_programs", log.launch))
-        stack.enter_context(patch("seqpar.core.stored_gradients._products_widen", lambda device: True))
+        stack.enter_context(patch.dict(FACTS, {NAME: FACTS[NAME]._replace(widens_products=True)}))
         yield
 
 

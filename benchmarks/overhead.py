@@ -24,6 +24,7 @@ from torch import Tensor
 
 import seqpar
 from benchmarks.loss.results import hardware
+from seqpar.core.device_facts import FACTS
 
 ROWS, WIDTH, VOCAB = 96, 16, 48
 FEW, MANY = 2, 6
@@ -54,7 +55,7 @@ def without_work() -> Iterator[None]:
         for module in ("inputs", "projection", "projected_rows"):
             stack.enter_context(patch(f"seqpar.linear.{module}.why_no_kernel", lambda kind: ""))
         stack.enter_context(patch("seqpar.kernels.row_kernel.run_programs", launch))
-        stack.enter_context(patch("seqpar.core.stored_gradients._products_widen", lambda device: True))
+        stack.enter_context(patch.dict(FACTS, cpu=FACTS["cpu"]._replace(widens_products=True)))
         stack.enter_context(patch("torch.mm", product))
         stack.enter_context(patch("torch.addmm", sum_and_product))
         yield

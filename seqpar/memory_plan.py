@@ -23,6 +23,7 @@ import torch
 
 from seqpar.core.checks import FLOATING, check_choice, check_integer, check_size
 from seqpar.core.chunks import rows_per_chunk
+from seqpar.core.device_facts import FACTS
 from seqpar.core.stored_gradients import PRODUCT_ROWS
 from seqpar.core.token_loss import wide
 from seqpar.markdown_table import markdown_table
@@ -187,7 +188,7 @@ def memory_plan(
             added_at_once=min(PRODUCT_ROWS, vocab_here) * d * wider,
             chunks=chunks,
             narrow=narrow < wider,
-            cpu=device == "cpu",
+            cpu=FACTS[device].is_host,
             split=layout == "vocab" and devices > 1,
         )
 
@@ -204,7 +205,7 @@ def memory_plan(
     # LossCompute splits a vocabulary only in closed form, where it is linear_cross_entropy
     if layout != "vocab":
         losses.append(chunked("LossCompute", None))
-    losses.append(chunked("linear_cross_entropy", None if device == "cpu" else d))
+    losses.append(chunked("linear_cross_entropy", None if FACTS[device].is_host else d))
     return MemoryPlan(layout, devices, tokens_here, vocab_here, dtype, tuple(losses))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from seqpar.core.chunks import Chunk, recording
+from seqpar.core.device_facts import FACTS, is_on_host, may_read
 from seqpar.core.graphs import leaves_of_graph, nodes_of_graph
 from seqpar.core.token_loss import wide
 
@@ -131,7 +132,7 @@ def check_scalar(value: object, name: str) -> float | None:
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
             described = f"shape {tuple(value.shape)} and dtype {value.dtype}"
             raise TypeError(f"{name} has {described}; it must be a number, or a tensor of one")
-        if value.device.type != "cpu" or torch.compiler.is_compiling():
+        if not may_read(value):
             return None
         value = value.item()
     check_number(value, name)
@@ -381,7 +382,7 @@ def check_segments(segment_ids: object, sequences: int | None = None, **scores: 
     if sequences is None:
         return
     check_integer(sequences, "sequences", 0)
-    if segment_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+    if may_read(segment_ids):
         why = f" and there are {sequences} sequences; ids count from 0, and a negative one is for what does not count"
         check_entries(segment_ids.long() < sequences, segment_ids, "segment_ids has", why, IndexError)
 
@@ -430,7 +431,7 @@ def check_chunks(chunks: object, rows: int, device: torch.device) -> None:
     if recording(device):
         return
     uses_N = _uses(chunks, rows, device)
-    if device.type != "cpu":
+    if not FACTS[device.type].is_host:
         torch._assert_async((uses_N <= 1).all(), "chunks overlap: each row may occur once")
     elif (uses_N > 1).any():
         row = int(uses_N.argmax())
@@ -461,7 +462,7 @@ def _check_chunk(chunk: object, name: str, rows: int) -> None:
     if chunk.dtype != torch.int64 or chunk.dim() != 1:
         raise TypeError(f"{name} is a Tensor of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be {wanted}")
     # On an accelerator the indexing itself asserts this; reading the smallest index would wait for the device
-    if chunk.device.type == "cpu" and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
+    if is_on_host(chunk) and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
         raise IndexError(f"{name} has rows from {int(chunk.min())} to {int(chunk.max())}, and there are {rows} rows")
 
 

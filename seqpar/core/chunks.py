@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from seqpar.core.device_facts import FACTS, current, is_on_host
+
 CPU_BUDGET = 16 * 2**20
 """Bytes of one chunk's logits on a CPU when the caller names no size: small enough that its allocator and caches reuse
 them."""
@@ -50,7 +52,7 @@ def _described(chunk: Chunk) -> str:
     if isinstance(chunk, slice):
         last = "the last" if chunk.stop is None else chunk.stop - 1
         return f"rows {chunk.start or 0} to {last}"
-    if chunk.is_cpu and len(chunk):
+    if is_on_host(chunk) and len(chunk):
         return f"{len(chunk)} rows from {int(chunk.min())} to {int(chunk.max())}"
     # An accelerator may have failed, and is not asked
     return f"{len(chunk)} rows"
@@ -61,13 +63,13 @@ def recording(device: torch.device) -> bool:
 
     No number can be read then, and the shapes must be the same in every replay, so every row is computed.
     """
-    if device.type == "cpu":
+    if FACTS[device.type].is_host:
         return False
     is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
     if is_capturing is None:
         return False
     # It asks the current device, which need not be this one
-    with torch.accelerator.device_index(device.index):
+    with current(device):
         return bool(is_capturing())
 
 
@@ -77,9 +79,10 @@ class LateNumber:
     def __init__(self, number: Tensor) -> None:
         self.on_device = number
         # To pinned memory, behind what has been launched so far
-        self.here = number.to("cpu", non_blocking=number.is_cuda)
+        has_events = FACTS[number.device.type].has_events
+        self.here = number.to("cpu", non_blocking=has_events)
         self.arrived: torch.cuda.Event | None = None
-        if number.is_cuda:
+        if has_events:
             self.arrived = torch.cuda.current_stream(number.device).record_event()
 
     def read(self) -> int:
@@ -103,7 +106,7 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str, width:
     # Bytes of logits as the softmax sees them, float32 or wider, whatever the dtype of the products
     budget = ACCELERATOR_BUDGET
     narrow_factor = 4
-    if device_type == "cpu":
+    if FACTS[device_type].is_host:
         budget = CPU_BUDGET
         narrow_factor = 2
     fewest = FEWEST_ROWS

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk, cover
+from seqpar.core.device_facts import FACTS, is_on_host
 from seqpar.core.token_loss import wide
 
 PRODUCT_ROWS = 2048
@@ -45,7 +46,7 @@ class RowGradient:
         """Store `a @ b`, without a copy where the chunk's rows are adjacent."""
         assert self.rows is not None
         dtype = wide(a.dtype)
-        if dtype != a.dtype and _products_widen(a.device):
+        if dtype != a.dtype and FACTS[a.device.type].widens_products:
             # A sum over all classes, of which cuBLAS adds up several parts in the dtype of the result
             self.write(chunk, torch.mm(a, b, out_dtype=dtype))
         elif isinstance(chunk, slice) and self.rows.dtype == a.dtype:
@@ -119,7 +120,7 @@ class SummedGradient:
         factor = in_own_precision(factor, parts[0])
         if self.shared:
             return (parts[0] * factor).to(parts[0].dtype).to(self.dtype)
-        if factor.device.type == "cpu":
+        if is_on_host(factor):
             return narrowed([part.mul_(factor) for part in parts], self.dtype)
         return narrowed(parts, self.dtype, factor)
 
@@ -169,7 +170,7 @@ def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
     (float16) and 1 / 7,000 is off by 0.1 % (bfloat16). With as many dimensions it is multiplied in its own.
     """
     factor = factor.to(grad.device)
-    if grad.device.type == "cpu":
+    if is_on_host(grad):
         return factor
     return factor.reshape((1,) * grad.dim())
 
@@ -210,17 +211,16 @@ def _sum_dtype(grad: Tensor) -> torch.dtype:
     """Return the dtype that the chunks' gradients are summed in.
 
     Vectors, such as a bias, are summed in float64 at hardly any cost: the plain gradient is a single careful reduction,
-    whose accuracy a running float32 sum does not reach. The mps device has no float64.
+    whose accuracy a running float32 sum does not reach.
     """
-    if grad.dim() < 2 and grad.device.type != "mps":
+    if grad.dim() < 2 and FACTS[grad.device.type].has_float64:
         return torch.float64
     return wide(grad.dtype)
 
 
 def _add_rows(total: Tensor, grad: Tensor) -> None:
-    """Add `grad` to `total` in place, in blocks of rows where the CPU has to widen it."""
-    # In one call the CPU takes longer to add bfloat16 to float32 than the product took
-    if grad.dim() < 2 or grad.dtype == total.dtype or grad.device.type != "cpu":
+    """Add `grad` to `total` in place, in blocks of rows where that is faster."""
+    if grad.dim() < 2 or grad.dtype == total.dtype or FACTS[grad.device.type].adds_wider_at_once:
         total.add_(grad)
         return
     for sum_rows, grad_rows in zip(total.split(PRODUCT_ROWS), grad.split(PRODUCT_ROWS), strict=True):
@@ -236,19 +236,14 @@ def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     # addmm adds within the product: no second pass over the sum, and no temporary of its size
     if dtype == a.dtype:
         return torch.mm(a, b) if total is None else torch.addmm(total, a, b, out=total)
-    if _products_widen(a.device):
+    if FACTS[a.device.type].widens_products:
         if total is None:
             return torch.mm(a, b, out_dtype=dtype)
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
     if total is None:
         total = a.new_zeros((a.size(0), b.size(1)), dtype=dtype)
-    if a.device.type != "cpu":
+    if FACTS[a.device.type].adds_wider_at_once:
         return total.add_(torch.mm(a, b))
     for sum_rows, a_rows in zip(total.split(PRODUCT_ROWS), a.split(PRODUCT_ROWS), strict=True):
         sum_rows.add_(torch.mm(a_rows, b).to(dtype))
     return total
-
-
-def _products_widen(device: torch.device) -> bool:
-    """Return whether the device can add bfloat16 products to a float32 sum without rounding them to bfloat16 first."""
-    return device.type == "cuda" and torch.version.hip is None

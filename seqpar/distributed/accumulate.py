@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_function, check_number, check_shapes, check_type
+from seqpar.core.device_facts import is_on_host
 from seqpar.core.structures import copy_containers, leaves, map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import (
@@ -332,7 +333,7 @@ def _filler(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> 
 
 def _without_accelerator(micro_batch: MicroBatch) -> tuple[MicroBatch, bool]:
     """Return the micro-batch with its tensors on the CPU, and whether any was elsewhere."""
-    on_accelerator = any(isinstance(leaf, Tensor) and not leaf.is_cpu for leaf in leaves(micro_batch))
+    on_accelerator = any(isinstance(leaf, Tensor) and not is_on_host(leaf) for leaf in leaves(micro_batch))
     return map_tensors(lambda t: t.detach().cpu(), micro_batch), on_accelerator
 
 

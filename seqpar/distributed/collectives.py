@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_dense, check_integer, check_type, is_dtensor
+from seqpar.core.device_facts import FACTS
 from seqpar.core.structures import leaves
 
 Value = TypeVar("Value")
@@ -169,7 +170,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 def gathers_on_cpu(mesh: Any) -> bool:
     """Return whether a group of the mesh joins an accelerator's tensors over gloo."""
     over_gloo = f"{mesh.device_type}:gloo"
-    return mesh.device_type != "cpu" and any(
+    return not FACTS[mesh.device_type].is_host and any(
         over_gloo in dist.get_backend_config(group).split(",") for group in mesh.get_all_groups()
     )
 

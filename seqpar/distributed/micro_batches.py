@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
+from seqpar.core.device_facts import is_on_host
 from seqpar.core.structures import leaves
 
 MicroBatch = TypeVar("MicroBatch")
@@ -80,7 +81,7 @@ class _Record(NamedTuple):
         """Return whether a leaf is what it was; `is_shared` says whether another micro-batch has the same memory."""
         if isinstance(leaf, Tensor) and self.entries is not None:
             # To compare contents on an accelerator is to wait for it
-            if leaf is self.value and not leaf.is_cpu and not is_shared and _version(leaf) == self.version:
+            if leaf is self.value and not is_on_host(leaf) and not is_shared and _version(leaf) == self.version:
                 return True
             now = _entries(leaf)
             return now.shape == self.entries.shape and torch.equal(now, self.entries)

@@ -26,6 +26,7 @@ from seqpar.core.chunked_gradient import (
     sum_over_chunks,
 )
 from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, recording, rows_per_chunk
+from seqpar.core.device_facts import FACTS
 from seqpar.core.device_sum import Job, sum_over_devices
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
@@ -135,7 +136,7 @@ def _in_turn(
 ) -> list[TokenLoss]:
     """Return the loss of each walk; an accelerator's reads nothing and goes on by itself, so the CPU comes last."""
     found: dict[int, TokenLoss] = {}
-    for i in sorted(range(len(walks)), key=lambda i: devices[i].type == "cpu"):
+    for i in sorted(range(len(walks)), key=lambda i: FACTS[devices[i].type].is_host):
         found[i] = walks[i](*arguments[i])
     return [found[i] for i in range(len(walks))]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.chunks import rows_per_chunk
+from seqpar.core.device_facts import FACTS
 from seqpar.core.token_loss import wide
 from seqpar.engine.formula_match import REPLACED, Asked, FormulaMatch, NoFormula, match_formula, was_replaced
 from seqpar.engine.situation import LogitFacts
@@ -63,7 +64,7 @@ def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, dev
     how = f"by formula ({type(head['generator']).__name__}, {type(head['criterion']).__name__})"
     if not why_no_kernel(device_type):
         return f"{how}, the loss and its gradient in one Triton kernel"
-    if device_type != "cpu":
+    if not FACTS[device_type].is_host:
         return f"{how}, the softmax and its gradient in torch operations ({why_no_kernel(device_type)})"
     return how
 

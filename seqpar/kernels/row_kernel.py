@@ -8,7 +8,6 @@ Shape suffixes: K rows of one chunk, V classes here, P picked classes of each ro
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.core.device_facts import FACTS, current
 from seqpar.core.token_loss import wide
 from seqpar.rows.scores import RowFunction, RowSums, Upstream
 
@@ -32,11 +32,11 @@ a time."""
 
 def why_no_kernel(device_type: str) -> str:
     """Return why the kernels are not used on that kind of device; an empty string if they are."""
-    if device_type == "cpu":
+    if FACTS[device_type].is_host:
         if os.environ.get("TRITON_INTERPRET") == "1" and _installed():
             return ""
         return "Triton has none for the CPU"
-    if device_type not in ("cuda", "xpu"):
+    if not FACTS[device_type].has_kernels:
         return f"Triton has none for {device_type}"
     if not _installed():
         return "Triton is not installed"
@@ -48,7 +48,7 @@ def width_for_kernel(width: int, device_type: str) -> int | None:
 
     That includes Triton's interpreter on a CPU, whose chunks are a CPU's.
     """
-    return None if device_type == "cpu" or why_no_kernel(device_type) else width
+    return None if FACTS[device_type].is_host or why_no_kernel(device_type) else width
 
 
 def aligned(classes: int) -> int:
@@ -195,12 +195,5 @@ def run_programs(
     block = min(most or LARGEST_BLOCK, 1 << max(0, numbers - 1).bit_length())
     warps = max(1, block // (32 * CLASSES_A_THREAD))
     # Triton launches on the current device, which need not be the tensors'
-    with _current_device(device):
+    with current(device):
         kernel[(programs,)](*arguments, **settings, BLOCK=block, num_warps=warps)
-
-
-def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the device is the current one; a CPU needs none."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(device.index)

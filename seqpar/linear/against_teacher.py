@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from seqpar.core.checks import check_floating, check_one_device, check_shapes
 from seqpar.core.chunked_gradient import differentiable_sum, sum_over_chunks
 from seqpar.core.chunks import Chunk, recording
+from seqpar.core.device_facts import is_on_host
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.collectives import group_max, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -232,7 +233,7 @@ def _check_mass(mass_K: Tensor, row_K: Tensor, dtype: torch.dtype) -> None:
     if recording(mass_K.device):
         return
     right_K = (mass_K - 1).abs() <= slack(dtype)
-    if mass_K.device.type != "cpu":
+    if not is_on_host(mass_K):
         torch._assert_async(right_K.all(), "the log-probabilities of teacher.function do not sum to 1 as probabilities")
     elif not right_K.all():
         first = int((~right_K).nonzero()[0])

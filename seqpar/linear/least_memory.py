@@ -19,6 +19,7 @@ from torch import Tensor
 
 from seqpar.core.checks import check_choice, check_like, check_type, refuse_second_derivative
 from seqpar.core.chunks import CPU_BUDGET, Chunk, cover
+from seqpar.core.device_facts import is_on_host
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Checked, Inputs, Planned, Settings, planned, weights_of_classes
@@ -68,7 +69,7 @@ def least_memory(inputs: Inputs, settings: Settings, given: Checked, weight_grad
 
 def _budget(hidden: Tensor) -> int:
     """Return the bytes of a chunk's or a tile's logits on hidden's kind of device."""
-    return CPU_BUDGET if hidden.device.type == "cpu" else LEAST_BUDGET
+    return CPU_BUDGET if is_on_host(hidden) else LEAST_BUDGET
 
 
 class _Rows:

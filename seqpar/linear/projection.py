@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk
+from seqpar.core.device_facts import FACTS, is_on_host
 from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import wide
 from seqpar.kernels.row_kernel import aligned, why_no_kernel
@@ -49,8 +50,7 @@ class Projection:
         self.bias_V = bias if bias is None or bias.dtype == dtype else bias.detach().to(dtype)
         self.softcap = softcap
         self.temperature = temperature
-        # Only the CPU's softmax is known to work in place; other devices' allocators reuse memory anyway
-        self.in_place = self.weight_VD.device.type == "cpu"
+        self.in_place = FACTS[self.weight_VD.device.type].has_softmax_in_place
         self.widen = self.in_place and wide(dtype) != dtype
         self.buffers: dict[str, Tensor] = {}
 
@@ -97,7 +97,7 @@ class Projection:
         """Return whether logits may be -inf: only where the bias is. On an accelerator that is not read."""
         if self.bias_V is None:
             return False
-        return self.bias_V.device.type != "cpu" or bool((self.bias_V == -math.inf).any())
+        return not is_on_host(self.bias_V) or bool((self.bias_V == -math.inf).any())
 
     def to_product_(
         self, grad_KV: Tensor, tanh_KV: Tensor | None, row_factor: float | Tensor, product_KV: Tensor

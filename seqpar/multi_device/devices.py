@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import recording
+from seqpar.core.device_facts import FACTS
 
 Device = int | str | torch.device
 
@@ -30,7 +31,7 @@ def available() -> list[torch.device]:
 
 def _what_exists() -> str:
     """Return what devices this machine has, for the end of an error message."""
-    names = ["cpu"] + [str(d) for d in available() if d.type != "cpu"]
+    names = ["cpu"] + [str(d) for d in available() if not FACTS[d.type].is_host]
     return "this machine has " + ", ".join(names)
 
 
@@ -49,7 +50,7 @@ def _check_one(device: object, name: str) -> torch.device:
             raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
     except RuntimeError:
         raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
-    if found.type == "cpu":
+    if FACTS[found.type].is_host:
         if found.index not in (None, 0):
             raise ValueError(f"{name}: {found} does not exist, because the CPU is one device; {_what_exists()}")
         # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare as one
@@ -83,12 +84,12 @@ def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[tor
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device."""
     # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=not FACTS[device.type].is_host)
 
 
 def refuse_recording(devices: Sequence[torch.device]) -> None:
     """Raise RuntimeError while a CUDA graph is captured on one of several accelerators: it would hold one's work."""
-    distinct = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
+    distinct = [device for device in dict.fromkeys(devices) if not FACTS[device.type].is_host]
     if len(distinct) > 1 and any(map(recording, distinct)):
         names = ", ".join(map(str, distinct))
         raise RuntimeError(

@@ -15,6 +15,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from seqpar.core.checks import check_function, check_type
+from seqpar.core.device_facts import current
 from seqpar.core.graphs import hooks_around
 from seqpar.core.streams import current_streams, selected
 from seqpar.core.structures import leaves
@@ -69,7 +70,7 @@ def parallel_apply(
         if not isinstance(arguments, (list, tuple)):
             arguments = (arguments,)
         try:
-            with _on(where[i]):
+            with current(where[i]):
                 return modules[i](*arguments, **kwargs_tup[i])
         except Exception as error:
             error.add_note(f"in replica {i} of {len(modules)} (counted from 0) on {where[i]}")
@@ -146,13 +147,6 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
             yield
 
     return enter
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the device is the current one, so that "cuda" without an index means this one."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(device.index)
 
 
 def _devices_of(inputs: Sequence[Any]) -> list[torch.device]:

@@ -34,6 +34,7 @@ from seqpar.core.checks import (
     refuse_second_derivative,
     refuse_transforms,
 )
+from seqpar.core.device_facts import may_read
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.rows.conventions import Convention
 from seqpar.rows.scores import RowFunction
@@ -162,7 +163,7 @@ class LabelSmoothing(nn.Module):
         target = target.long()
         counted = target != self.ignore_index
         # Elsewhere this would wait for the device in every chunk, and the engine has checked the whole batch
-        if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        if may_read(target):
             check_range(target, counted, logits.size(1))
         q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))
         # An ignored target need not be a class; class 0 stands in for it

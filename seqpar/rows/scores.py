@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk, recording
+from seqpar.core.device_facts import is_on_host, may_read
 from seqpar.core.structures import each
 
 NEVER = -1e4
@@ -446,7 +447,7 @@ class RowFunction(NamedTuple):
         """
         if not self.correct:
             return logits_NV.amax(-1), None
-        if self.split is None and not self.gaps and may_overwrite and logits_NV.device.type == "cpu":
+        if self.split is None and not self.gaps and may_overwrite and is_on_host(logits_NV):
             return _best_(logits_NV, index_NP[:, 0], gold_N)
         best_N, argbest_N = logits_NV.max(-1)
         return best_N, self.hit(argbest_N, picked_NP[:, 0])
@@ -527,7 +528,7 @@ def _scaled_(p_NV: Tensor, factor_N: Tensor) -> Tensor:
     Those of every cross-entropy without class weights are: its q sums to 1. On other devices reading them would wait,
     and a pass over few numbers takes less time than to look.
     """
-    if p_NV.device.type == "cpu" and p_NV.numel() > FEW and not torch.compiler.is_compiling():
+    if p_NV.numel() > FEW and may_read(p_NV):
         rounding = torch.finfo(factor_N.dtype).eps
         if bool((factor_N.sub(1).abs_() <= rounding).all()):
             return p_NV
