@@ -29,7 +29,6 @@ STUDENT: dict[str, object] = {
     "training.freeze": [],
     "training.lora_rank": 0,
     "training.lora_alpha": 16,
-    "training.r_drop": 0,
     "layout.data": 0,
     **{f"layout.{axis}": 1 for axis in ("shard", "vocab", "sequence")},
     "decoding.beam": 1,

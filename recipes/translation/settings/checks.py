@@ -33,16 +33,6 @@ def check_together(config: RunConfig) -> None:
         )
     save_interval(training.save_every)
     check_plateau(config)
-    if training.r_drop and config.model.dropout == 0:
-        raise ConfigError(
-            f"training.r_drop is {training.r_drop:g}, but model.dropout is 0: both passes would be the same; set "
-            "model.dropout, or training.r_drop 0"
-        )
-    if training.r_drop and config.layout.vocab > 1:
-        raise ConfigError(
-            f"training.r_drop is {training.r_drop:g} and layout.vocab {config.layout.vocab}: the two passes are "
-            "compared over a whole vocabulary; choose another layout, or training.r_drop 0"
-        )
     if config.model.preset in DECODER_ONLY:
         check_decoder_only(config)
     check_teacher(config)
@@ -149,11 +139,6 @@ def check_teacher(config: RunConfig) -> None:
     if not training.teacher:
         why = "training.teacher names no model to learn from: name one"
         check_unset(config, ("training.teacher_weight", "training.teacher_temperature"), why)
-    elif training.r_drop and training.teacher_weight:
-        raise ConfigError(
-            f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
-            "own; set training.r_drop 0, or training.teacher_weight 0"
-        )
 
 
 def check_unset(config: RunConfig, names: tuple[str, ...], why: str) -> None:

@@ -30,7 +30,7 @@ SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 
-GONE = {"data.streaming": "false"}
+GONE = {"data.streaming": "false", "training.r_drop": "0.0"}
 """Settings that models saved by earlier versions have, and the values that mean what is done without them."""
 
 

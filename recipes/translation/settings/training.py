@@ -115,12 +115,6 @@ class TrainingConfig:
     smoothing_convention: Convention = setting(
         "torch", " | ".join(f"{name} ({shares.text})" for name, shares in CONVENTIONS.items()) + "."
     )
-    r_drop: float = setting(
-        0.0,
-        "R-Drop's alpha: every batch is computed twice with different dropout, and the divergence of the two "
-        "predictions joins the loss; 5 is usual, and 0 computes it once.",
-        at_least=0,
-    )
     teacher: str = setting(
         "",
         "Learn from the predictions of another run's model (its best), or of a checkpoint folder, and take its "

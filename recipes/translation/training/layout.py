@@ -191,7 +191,7 @@ class Layout:
         if teacher is not None:
             self._fill_teacher(teacher)
             beside = Teacher(teacher.model, devices, self.groups.sequence)
-        objective = Objective(config.training, beside, config.training.r_drop)
+        objective = Objective(config.training, beside)
         if ranks.world == 1:
             allocate(model, self.device)
             self.parts.fill_model(self.model, weights)

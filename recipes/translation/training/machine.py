@@ -61,7 +61,7 @@ def return_free_memory() -> None:
     """Return to the system what this process has freed; without glibc, whose allocator keeps it, do nothing.
 
     Batches have tensors of many sizes, and the gaps between those that live longer are kept in the heap: in a thousand
-    steps of a small model with R-Drop on the CPU the resident set grew from 3 to 8 GB, and 0.5 GB were in use.
+    steps of a small model on the CPU the resident set grew from 3 to 8 GB, and 0.5 GB were in use.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

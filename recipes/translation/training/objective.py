@@ -17,7 +17,6 @@ from models import EncoderDecoder
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
-from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,11 @@ class Objective:
     settings: TrainingConfig
     teacher: Teacher | None = None
     """From whose predictions the divergence joins the loss."""
-    r_drop: float = 0.0
-    """Above 0: the loss is that of two passes, and their divergence joins it, by this factor."""
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
         """Return a module of `(src, tgt)` that computes hidden states, or those and a dict of more for each token."""
         if self.teacher is not None:
             return WithTeacher(model, self.teacher)
-        if self.r_drop:
-            return TwoPasses(model)
         return model
 
     def loss(
@@ -43,14 +38,8 @@ class Objective:
     ) -> nn.Module:
         """Return a module of `(hidden, target, **more)`, or of lists of them for each device, that sums the loss."""
         settings = self.settings
-        generator: nn.Module = model.generator
-        criterion: nn.Module = seqpar.LabelSmoothing(
-            settings.label_smoothing, settings.smoothing_convention, ignore_index=PAD
-        )
-        if self.r_drop:
-            generator = BothLogits(generator)
-            criterion = RDrop(criterion, self.r_drop, PAD)
-        usual = seqpar.LossCompute(generator, criterion, devices, settings.chunk_tokens, vocab=vocab)
+        criterion = seqpar.LabelSmoothing(settings.label_smoothing, settings.smoothing_convention, ignore_index=PAD)
+        usual = seqpar.LossCompute(model.generator, criterion, devices, settings.chunk_tokens, vocab=vocab)
         if self.teacher is None:
             return usual
         return DistillationLoss(

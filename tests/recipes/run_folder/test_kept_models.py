@@ -226,7 +226,7 @@ def test_a_run_whose_saved_settings_lack_the_new_ones_goes_on(tmp_path: Path) ->
     assert steps(run) == [5, 6]
 
 
-SINCE = ("sampling", "sampled", "best_by", "ema", "start_from", "freeze", "r_drop")
+SINCE = ("sampling", "sampled", "best_by", "ema", "start_from", "freeze")
 """Settings of training that came later still."""
 
 

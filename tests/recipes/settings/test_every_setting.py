@@ -191,7 +191,6 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.clip": [Change(0.01), Change(0.0, beside={"training.clip": 0.01})],
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
-    "training.r_drop": [Change(5.0, ("weights", "metrics"), ("batches",))],
     "training.teacher": [Change("start", ("weights", "metrics", "said"), ("batches", "subwords"))],
     "training.teacher_weight": [
         Change(0.3, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),

@@ -29,7 +29,7 @@ RANGES: dict[tuple[float, float], str] = {
         training.max_length training.validate_every training.plateau_patience layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
-        subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
+        subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip
         training.teacher_weight training.validate_bleu training.keep_checkpoints training.patience training.lora_rank
         training.threads training.steps training.epochs layout.data decoding.min_length decoding.no_repeat_ngram""",
     (0, 1): """
@@ -103,8 +103,6 @@ TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
     ({"training.epochs": 1}, "training.steps", [0, 1], []),
     ({"training.steps": 0}, "training.epochs", [1], [0]),
     ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
-    ({"training.r_drop": 1.0}, "model.dropout", [5e-324], [0.0]),
-    ({"training.r_drop": 1.0}, "layout.vocab", [1], [2]),
     ({"decoding.max_length": 20}, "decoding.min_length", [0, 19], [20, 21]),
     ({"model.preset": "decoder_only"}, "layout.sequence", [1], [2]),
     (LORA, "layout.vocab", [1], [2]),

@@ -232,7 +232,6 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(teacher: Path, tmp_p
     ("changes", "message"),
     [
         ({"training.teacher_weight": 1.5}, r"^training\.teacher_weight is 1\.5: it is the share"),
-        ({"training.r_drop": 5}, r"^training\.r_drop is 5 and training\.teacher a: each has a loss of its own"),
         ({"training.teacher": ""}, r"^training\.teacher_weight is 0\.7, but training\.teacher names no model"),
     ],
 )

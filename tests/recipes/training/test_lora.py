@@ -176,7 +176,6 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(ba
         "training.start_from": str(start),
         "training.precision": "float32",
         "training.ema": 0.5,
-        "training.r_drop": 2.0,
         "training.accumulate": 2,
         "training.devices": "[cpu, cpu]",
         "training.validate_every": 2,

@@ -28,7 +28,6 @@ OPTIONS: dict[str, Any] = {
     "training.ema": 0.9,
     "training.weight_decay": 0.1,
     "training.adam_eps": 1e-6,
-    "training.r_drop": 2.0,
     "training.freeze": ("encoder", "source_embedding"),
     "training.best_by": "chrf",
     "training.validate_bleu": 4,
