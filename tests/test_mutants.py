@@ -67,7 +67,7 @@ def test_a_fault_is_one_small_mistake(code: str, kind: str, planted: str) -> Non
         "x = f(help=3)",
         "x = f(a, a)",
         "x = a - a",
-        "x = noise.double",
+        "x = lengths.double",
     ],
 )
 def test_messages_annotations_checks_of_what_always_holds_and_what_changes_nothing_have_none(code: str) -> None:

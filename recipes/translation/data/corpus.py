@@ -46,7 +46,7 @@ class Corpus:
     valid: Sequence[ValidationSet]
     """One, or that of several pairs of languages."""
     fingerprint: str
-    """SHA-256 of all ids, without noise, and of draws where subwords are sampled, which a resumed run compares."""
+    """SHA-256 of all ids, and of draws where subwords are sampled, which a resumed run compares."""
     read: Sequence[str] = ()
     """What was read, a line for each corpus."""
 
@@ -134,7 +134,7 @@ def _opened(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus:
     if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
     batches = drawn_batches(corpora, train, source, target)
-    if isinstance(batches, DrawnBatches) and batches.sampled:
+    if isinstance(batches, DrawnBatches):
         digest.update(repr(batches.probe()).encode())
     valid = [validation_set(each, source, target) for each in corpora.valid]
     for each in valid:

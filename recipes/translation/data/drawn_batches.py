@@ -1,18 +1,16 @@
-"""Batches of sentence pairs that are drawn anew in every epoch: noise in the source text, then sampled subwords.
+"""Batches of sentence pairs whose subwords are drawn anew in every epoch.
 
 A draw is a function of (seed, epoch, pair), so that a run resumes in the middle of an epoch, and every process draws
-the same. Noise changes the training text, and other subwords are drawn from those of the sentence.
+the same.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -21,18 +19,13 @@ import numpy.typing
 from recipes.translation.data.batches import Batch, EpochBatches, Ids, TokenBatches, padded_batch
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import tags_of
-from recipes.translation.data.noise import noisy
-from recipes.translation.data.token_store import Store
-from recipes.translation.data.training_text import TrainingText
 from recipes.translation.settings.checks import check_sampling
-from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords
 
 PROBED = 1_000
 """Pairs whose draws are part of the data's fingerprint."""
 SLICE = 1_000
 """Pairs drawn between two looks at whether the process is about to end."""
-NO_NOISE = NoiseConfig()
 
 
 @dataclass(frozen=True)
@@ -42,51 +35,29 @@ class Drawing:
     subwords: Subwords
     sampling: float
     """As in `Subwords.sample`; 0 samples nothing."""
-    noise: NoiseConfig = NO_NOISE
-    texts: Sequence[str] = ()
-    """The sentences, if they get noise."""
     symbols: Sequence[str] = ()
-    """Tags and symbols, which have no noise and are never split."""
-
-    @property
-    def changes(self) -> bool:
-        """Return whether anything is drawn."""
-        return bool(self.sampling) or self.noise != NO_NOISE
-
-    def draw(self, plain: Sequence[Ids], pairs: Sequence[int], seed: str, seeds: Sequence[int]) -> Sequence[Ids]:
-        """Draw the subwords of the sentences of these pairs, given those without noise of which none is sampled.
-
-        `seed` is that of the noise, and `seeds` are those of the segmentations.
-        """
-        if self.noise != NO_NOISE:
-            texts = [noisy(self.texts[pair], self.noise, f"{seed} {pair}", self.symbols) for pair in pairs]
-            plain = self.subwords.encode(texts)
-        if not self.sampling:
-            return plain
-        return self.subwords.sample(plain, seeds, self.sampling, self.symbols)
+    """Tags and symbols, which are never split."""
 
 
 class DrawnBatches:
-    """The batches of `plain`, with noise or sampled subwords, or both, that every epoch draws anew.
+    """The batches of `plain`, with subwords that every epoch draws anew.
 
     An index counts the pairs of all epochs, `epoch * pairs + pair`, so that `batch` knows which draw is meant. Every
-    epoch contains the pairs that `plain` does. A draw that is longer than `max_length`, or empty, is replaced by the
-    pair's subwords without noise and without sampling.
+    epoch contains the pairs that `plain` does. A draw that is longer than `max_length` is replaced by the sentence's
+    usual subwords.
 
     Sampled subwords are many more than others. So they are drawn twice: their lengths before an epoch, for batches
     within the budget of tokens, and themselves when a batch is made; nothing but the two lengths of a pair is kept.
-    While an epoch is in use, a thread draws the lengths of the next one. Noise alone changes few lengths: then batches
-    are cut by the lengths without it, and may exceed the budget by some percent.
+    While an epoch is in use, a thread draws the lengths of the next one.
 
     Args:
-        plain: the batches without noise, of which nothing is sampled.
+        plain: the batches of which nothing is sampled.
         source, target: what is drawn of either side.
     """
 
     def __init__(self, plain: TokenBatches, source: Drawing, target: Drawing) -> None:
         self.plain = plain
         self.sides = (source, target)
-        self.sampled = any(side.sampling for side in self.sides)
         self._pairs = len(plain.sources)
         self._orders: dict[int, Future[TokenBatches]] = {}
 
@@ -103,7 +74,7 @@ class DrawnBatches:
     def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
         batches = self._order(number).epoch(number)
-        if self.sampled and number + 1 not in self._orders:
+        if number + 1 not in self._orders:
             self._orders = {number: self._orders[number], number + 1: self._draw_in_thread(number + 1)}
         if isinstance(batches, EpochBatches):
             batches.first = number * self._pairs
@@ -137,24 +108,15 @@ class DrawnBatches:
     def _draw_side(self, which: int, ids: Sequence[Ids], epoch: int, pairs: Sequence[int]) -> list[Ids]:
         side = self.sides[which]
         plain = [ids[pair] for pair in pairs]
-        if not side.changes:
+        if not side.sampling:
             return plain
-        seed = self.plain.seed
-        seeds: Sequence[int] = ()
-        if side.sampling:
-            seeds = _seeds(seed, epoch, which, self._pairs)[list(pairs)].tolist()
-        found = []
-        for drawn, without in zip(side.draw(plain, pairs, f"{seed} {epoch}", seeds), plain, strict=True):
-            usable = drawn
-            if not 0 < len(drawn) <= self.plain.max_length:
-                usable = without
-            found.append(usable)
-        return found
+        seeds = _seeds(self.plain.seed, epoch, which, self._pairs)[list(pairs)].tolist()
+        drawn = side.subwords.sample(plain, seeds, side.sampling, side.symbols)
+        longest = self.plain.max_length
+        return [new if len(new) <= longest else usual for new, usual in zip(drawn, plain, strict=True)]
 
     def _order(self, epoch: int) -> TokenBatches:
-        """Return the batches of an epoch: where subwords are sampled, in the order of their drawn lengths."""
-        if not self.sampled:
-            return self.plain
+        """Return the batches of an epoch, in the order of their drawn lengths."""
         if epoch not in self._orders:
             self._orders = {epoch: self._draw_in_thread(epoch)}
         return self._orders[epoch].result()
@@ -184,22 +146,6 @@ class DrawnBatches:
         return found
 
 
-class TaggedText(Sequence[str]):
-    """Source sentences of the training text under the tags of their corpora."""
-
-    def __init__(self, corpora: Corpora) -> None:
-        text = TrainingText(Store(corpora.text_folder))  # which one process of the machine has checked
-        self.sentences = text.sources
-        self.tags = [" ".join((*corpus.tags, "")) if corpus.tags else "" for corpus in corpora.training]
-        self.ends = list(accumulate(text.corpora))
-
-    def __len__(self) -> int:
-        return len(self.sentences)
-
-    def __getitem__(self, pair: Any) -> Any:
-        return self.tags[bisect_right(self.ends, pair)] + self.sentences[pair]
-
-
 def drawn_batches(
     corpora: Corpora, plain: TokenBatches, source: Subwords, target: Subwords
 ) -> TokenBatches | DrawnBatches:
@@ -209,12 +155,10 @@ def drawn_batches(
     sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
     for side, amount in zip((source, target), sampling.values(), strict=True):
         check_sampling(side.kind, amount, f" ({' '.join(settings.model)})" if settings.model else "")
-    texts = TaggedText(corpora) if config.noise != NO_NOISE else ()
-    of_source = Drawing(source, sampling["source"], config.noise, texts, [*tags_of(config), *settings.symbols])
-    of_target = Drawing(target, sampling["target"], symbols=settings.symbols)
-    if not (of_source.changes or of_target.changes):
+    if not settings.sampling:
         return plain
-    return DrawnBatches(plain, of_source, of_target)
+    of_source = Drawing(source, sampling["source"], [*tags_of(config), *settings.symbols])
+    return DrawnBatches(plain, of_source, Drawing(target, sampling["target"], settings.symbols))
 
 
 @lru_cache(maxsize=4)

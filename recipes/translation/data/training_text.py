@@ -1,6 +1,6 @@
 """The text of the training pairs, cleaned and without tags: read from its files once, and from then on mapped.
 
-The subwords are made from it, the ids of the pairs, and noise. It also has a digest of each pair, by which validation
+The subwords are made from it, and the ids of the pairs. It also has a digest of each pair, by which validation
 and test pairs are found in the training data.
 """
 

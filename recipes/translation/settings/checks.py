@@ -17,12 +17,6 @@ def check_together(config: RunConfig) -> None:
     """Raise ConfigError for settings that are valid one by one but not together."""
     check_subwords(config)
     check_decoding(config.decoding)
-    noise = config.noise
-    if (total := noise.swap + noise.drop + noise.double) > 1:
-        raise ConfigError(
-            f"noise.swap {noise.swap:g}, noise.drop {noise.drop:g} and noise.double {noise.double:g} add "
-            f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
-        )
     training = config.training
     if not training.steps and not training.epochs:
         raise ConfigError("training.steps is 0 and so is training.epochs: set one of them, or training has no end")

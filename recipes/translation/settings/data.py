@@ -1,4 +1,4 @@
-"""The settings of a run's data: where it comes from, how it is cleaned, its noise and its subwords."""
+"""The settings of a run's data: where it comes from, how it is cleaned, and its subwords."""
 
 from __future__ import annotations
 
@@ -169,24 +169,6 @@ class CleaningConfig:
     )
     copies: bool = setting(False, "Remove pairs with the same text on both sides.")
     duplicates: bool = setting(False, "Keep only the first of several equal pairs.")
-
-
-@dataclass(frozen=True)
-class NoiseConfig:
-    """Noise in the source sentences of the training data, drawn anew in every epoch."""
-
-    case: float = setting(
-        0.0,
-        "Probability that a sentence is written in capitals or in lower case, half of the time each.",
-        at_least=0,
-        below=1,
-    )
-    swap: float = setting(0.0, "Probability of a letter to change places with the next one.", at_least=0, below=1)
-    drop: float = setting(0.0, "Probability of a letter to be left out.", at_least=0, below=1)
-    double: float = setting(0.0, "Probability of a letter to be written twice.", at_least=0, below=1)
-    drop_words: float = setting(
-        0.0, "Probability of a word to be left out; one word always stays.", at_least=0, below=1
-    )
 
 
 @dataclass(frozen=True)

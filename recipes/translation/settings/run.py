@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from recipes.translation.settings.data import CleaningConfig, CorpusConfig, DataConfig, NoiseConfig, SubwordConfig
+from recipes.translation.settings.data import CleaningConfig, CorpusConfig, DataConfig, SubwordConfig
 from recipes.translation.settings.model import DecodingConfig, ModelConfig
 from recipes.translation.settings.schema import setting
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
@@ -31,7 +31,6 @@ class RunConfig:
         },
     )
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
-    noise: NoiseConfig = field(default_factory=NoiseConfig)
     subwords: SubwordConfig = field(default_factory=SubwordConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

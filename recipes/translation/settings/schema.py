@@ -30,8 +30,9 @@ SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 
-GONE = {"data.streaming": "false", "training.r_drop": "0.0"}
-"""Settings that models saved by earlier versions have, and the values that mean what is done without them."""
+GONE = {"data.streaming": "false", "training.r_drop": "0.0", "noise": "0.0"}
+"""Settings and sections that models saved by earlier versions have, and the value that means what is done without
+them."""
 
 
 class _UnfitError(ValueError):
@@ -264,7 +265,8 @@ def _named(key: str, location: str) -> str:
 
 
 def _check_gone(key: str, node: yaml.Node, location: str) -> None:
-    if _shown(node) != repr(GONE[key]):
+    values = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else [node]
+    if any(_shown(value) != repr(GONE[key]) for value in values):
         raise ConfigError(
             f"{key} ({location}) is a setting of an earlier version: that version can export the model for Hugging "
             "Face, and `import` reads the export"

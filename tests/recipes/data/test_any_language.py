@@ -48,7 +48,7 @@ def test_a_pair_of_languages_needs_nothing_but_its_names_and_files(
             "data.target": target,
             "data.language_tags": True,
             "cleaning.script": True,
-            "noise.drop": 0.1,
+            "subwords.sampling": 0.1,
             "subwords.vocab_size": 300,
             "training.steps": 1,
             "training.validate_bleu": 2,

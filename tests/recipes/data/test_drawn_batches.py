@@ -1,9 +1,9 @@
-"""Noise and sampled subwords together, of several corpora with tags and symbols."""
+"""Sampled subwords of several corpora with tags and symbols."""
 
 from __future__ import annotations
 
 import pickle
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data import training_ids, training_text
-from recipes.translation.data.batches import Steps, TokenBatches, batches_of_rank
+from recipes.translation.data.batches import Steps, batches_of_rank
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import Corpus, load_corpus
-from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
-from recipes.translation.data.noise import noisy
+from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, train_subwords
 from tests.recipes.tiny import tiny
 
-NOISE = {"noise.swap": 0.1, "noise.drop_words": 0.1}
 SAMPLING = {"subwords.sampling": 0.2}
 MIXED: dict[str, Any] = {
     "corpora": {"a": {"weight": 3}, "b": {"source": "de", "target": "en", "tag": "<bt>"}},
@@ -33,8 +30,6 @@ MIXED: dict[str, Any] = {
     "training.batch_tokens": 300,
     "training.max_length": 45,
 }
-KEPT = ["<2de>", "<2en>", "<bt>", "dogs"]
-BOTH = {**MIXED, **NOISE, **SAMPLING}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,30 +59,22 @@ def drawn(corpus: Corpus, epoch: int) -> tuple[list[str], list[list[int]], list[
     return corpus.source.decode([list(ids) for ids in sources]), list(map(list, sources)), list(map(list, targets))
 
 
-def test_noise_changes_the_text_of_sources_sampling_the_subwords_of_both_sides_and_together_they_do_both(
-    folder: Path,
-) -> None:
-    """Together, the texts are those of noise alone, and what is sampled is the text with noise."""
-    long = {"training.max_length": 500}  # a longer draw would be replaced
-    noise, sampling, both = (loaded(folder, **changes, **long) for changes in (NOISE, SAMPLING, {**NOISE, **SAMPLING}))
-    assert isinstance(both.train, DrawnBatches)
-    plain = both.train.plain
-    clean = both.source.decode([list(ids) for ids in plain.sources])
-    config = tiny(folder / "run", BOTH)
-    for epoch in (0, 2):
-        texts, sources, targets = drawn(both, epoch)
-        expected = [noisy(text, config.noise, f"1 {epoch} {pair}", KEPT) for pair, text in enumerate(clean)]
-        assert texts == drawn(noise, epoch)[0] == expected != clean
-        assert drawn(sampling, epoch)[0] == clean
-        assert drawn(noise, epoch)[2] == list(map(list, plain.targets))
-        assert drawn(sampling, epoch)[2] == targets != list(map(list, plain.targets))
-        assert sources != both.source.encode(texts)
-    assert drawn(both, 0)[0] != drawn(both, 2)[0]
+def test_sampling_draws_the_subwords_of_both_sides_anew_and_leaves_the_text(folder: Path) -> None:
+    sampling = loaded(folder, **SAMPLING, **{"training.max_length": 500})  # a longer draw would be replaced
+    assert isinstance(sampling.train, DrawnBatches)
+    plain = sampling.train.plain
+    clean = sampling.source.decode([list(ids) for ids in plain.sources])
+    found = [drawn(sampling, epoch) for epoch in (0, 2)]
+    for texts, sources, targets in found:
+        assert texts == clean
+        assert sources != list(map(list, plain.sources))
+        assert targets != list(map(list, plain.targets))
+    assert found[0][1:] != found[1][1:]
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_tags_are_single_subwords_in_every_draw(folder: Path, kind: str) -> None:
-    corpus = loaded(folder / kind, **NOISE, **SAMPLING, **{"subwords.kind": kind})
+    corpus = loaded(folder / kind, **SAMPLING, **{"subwords.kind": kind})
     pieces = corpus.source.pieces()
     tags = {pieces.index(BLANK + "<2de>"), pieces.index(BLANK + "<2en>")}
     assert isinstance(corpus.train, DrawnBatches)
@@ -131,9 +118,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
     return {kind: Subwords.load(folder / f"{kind}.model") for kind in ("bpe", "unigram")}
 
 
-@pytest.mark.parametrize("changes", [NOISE, SAMPLING, {**NOISE, **SAMPLING}], ids=["noise", "sampling", "both"])
-def test_an_epoch_has_the_pairs_of_the_mixture_within_the_budget(folder: Path, changes: dict[str, Any]) -> None:
-    batches = loaded(folder, **changes).train
+def test_an_epoch_has_the_pairs_of_the_mixture_within_the_budget(folder: Path) -> None:
+    batches = loaded(folder, **SAMPLING).train
     assert isinstance(batches, DrawnBatches)
     count = len(batches.plain.sources)
     assert batches.plain.dropped > 0
@@ -144,8 +130,7 @@ def test_an_epoch_has_the_pairs_of_the_mixture_within_the_budget(folder: Path, c
         assert len(set(found)) < len(found)  # corpus a has the larger share
         for indices in made:
             batch = batches.batch(indices)
-            if batches.sampled:
-                assert len(indices) == 1 or max(batch.src.numel(), batch.tgt_out.numel()) <= 300
+            assert len(indices) == 1 or max(batch.src.numel(), batch.tgt_out.numel()) <= 300
             assert max(batch.src.size(1), batch.tgt_out.size(1)) <= 46
 
 
@@ -155,20 +140,18 @@ def steps(corpus: Corpus, epoch: int, done: int, count: int, rank: int = 0, rank
     return [(position, [[side.tolist() for side in batch] for batch in made]) for position, made in found]
 
 
-def test_a_run_with_noise_sampling_and_mixture_resumes_in_the_middle_of_an_epoch(folder: Path) -> None:
-    changes: dict[str, Any] = {**NOISE, **SAMPLING}
-    corpus = loaded(folder, **changes)
+def test_a_run_with_sampling_and_mixture_resumes_in_the_middle_of_an_epoch(folder: Path) -> None:
+    corpus = loaded(folder, **SAMPLING)
     whole = steps(corpus, 0, 0, 2 * len(corpus.train.epoch(0)) // 3)
     at = len(whole) // 2 + 1
     epoch, done = whole[at][0]
     assert epoch == 1
     assert 0 < done < len(corpus.train.epoch(1))
-    assert steps(loaded(folder, **changes), epoch, done, len(whole) - at - 1) == whole[at + 1 :]
+    assert steps(loaded(folder, **SAMPLING), epoch, done, len(whole) - at - 1) == whole[at + 1 :]
 
 
 def test_every_rank_has_the_same_batches_and_their_parts_are_the_whole(folder: Path) -> None:
-    changes = {**NOISE, **SAMPLING}
-    one, other = loaded(folder, **changes), loaded(folder, **changes)
+    one, other = loaded(folder, **SAMPLING), loaded(folder, **SAMPLING)
     assert isinstance(one.train, DrawnBatches)
     assert one.fingerprint == other.fingerprint
     assert list(one.train.epoch(1)) == list(other.train.epoch(1))
@@ -200,22 +183,5 @@ def test_an_error_of_the_thread_that_draws_the_next_epoch_is_raised_there(
         batches.epoch(1)
 
 
-def test_the_fingerprint_tells_sampling_with_noise_from_sampling_alone(folder: Path) -> None:
-    prints = {
-        loaded(folder, **(NOISE if noise else {}), **(SAMPLING if sampling else {})).fingerprint
-        for noise, sampling in product((False, True), repeat=2)
-    }
-    assert len(prints) == 3  # noise alone is told by its settings
-
-
-def test_an_empty_draw_is_replaced_by_the_pair_without_noise(folder: Path) -> None:
-    subwords = loaded(folder).source
-    texts = ["a", "b", "I am a dog"]
-    ids = subwords.encode(texts)
-    plain = TokenBatches(ids, ids, batch_tokens=100, seed=0)
-    batches = DrawnBatches(plain, Drawing(subwords, 0.0, NoiseConfig(drop=0.999), texts), Drawing(subwords, 0.0))
-    for epoch in range(3):
-        sources, targets = batches.draw(epoch, range(3))
-        assert targets == ids
-        assert sources[:2] == ids[:2]
-        assert sources[2] != []
+def test_the_fingerprint_tells_sampling_from_none(folder: Path) -> None:
+    assert loaded(folder, **SAMPLING).fingerprint != loaded(folder).fingerprint

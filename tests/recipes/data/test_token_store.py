@@ -101,7 +101,7 @@ def test_pairs_are_read_and_divided_once_and_again_when_anything_changes_them(
     assert first[0].stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     with monkeypatch.context() as patch:
         patch.setattr(Corpora, "each_corpus", None)
-        load_corpus(stored(tmp_path, **{"training.seed": 5, "training.batch_tokens": 500, "noise.case": 0.5}))
+        load_corpus(stored(tmp_path, **{"training.seed": 5, "training.batch_tokens": 500}))
     assert "reused" in capsys.readouterr().out
     for text, (name, value) in (
         (2, ("data.builtin_pairs", 101)),
@@ -242,7 +242,7 @@ def test_no_mutation_of_a_store_ends_the_process_or_in_another_error(tmp_path: P
         if path.name != token_store.NOTE:
             resealed(folder)
         try:
-            corpus = load_corpus(stored(tmp_path, **{"noise.case": 0.5}))
+            corpus = load_corpus(stored(tmp_path, **{"subwords.sampling": 0.1}))
             for batch in corpus.train.epoch(0):
                 corpus.train.batch(batch)
             outcomes.append("used")

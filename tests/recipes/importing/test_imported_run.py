@@ -17,7 +17,6 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
-from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.search_options import SearchOptions
@@ -129,13 +128,12 @@ def test_sampled_subwords_of_an_imported_model_are_of_its_vocabulary_and_spell_t
     assert set(subwords.decode(known)) == set(subwords.decode(subwords.encode([text])))
 
 
-def test_batches_with_noise_have_the_symbols_of_the_imported_model(tmp_path: Path) -> None:
+def test_batches_of_sampled_subwords_have_the_symbols_of_the_imported_model(tmp_path: Path) -> None:
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     source, target = translator.source, translator.target
     sides = (source.encode([pair[0] for pair in PAIRS]), target.encode([pair[1] for pair in PAIRS]))
     plain = TokenBatches(*sides, batch_tokens=100, seed=0, symbols=source.symbols)
-    noise = Drawing(source, 0.0, NoiseConfig(swap=0.5), [pair[0] for pair in PAIRS])
-    drawn = DrawnBatches(plain, noise, Drawing(target, 0.0))
+    drawn = DrawnBatches(plain, Drawing(source, 0.5), Drawing(target, 0.0))
     batch = drawn.batch([0, 1, 2])
     assert batch.src[:, 0].tolist() == [source.symbols.prefix[0]] * 3
     assert batch.tgt_in[:, :2].tolist() == [list(source.symbols.start)] * 3

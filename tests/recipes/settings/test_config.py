@@ -183,7 +183,7 @@ def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callab
         ("training:\n  stesp: 3", ["training.stesp", "run.yaml:2", "training.steps"]),
         ("steps: 3", ["unknown setting steps", "run.yaml:1", "training.steps"]),
         ("\ntrainig: {steps: 3}", ["trainig", "run.yaml:2", "did you mean training?"]),
-        ("qqq: 1", ["qqq", "known: run, data, corpora, cleaning, noise, subwords, model, training, layout, decoding"]),
+        ("qqq: 1", ["qqq", "known: run, data, corpora, cleaning, subwords, model, training, layout, decoding"]),
         ("training:\n  steps: 3\n  seed: 1\n  steps: 4", ["training.steps", "run.yaml:2", "run.yaml:4", "keep one"]),
         ("data: {}\ndata: {}", ["data is given twice", "run.yaml:1", "run.yaml:2"]),
         ("corpora:\n  a: {}\n  a: {}", ["corpora.a is given twice", "run.yaml:2", "run.yaml:3"]),

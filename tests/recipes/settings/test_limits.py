@@ -33,7 +33,7 @@ RANGES: dict[tuple[float, float], str] = {
         training.teacher_weight training.validate_bleu training.keep_checkpoints training.patience training.lora_rank
         training.threads training.steps training.epochs layout.data decoding.min_length decoding.no_repeat_ngram""",
     (0, 1): """
-        noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
+        model.dropout training.betas
         training.label_smoothing training.ema""",
     (1, 1_001): "decoding.beam",
     (5, math.inf): "subwords.vocab_size",
@@ -94,8 +94,6 @@ BPE = {"subwords.kind": "bpe"}
 LORA: dict[str, Any] = {"training.start_from": "run", "training.lora_rank": 4}
 TEACHER: dict[str, Any] = {"training.teacher": "run"}
 TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
-    ({"noise.swap": 0.5, "noise.drop": 0.25}, "noise.double", [0.25 - BIT, 0.25], [0.25 + BIT]),
-    ({"noise.drop": 0.5, "noise.double": 0.25}, "noise.swap", [0.25 - BIT, 0.25], [0.25 + BIT]),
     (BPE, "subwords.sampling", [0.0, BELOW], [1.0, ABOVE]),
     ({}, "subwords.sampling", [1.0, ABOVE], []),
     (TEACHER, "training.teacher_weight", [0.0, 1.0], [ABOVE]),
