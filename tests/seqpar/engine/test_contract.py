@@ -178,6 +178,36 @@ def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: s
     assert not hasattr(generator, "scale")
 
 
+class Metric(nn.Module):
+    """Counts rows by a method that is set on the instance, and so belongs to it in every copy, as torchmetrics does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+        self.update = self.add
+
+    def add(self, rows: int) -> None:
+        self.rows += rows
+
+
+class WithMetric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Metric()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.metric.update(len(target))
+        return F.cross_entropy(logits, target, reduction="sum")
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_what_a_method_of_the_original_changes_is_refused_and_put_back(devices: Any) -> None:
+    criterion = WithMetric()
+    with pytest.raises(ValueError, match=r"criterion\.metric\.rows changes with every call"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), criterion, devices)(*batch())
+    assert criterion.metric.rows == 0
+
+
 def kept_for_a_picture(self: Head, scores: Tensor) -> None:
     self.attention = scores.detach().softmax(-1)
 
