@@ -2,25 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.adapter import Implementation
 
-Layout = Literal[
-    "data parallel",
-    "FSDP2",
-    "split vocabulary",
-    "split sequence",
-    "pipeline",
-    "data x vocabulary",
-    "accumulation",
-]
-"""What the ranks share out. "accumulation" is data parallel with several micro-batches, "pipeline" has several too."""
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+class Row(NamedTuple):
+    """How the ranks of a layout share out a step: rank = ((group x outer + place) x near + place) x inner + place."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """How many ranks there are, and how many of them have other tokens."""
+    wrap: str = "ddp"
+    """What reduces the gradients of ranks with other tokens: "ddp", "fsdp2" or "hsdp"."""
+    inner: str = ""
+    """What ranks with the same tokens share: "classes", "time and classes", "layers" or "halves of layers"; or what
+    neighbours with other tokens do: "experts"."""
+    is_time: bool = False
+    """Whether neighbours have other time steps of the same sentences."""
+    outer: int = 1
+    """In how many rows the ranks with other tokens stand."""
+    micro_batches: int = 1
+    is_alone: bool = False
+    """Whether each rank is a group, with a step of its own."""
+    loses_one: bool = False
+    """Whether the last rank goes away in the step."""
+
+    @property
+    def splits_classes(self) -> bool:
+        """Return whether ranks have other classes."""
+        return self.inner.endswith("classes")
+
+
+LINE = ((2, 2), (4, 4))
+SAME_TOKENS = ((2, 1), (4, 1))
+ROWS: dict[str, Row] = {
+    "data parallel": Row(LINE),
+    "FSDP2": Row(LINE, "fsdp2"),
+    "HSDP": Row(((4, 4),), "hsdp", outer=2),
+    "split vocabulary": Row(SAME_TOKENS, inner="classes"),
+    "split sequence": Row(LINE, is_time=True),
+    "pipeline": Row(SAME_TOKENS, inner="layers", micro_batches=4),
+    "zero bubble": Row(SAME_TOKENS, inner="halves of layers", micro_batches=8),
+    "data x vocabulary": Row(((4, 2),), inner="classes"),
+    "data x sequence": Row(((4, 4),), is_time=True, outer=2),
+    "FSDP2 x vocabulary": Row(((4, 2),), "fsdp2", inner="classes"),
+    "FSDP2 x sequence": Row(((4, 4),), "fsdp2", is_time=True, outer=2),
+    "HSDP x vocabulary": Row(((8, 4),), "hsdp", inner="classes", outer=2),
+    "sequence x vocabulary": Row(((2, 1), (4, 2)), inner="time and classes"),
+    "DTensor model": Row(SAME_TOKENS, inner="DTensor classes"),
+    "expert parallel": Row(((2, 2), (4, 4)), "", inner="experts"),
+    "data x expert": Row(((4, 4),), "", inner="experts", outer=2),
+    "accumulation": Row(LINE, micro_batches=3),
+    "a replica that goes away": Row(LINE, "", loses_one=True),
+    "DiLoCo's inner step": Row(SAME_TOKENS, is_alone=True),
+}
+"""The layouts of the table. In "sequence x vocabulary", Megatron's sequence parallelism, the ranks of a vocabulary run
+the model on their own time steps, and the loss on all of them."""
+LAYOUTS = tuple(ROWS)
 EVERY_LAYOUT: frozenset[str] = frozenset({*LAYOUTS, "float64", "smoothing", "uneven vocabulary", "mean"})
 
 
@@ -28,10 +72,11 @@ EVERY_LAYOUT: frozenset[str] = frozenset({*LAYOUTS, "float64", "smoothing", "une
 class Work:
     """What one rank is given for a training step."""
 
-    layout: Layout
+    layout: str
     model: Any
     """`hidden = model(tokens)` of shape (B, t, D), and the generator `model.head`, an `nn.Linear` without a bias, whose
-    weight may be the embedding's. With a split vocabulary `model.head` has only this rank's classes."""
+    weight may be the embedding's. With a split vocabulary `model.head` has only this rank's classes, and with split
+    experts `model.experts` is a `conformance.layout_experts.Experts`."""
     micro_batches: list[tuple[Tensor, Tensor]]
     """This rank's (tokens, target), (B, t) each; a target is the token's class or `ignore_index`."""
     vocab_size: int
@@ -45,23 +90,33 @@ class Work:
     under DDP. It must be an error, or the gradient of the whole step's mean."""
     start: int = 0
     """This rank's first class."""
+    token_group: ProcessGroup | None = None
+    """The ranks that have other tokens, over which gradients are reduced; None is this rank alone, and so for the next
+    ones."""
     data_group: ProcessGroup | None = None
-    """The ranks that have other sentences; None is this rank alone, and so for the next ones."""
+    """The ranks that have other sentences;"""
     sequence_group: ProcessGroup | None = None
-    """The ranks that have other time steps of the same sentences."""
+    """and those that have other time steps of the same ones."""
+    token_mesh: DeviceMesh | None = None
+    """The ranks with other tokens in rows and columns, for HSDP."""
+    expert_group: ProcessGroup | None = None
+    """The ranks that have other experts of the same layer, and other tokens; those with the same are `data_group`."""
     vocab_group: ProcessGroup | None = None
     """The ranks that have other classes, and the same sentences."""
     pipeline_group: ProcessGroup | None = None
     """The ranks that have other layers."""
-    stage: nn.Module | None = None
-    """This rank's part of the model in a pipeline; that of the last rank returns hidden states and has the generator
-    as `head`."""
+    stages: Mapping[int, nn.Module] = field(default_factory=dict)
+    """This rank's parts of the model in a pipeline, by their number; the last one of all returns hidden states and has
+    the generator as `head`."""
+    stage_count: int = 0
+    survivors: Callable[[], ProcessGroup] | None = None
+    """Returns the ranks with other tokens that are still there; to be called after backward, by none that has gone."""
     ignore_index: int = -100
 
     @property
-    def token_group(self) -> ProcessGroup | None:
-        """Return the ranks that have other tokens, over which gradients are reduced."""
-        return self.data_group or self.sequence_group
+    def row(self) -> Row:
+        """Return how the ranks share out the step."""
+        return ROWS[self.layout]
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.layout_adapter import Work
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
-from seqpar.distributed.collectives import THIS_PROCESS, group_sum, rank_in, world_size
+from seqpar.distributed.collectives import THIS_PROCESS, group_gather, group_sum, rank_in, world_size
 from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.cross_entropy import linear_cross_entropy
@@ -23,15 +25,90 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 def wrapped(both: nn.Module, work: Work) -> nn.Module:
     """Return the module whose call reduces the gradients of the ranks that have other tokens; itself without any."""
     group = work.token_group
-    if group is None:
+    if group is None or not work.row.wrap:
         return both
-    if work.layout == "FSDP2":
-        # Importing it takes as long as all the rest of the suite
-        from torch.distributed.fsdp import fully_shard
+    if work.row.wrap == "ddp":
+        return DistributedDataParallel(both, process_group=group)
+    # Importing it takes as long as all the rest of the suite
+    from torch.distributed.fsdp import fully_shard
 
-        fully_shard(both, mesh=DeviceMesh.from_group(group, "cpu"))
-        return both
-    return DistributedDataParallel(both, process_group=group)
+    fully_shard(both, mesh=work.token_mesh if work.row.wrap == "hsdp" else DeviceMesh.from_group(group, "cpu"))
+    return both
+
+
+class OwnTime(nn.Module):
+    """A model that runs on this rank's time steps, and whose hidden states are those of all ranks."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self.model, self.group = model, group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        parts = tokens.tensor_split(world_size(self.group), 1)
+        own = self.model(parts[rank_in(self.group)])
+        most = parts[0].size(1)
+        padded = F.pad(own.detach(), (0, 0, 0, most - own.size(1)))
+        all_ranks = [t[:, : part.size(1)] for t, part in zip(group_gather(padded, self.group), parts, strict=True)]
+        # The loss sums the hidden gradient over the ranks, of which each takes its own time steps
+        all_ranks[rank_in(self.group)] = own
+        return torch.cat(all_ranks, 1)
+
+
+class AsDTensor(nn.Module):
+    """A model whose parameters are DTensors, the generator's rows divided, all others whole."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+        assert work.vocab_group is not None
+        self.model, self.mesh = work.model, DeviceMesh.from_group(work.vocab_group, "cpu")
+        for module in work.model.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                shape, placement = parameter.shape, cast(Placement, Replicate())
+                if module is work.model.head:
+                    shape, placement = torch.Size([work.vocab_size, shape[1]]), Shard(0)
+                placed = DTensor.from_local(
+                    parameter.detach(), self.mesh, [placement], shape=shape, stride=(shape[-1], 1)[-len(shape) :]
+                )
+                module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        hidden: Any = self.model(DTensor.from_local(tokens, self.mesh, [Replicate()]))
+        local: Tensor = hidden.to_local()
+        return local
+
+
+def trunk(work: Work) -> nn.Module:
+    """Return the module that computes the hidden states of a rank's targets."""
+    if work.row.inner == "time and classes":
+        assert work.vocab_group is not None
+        return OwnTime(work.model, work.vocab_group)
+    if work.row.inner == "DTensor classes":
+        return AsDTensor(work)
+    whole: nn.Module = work.model
+    return whole
+
+
+def sum_over_time(work: Work) -> None:
+    """Add up what each rank's own time steps give the parameters below the generator."""
+    if work.row.inner == "time and classes":
+        for parameter in work.model.parameters():
+            if parameter.grad is not None and parameter is not work.model.head.weight:
+                parameter.grad = group_sum(parameter.grad, work.vocab_group)
+
+
+def over_survivors(work: Work, total: Tensor, count: Tensor) -> Tensor:
+    """Return the mean loss of the ranks that are still there, and turn gradients of sums into its gradient."""
+    assert work.survivors is not None
+    group = work.survivors()
+    count = group_sum(count, group).clamp(min=1)
+    for parameter in work.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = group_sum(parameter.grad, group) / count
+    return group_sum(total, group) / count
 
 
 class SeqparLoss(nn.Module):
@@ -41,7 +118,8 @@ class SeqparLoss(nn.Module):
         super().__init__()
         self.head, self.eps = head, work.label_smoothing
         self.vocab = None
-        if work.vocab_group is not None:
+        # A DTensor says itself which rows a rank has
+        if work.vocab_group is not None and work.row.inner != "DTensor classes":
             self.vocab = VocabShard(work.vocab_group, work.start, work.vocab_size)
 
     def forward(self, hidden: Tensor, target: Tensor) -> TokenLoss:
@@ -55,19 +133,27 @@ def seqpar_step(work: Work) -> Tensor | float | None:
     loss = SeqparLoss(work.model.head, work)
     if work.pipeline_group is not None:
         return pipelined(work, lambda hidden, target: loss(hidden, target).total)
-    both = wrapped(ModelWithLoss(work.model, loss), work)
+    both = wrapped(ModelWithLoss(trunk(work), loss), work)
+    if work.row.inner == "experts":
+        return with_experts(work, lambda tokens, target: both(tokens, target=target).total)
     if work.reduction == "mean":
         tokens, target = work.micro_batches[0]
         both(tokens, target=target).mean.backward()
         return None
+    # Of the sum, where only later it is known by what to divide it
+    factor = counted(work) if work.row.loses_one else 1
+    is_reduced = work.token_group is not None and not work.row.loses_one
     done = accumulate_gradients(
         work.micro_batches,
         lambda batch: both(batch[0], target=batch[1]),
         lambda batch: (batch[1] != work.ignore_index).sum(),
-        model=both if work.token_group else None,
-        group=work.token_group or THIS_PROCESS,
-        backward=lambda loss: (loss * work.loss_scale).backward(),
+        model=both if is_reduced else None,
+        group=(work.token_group if is_reduced else None) or THIS_PROCESS,
+        backward=lambda loss: (loss * work.loss_scale * factor).backward(),
     )
+    sum_over_time(work)
+    if work.row.loses_one:
+        return over_survivors(work, done.total, done.tokens)
     return done.mean
 
 
@@ -89,11 +175,34 @@ def torch_step(work: Work) -> Tensor | float | None:
     loss = TorchLoss(work.model.head, work)
     if work.pipeline_group is not None:
         return pipelined(work, loss)
-    both = wrapped(Both(work.model, loss), work)
+    both = wrapped(Both(trunk(work), loss), work)
+    if work.row.inner == "experts":
+        return with_experts(work, both)
     if work.reduction == "mean":
         both(*work.micro_batches[0]).backward()
         return None
+    if work.row.loses_one:
+        return over_survivors(work, run_micro_batches(work, both), counted(work))
     return accumulated(work, both)
+
+
+def with_experts(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the step's mean loss and its router's, and leave their gradient.
+
+    An expert's gradient has the tokens of all ranks that sent it some, so it is summed over `data_group` alone.
+    """
+    ((tokens, target),) = work.micro_batches
+    count = group_sum(counted(work), work.token_group).clamp(min=1).double()
+    rows = int(group_sum(torch.tensor(target.numel()), work.token_group))
+    loss = summed(tokens, target) / count
+    loss = loss + work.model.experts.auxiliary(rows, work.token_group)
+    (loss * work.loss_scale).backward()
+    for name, parameter in work.model.named_parameters():
+        group = work.data_group if ".experts." in name else work.token_group
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = group_sum(gradient, group)
+    return group_sum(loss.detach(), work.token_group)
 
 
 class Both(nn.Module):
@@ -119,7 +228,9 @@ def accumulated(work: Work, both: nn.Module) -> Tensor:
     count = group_sum(counted(work), group).clamp(min=1)
     # DDP and FSDP2 take the mean over the ranks, so that of `ranks` times the sum is the sum
     # The quotient of two whole numbers would be in float32
-    return group_sum(run_micro_batches(work, both, world_size(group) / count.double()), group) / count
+    total = run_micro_batches(work, both, world_size(group) / count.double())
+    sum_over_time(work)
+    return group_sum(total, group) / count
 
 
 def run_micro_batches(work: Work, both: nn.Module, factor: Tensor | float = 1.0) -> Tensor:
@@ -135,27 +246,29 @@ def run_micro_batches(work: Work, both: nn.Module, factor: Tensor | float = 1.0)
 
 
 def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
-    """Return the step's mean loss on the last rank of a GPipe schedule, whose loss is divided by the step's tokens."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    """Return the step's mean loss where the last stage is, whose loss is divided by the step's tokens.
 
-    group = work.pipeline_group
+    By GPipe, or with two stages a rank, down the ranks and up again, by ZBV, which runs backward in two halves.
+    """
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleZBVZeroBubble
+
+    group, last = work.pipeline_group, work.stage_count - 1
     assert group is not None
-    assert work.stage is not None
-    rank, last = rank_in(group), world_size(group) - 1
     tokens, target = (torch.cat(parts) for parts in zip(*work.micro_batches, strict=True))
     count = counted(work)
-    stage = PipelineStage(work.stage, rank, last + 1, torch.device("cpu"), group=group)
-    schedule = ScheduleGPipe(
-        stage,
+    stages = [PipelineStage(s, n, last + 1, torch.device("cpu"), group=group) for n, s in work.stages.items()]
+    is_halved = len(stages) > 1
+    schedule = (ScheduleZBVZeroBubble if is_halved else ScheduleGPipe)(
+        stages if is_halved else stages[0],  # type: ignore[arg-type]
         len(work.micro_batches),
         loss_fn=lambda hidden, target: summed(hidden, target) / count * work.loss_scale,
         scale_grads=False,
     )
     losses: list[Tensor] = []
-    if rank < last:
-        schedule.step(*[tokens][: rank == 0])
+    given: dict[str, Any] = {"target": target, "losses": losses} if last in work.stages else {}
+    schedule.step(*[tokens][: 0 in work.stages], **given)
+    if not losses:
         return None
-    schedule.step(target=target, losses=losses)
     return torch.stack(losses).sum().detach() / work.loss_scale
 
 
@@ -181,4 +294,4 @@ def loss_parallel_step(work: Work) -> Tensor:
 
     # Around forward and backward: its context changes what both of them do
     with loss_parallel():
-        return accumulated(work, wrapped(Both(work.model, LossParallel(work.model.head, work)), work))
+        return accumulated(work, wrapped(Both(trunk(work), LossParallel(work.model.head, work)), work))

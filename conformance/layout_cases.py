@@ -6,24 +6,28 @@ Shape suffixes: B batch, t this rank's time steps, D hidden, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.torch_version import TorchVersion
 
-from conformance.layout_adapter import LAYOUTS, Layout, Work
+from conformance.layout_adapter import LAYOUTS, ROWS, Row, Work
+from conformance.layout_experts import Experts
 from seqpar.distributed.collectives import sum_from_group
 
 SHAPE = (2, 3)
 """Sentences and time steps of a micro-batch on one rank."""
 WIDTH = 4
-MICRO_BATCHES = {"accumulation": 3, "pipeline": 4}
-SPLIT = ("split vocabulary", "data x vocabulary")
 IGNORED = -100
+UNTIED = ("layers", "halves of layers", "time and classes", "DTensor classes")
+"""Where the embedding and the generator are on different ranks, or divided in different ways."""
 
 
 class Answer(NamedTuple):
@@ -37,13 +41,21 @@ class Answer(NamedTuple):
 class Model(nn.Module):
     """A decoder in small, of one token each: an embedding, layers, and a generator."""
 
-    def __init__(self, vocab_size: int, layers: int, tied: bool) -> None:
+    def __init__(self, vocab_size: int, layers: int, tied: bool, has_experts: bool = False) -> None:
         super().__init__()
         self.embed: nn.Module = nn.Embedding(vocab_size, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        kind = Experts if has_experts else functools.partial(nn.Linear, WIDTH)
+        self.layers = nn.ModuleList(kind(WIDTH) for _ in range(layers))
         self.head = nn.Linear(WIDTH, vocab_size, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+
+    @property
+    def experts(self) -> Experts:
+        """Return the layer of experts, if it has one."""
+        (layer,) = self.layers
+        assert isinstance(layer, Experts)
+        return layer
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden: Tensor = self.embed(tokens)
@@ -67,14 +79,14 @@ class SplitEmbedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers of one rank of a pipeline."""
+    """A stage of a pipeline."""
 
-    def __init__(self, model: Model, rank: int, ranks: int) -> None:
+    def __init__(self, model: Model, number: int, count: int) -> None:
         super().__init__()
-        if rank == 0:
+        if number == 0:
             self.embed = model.embed
-        if rank < ranks - 1:
-            self.layer = model.layers[rank]
+        if number < count - 1:
+            self.layer = model.layers[number]
         else:
             self.head = model.head
 
@@ -91,7 +103,7 @@ class Stage(nn.Module):
 class Case:
     """One training step over the ranks of a layout."""
 
-    layout: Layout
+    layout: str
     ranks: int
     tokens: tuple[tuple[int, ...], ...]
     """How many targets count, for each rank that has other tokens, in each of its micro-batches; 6 at most."""
@@ -110,6 +122,11 @@ class Case:
     seed: int = 0
 
     @property
+    def row(self) -> Row:
+        """Return how the ranks share out the step."""
+        return ROWS[self.layout]
+
+    @property
     def mesh(self) -> tuple[int, int, int]:
         """Return the sizes of groups x ranks with other tokens x ranks with other classes or layers."""
         return self.groups, len(self.tokens), self.ranks // self.groups // len(self.tokens)
@@ -122,17 +139,30 @@ class Case:
     @property
     def count(self) -> int:
         """Return the number of the step's targets that count."""
-        return sum(map(sum, self.tokens))
+        return sum(map(sum, self.tokens[: self.staying]))
+
+    @property
+    def near(self) -> int:
+        """Return the number of neighbours with other tokens."""
+        return len(self.tokens) // self.row.outer
+
+    @property
+    def staying(self) -> int:
+        """Return how many of the ranks with other tokens stay until the step is over."""
+        return len(self.tokens) - self.row.loses_one
+
+    @property
+    def stage_count(self) -> int:
+        """Return the number of stages of a pipeline."""
+        return {"layers": self.inner, "halves of layers": 2 * self.inner}.get(self.row.inner, 0)
 
     def model(self, group: int = 0) -> Model:
         """Return the same model wherever it is called."""
-        layers = 1
-        if self.layout == "pipeline":
-            layers = self.ranks // self.groups - 1
+        layers = max(1, self.stage_count - 1)
         # On the CPU, and without a change to the random numbers of accelerators
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(self.seed + 7919 * group)
-            model = Model(self.vocab_size, layers, self.tied).double()
+            model = Model(self.vocab_size, layers, self.tied, self.row.inner == "experts").double()
         model.head.requires_grad_(not self.frozen_head)
         return model
 
@@ -164,29 +194,39 @@ class Case:
         eps = self.label_smoothing
         return F.cross_entropy(logits.flatten(0, -2), target.flatten(), label_smoothing=eps, reduction="sum")
 
+    def summed(self, model: Model, batches: Sequence[tuple[Tensor, Tensor]], auxiliary: float = 1.0) -> Tensor:
+        """Return the plain summed loss of micro-batches, and so many times the router's of all of them together."""
+        if self.row.inner != "experts":
+            losses = [self.loss(model.head(model(tokens)), target) for tokens, target in batches]
+            return torch.stack(losses).sum()
+        # One batch, because the router's loss is that of the step
+        tokens, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        total = self.loss(model.head(model(tokens)), target)
+        of_router = model.experts.auxiliary(target.numel(), None)
+        return total + auxiliary * of_router * max(1, self.count)
+
     def right(self, group: int = 0) -> Answer:
         """Return the mean of the plain loss of all tokens in one process, in float64, and its gradients."""
         model = self.model(group)
-        batches = [batch for part in self.parts(group) for batch in part]
-        total = torch.stack([self.loss(model.head(model(tokens)), target) for tokens, target in batches]).sum()
-        loss = total / max(1, self.count)
+        batches = [batch for part in self.parts(group)[: self.staying] for batch in part]
+        loss = self.summed(model, batches) / max(1, self.count)
         return Answer(float(loss.detach()), gradients(loss * self.loss_scale, model))
 
     def work(self, rank: int) -> tuple[Work, nn.Module]:
         """Return what a rank is given, and the model whose gradients are asked for; every rank must call it."""
-        groups, data, inner = self.mesh
+        _, data, inner = self.mesh
         group, place, inner_place = rank // (data * inner), rank // inner % data, rank % inner
-        mesh = _mesh(groups, data, inner)
         model = self.model(group)
-        given: dict[str, Any] = {}
-        if data > 1:
-            name = "sequence_group" if self.layout == "split sequence" else "data_group"
-            given[name] = mesh.get_group("data")
-        if self.layout == "pipeline":
-            given |= {"pipeline_group": mesh.get_group("inner"), "stage": Stage(model, inner_place, inner)}
-        if self.layout in SPLIT:
+        given = self._groups()
+        if self.stage_count:
+            numbers = {inner_place, *([self.stage_count - 1 - inner_place] if self.stage_count > inner else [])}
+            given["stages"] = {number: Stage(model, number, self.stage_count) for number in sorted(numbers)}
+            given["stage_count"] = self.stage_count
+        if self.row.inner == "experts":
+            model.experts.keep_own(given["expert_group"])
+        if self.row.splits_classes:
             first, end = self.rows_of(inner_place)
-            given |= {"vocab_group": mesh.get_group("inner"), "start": first}
+            given["start"] = first
             if not self.whole_head:
                 whole = model.head.weight
                 model.head.weight = nn.Parameter(whole.detach()[first:end].clone(), whole.requires_grad)
@@ -196,11 +236,58 @@ class Case:
         given |= {"label_smoothing": self.label_smoothing, "loss_scale": self.loss_scale, "reduction": self.reduction}
         return Work(self.layout, model, self.part(group, place), self.vocab_size, **given), model
 
+    def _groups(self) -> dict[str, Any]:
+        """Return the groups of this rank, by what `Work` calls them."""
+        groups, data, inner = self.mesh
+        given: dict[str, Any] = {}
+        lines = _mesh(("groups", groups), ("tokens", data), ("inner", inner))
+        if data > 1:
+            outer = self.row.outer
+            rows = _mesh(("groups", groups), ("outer", outer), ("near", data // outer), ("inner", inner))
+            given = {"token_group": lines.get_group("tokens"), "token_mesh": rows["outer", "near"]}
+            given["sequence_group" if self.row.is_time else "data_group"] = rows.get_group("near")
+            if self.row.is_time and outer > 1:
+                given["data_group"] = rows.get_group("outer")
+            if not self.row.is_time:
+                given["data_group"] = given["token_group"]
+            if self.row.inner == "experts":
+                given |= {"expert_group": rows.get_group("near"), "data_group": rows.get_group("outer")}
+        if self.row.loses_one:
+            given["survivors"] = functools.partial(_still_there, data, inner, groups)
+        if inner > 1:
+            given["pipeline_group" if self.stage_count else "vocab_group"] = lines.get_group("inner")
+        return given
+
+
+class GoneError(Exception):
+    """This rank goes away."""
+
+
+def _still_there(data: int, inner: int, groups: int) -> ProcessGroup:
+    """Return this rank's group without its last rank, which goes away instead."""
+    mine: ProcessGroup | None = None
+    rank = dist.get_rank()
+    for group in range(groups):
+        there = [group * data * inner + place for place in range(data - 1)]
+        made = _group(tuple(there))
+        mine = made if rank in there else mine
+    if mine is None:
+        raise GoneError
+    return mine
+
 
 @functools.cache
-def _mesh(*shape: int) -> DeviceMesh:
+def _group(members: tuple[int, ...]) -> ProcessGroup:
+    """Return the group of some ranks; every rank must call it."""
+    made: ProcessGroup = dist.new_group([*members])
+    return made
+
+
+@functools.cache
+def _mesh(*sizes: tuple[str, int]) -> DeviceMesh:
     """Return the ranks as a mesh, once in each rank."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("groups", "data", "inner"))
+    names, shape = zip(*sizes, strict=True)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -210,49 +297,52 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
 
 
-def cases(layout: Layout, seed: int = 0) -> dict[str, list[Case]]:
-    """Return the cases of a layout by name, over 2 and over 4 ranks, the fewer first."""
+def cases(layout: str, seed: int = 0) -> dict[str, list[Case]]:
+    """Return the cases of a layout by name, those over fewer ranks first."""
     made: dict[str, list[Case]] = {}
-    for ranks in (2, 4):
-        for name, case in _over(layout, ranks, seed):
+    # Schedules of older torch end at any autograd.Function
+    if layout == "zero bubble" and TorchVersion(torch.__version__) < "2.13":
+        return made
+    for ranks, data in ROWS[layout].sizes:
+        for name, case in _over(layout, ranks, data, seed):
             made.setdefault(name, []).append(case)
     return made
 
 
-def _over(layout: Layout, ranks: int, seed: int) -> Iterator[tuple[str, Case]]:
-    """Yield the cases of a layout over that many ranks."""
-    data = {"split vocabulary": 1, "pipeline": 1, "data x vocabulary": ranks // 2}.get(layout, ranks)
-    if layout == "data x vocabulary" and ranks < 4:
-        return
-    micro_batches = MICRO_BATCHES.get(layout, 1)
+def _over(layout: str, ranks: int, data: int, seed: int) -> Iterator[tuple[str, Case]]:
+    """Yield the cases of a layout over that many ranks, of which `data` have other tokens."""
+    row = ROWS[layout]
     g = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(1, 7, (data, micro_batches), generator=g)
+    drawn = torch.randint(1, 7, (data, row.micro_batches), generator=g)
     # At least two that differ, whatever was drawn; 5 where there is only one micro-batch
     drawn[-1, -1] = 2
     drawn[0, 0] = 5
-    unequal = Case(layout, ranks, tuple(map(tuple, drawn.tolist())), seed=seed)
+    groups = ranks if row.is_alone else 1
+    unequal = Case(layout, ranks, tuple(map(tuple, drawn.tolist())), groups=groups, seed=seed)
     yield "unequal tokens", unequal
     if data > 1:
         drawn[-1] = 0
         yield "a rank without tokens", replace(unequal, tokens=tuple(map(tuple, drawn.tolist())))
         drawn[:-1], drawn[-1, -1] = 6, 1
         yield "padding on one rank only", replace(unequal, tokens=tuple(map(tuple, drawn.tolist())))
-    elif micro_batches > 1:
+    elif row.micro_batches > 1:
         drawn[0, 0] = 0
         yield "a micro-batch without tokens", replace(unequal, tokens=tuple(map(tuple, drawn.tolist())))
     yield "frozen head", replace(unequal, frozen_head=True)
     yield "loss scale", replace(unequal, loss_scale=1024.0)
     yield "label smoothing", replace(unequal, label_smoothing=0.1)
-    if layout != "pipeline":
+    if row.inner not in UNTIED:
         yield "tied weights", replace(unequal, tied=True)
-    if layout in SPLIT:
+    if row.splits_classes:
         yield "a rank without the targets' classes", replace(unequal, few_classes=True)
+    if row.splits_classes and row.inner != "DTensor classes":
         yield "odd vocabulary", replace(unequal, vocab_size=7)
+    if row.inner == "classes":
         yield "the whole head passed as a shard", replace(unequal, whole_head=True, few_classes=True)
     if layout == "data parallel":
         yield "mean differentiated", replace(unequal, reduction="mean")
-    if ranks == 4 and layout != "data x vocabulary":
-        half = next(_over(layout, 2, seed))[1]
+    if ranks == 4 and row.sizes[0][0] == 2 and not row.is_alone:
+        half = next(_over(layout, *row.sizes[0], seed))[1]
         yield "a group that is not the world", replace(half, ranks=4, groups=2)
 
 
@@ -264,5 +354,5 @@ NEEDS: Mapping[str, str] = {
 """The feature that a case needs beside its layout."""
 MAY_RAISE = ("the whole head passed as a shard", "mean differentiated")
 """The cases in which an error is right, because a number would hardly be."""
-NAMES: dict[Layout, tuple[str, ...]] = {layout: tuple(cases(layout)) for layout in LAYOUTS}
+NAMES: dict[str, tuple[str, ...]] = {layout: tuple(cases(layout)) for layout in LAYOUTS}
 """The names of the cases of each layout."""

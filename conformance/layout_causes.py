@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.layout_cases import IGNORED, SHAPE, SPLIT, Answer, Case, Model, gradients
+from conformance.layout_cases import IGNORED, SHAPE, Answer, Case, Model, gradients
 from seqpar.testing.causes import CAUSES
-from seqpar.testing.evidence import Evidence, close, spelt
+from seqpar.testing.evidence import Evidence, close, ratio, spelt
 
 Gradients = Mapping[str, Tensor]
 
@@ -47,8 +47,7 @@ class Step:
     def summed(self, batches: Sequence[tuple[Tensor, Tensor]], model: Model | None = None) -> dict[str, Tensor]:
         """Return the gradient of the summed loss of these micro-batches."""
         model = model or self.case.model(self.group)
-        losses = [self.case.loss(model.head(model(tokens)), target) for tokens, target in batches]
-        return gradients(torch.stack(losses).sum() * self.case.loss_scale, model)
+        return gradients(self.case.summed(model, batches) * self.case.loss_scale, model)
 
     def weighted(self, weight: Callable[[int, int, int], float]) -> list[Gradients]:
         """Return every rank's gradients where `weight(place, micro_batch, own)` says what is added up."""
@@ -254,7 +253,7 @@ def _of_the_value(step: Step) -> Iterator[str]:
     """Yield the mistakes with the ranks' losses."""
     if not all(math.isfinite(a.loss) for a in step.got):
         yield f"{NOT_FINITE}, or no loss at all"
-    for mistake in SPLITTINGS if step.case.layout in SPLIT else ():
+    for mistake in SPLITTINGS if step.case.row.splits_classes else ():
         if all(close(a.loss, b.loss) for a, b in zip(step.got, step.split(mistake), strict=True)):
             yield mistake.name
 
@@ -265,12 +264,14 @@ def _of_the_gradient(step: Step, times: float | None) -> Iterator[str]:
         yield NOT_FINITE
     if times:
         yield from _scale(step.case, times)
-    for mistake in SPLITTINGS if step.case.layout in SPLIT else ():
+    for mistake in SPLITTINGS if step.case.row.splits_classes else ():
         of_mistake = step.times([answer.gradients for answer in step.split(mistake)])
         if of_mistake and close(of_mistake, 1):
             yield mistake.name
     each = [[max(1, count) for count in part] for part in step.case.tokens]
     own = [max(1, sum(part)) for part in step.case.tokens]
+    near = step.case.near
+    of_row = [max(1, sum(map(sum, step.case.tokens[p - p % near :][:near]))) for p in range(len(own))]
     of_batches = "mean of means: each micro-batch is divided by its own tokens, not by those of the step"
     of_ranks = "mean of means: each rank divides by its own tokens, not by those of all"
     alone = "not reduced over ranks: each rank keeps the gradient of its own tokens"
@@ -279,6 +280,7 @@ def _of_the_gradient(step: Step, times: float | None) -> Iterator[str]:
         (alone, lambda p, m, k: (p == k) / own[p]),
         (alone, lambda p, m, k: (p == k) / each[p][m]),
         (of_ranks, lambda p, m, k: 1 / own[p]),
+        ("mean of means: ranks divide by the tokens of their row of the mesh", lambda p, m, k: 1 / of_row[p]),
         (of_batches, lambda p, m, k: 1 / each[p][m]),
         ("only the gradient of the last micro-batch is kept", lambda p, m, k: m == len(each[p]) - 1),
         ("only the gradient of the first micro-batch is kept", lambda p, m, k: m == 0),
@@ -293,10 +295,12 @@ def _of_the_gradient(step: Step, times: float | None) -> Iterator[str]:
 
 def _scale(case: Case, times: float) -> Iterator[str]:
     """Yield the mistake that multiplies all gradients by this number."""
-    n, ranks, batches = case.count, len(case.tokens), len(case.tokens[0])
+    n, lost = case.count, sum(map(sum, case.tokens))
+    ranks, batches = len(case.tokens), len(case.tokens[0])
     rows = SHAPE[0] * SHAPE[1] * batches
     named: dict[str, list[float]] = {
-        "divided by ranks twice": [1 / r for r in (ranks, case.inner) if r > 1],
+        "divided by the tokens of the rank that is lost, too": [n / lost] if lost > n else [],
+        "divided by ranks twice": [1 / r for r in (ranks, case.inner, case.groups) if r > 1],
         "multiplied by the number of ranks once too often": [r for r in (ranks, case.inner) if r > 1],
         "divided by the number of micro-batches as well as by the tokens": [1 / batches, 1 / (batches * ranks)],
         "not divided by the tokens": [n, n / ranks, n / batches, n / (ranks * batches)],
@@ -308,8 +312,54 @@ def _scale(case: Case, times: float) -> Iterator[str]:
     yield from (f"{name}: {said}" for name, values in named.items() if any(close(times, value) for value in values))
 
 
+def _of_some(step: Step) -> Iterator[str]:
+    """Yield the mistake by which the gradients of some parameters are multiplied, and no others."""
+    times = {}
+    for name, right in step.right.gradients.items():
+        if right.any():
+            each = [ratio(answer.gradients[name], right) for answer in step.got]
+            times[name] = each[0] if each[0] and all(one and close(one, each[0]) for one in each) else None
+    off = {name: r for name, r in times.items() if r is None or not close(r, 1)}
+    first = next(iter(off.values()), None)
+    if first and len(off) < len(times) and all(r and close(r, first) for r in off.values()):
+        said = "reduced twice" if first > 1 else "divided by ranks twice"
+        yield f"a gradient is {said}: that of {', '.join(off)} is {spelt(first)} times the right one, and no other"
+
+
+def _of_the_router(step: Step) -> Iterator[str]:
+    """Yield the mistake by which the router's loss is another one."""
+    case = step.case
+    for times in (0, case.near, 1 / case.near, len(case.tokens), 1 / len(case.tokens), case.row.outer):
+        model = case.model(step.group)
+        loss = case.summed(model, step.batches, times) / case.count
+        of_times = step.times([gradients(loss * case.loss_scale, model)] * len(step.got))
+        if of_times and close(of_times, 1):
+            yield f"the router's auxiliary loss is {spelt(times)} times the right one"
+
+
+def _of_own_time(step: Step) -> Iterator[str]:
+    """Yield the mistake of ranks that keep, below the generator, the gradient of their own time steps."""
+    found = []
+    for rank in range(len(step.got)):
+        model = step.case.model(step.group)
+        losses = []
+        for tokens, target in step.batches:
+            parts = [*model(tokens).tensor_split(step.case.inner, 1)]
+            parts = [part if k == rank % step.case.inner else part.detach() for k, part in enumerate(parts)]
+            losses.append(step.case.loss(model.head(torch.cat(parts, 1)), target))
+        found.append(gradients(torch.stack(losses).sum() * step.case.loss_scale / step.case.count, model))
+    of_time = step.times(found)
+    if of_time and close(of_time, 1):
+        yield "not reduced over ranks: below the generator each rank keeps the gradient of its own time steps"
+
+
 def _elsewhere(step: Step) -> Iterator[str]:
     """Yield the mistakes of ties, of shards and of shifts."""
+    yield from _of_some(step)
+    if step.case.row.inner == "experts":
+        yield from _of_the_router(step)
+    if step.case.row.inner == "time and classes":
+        yield from _of_own_time(step)
     if step.case.tied:
         model = step.case.model(step.group)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -318,7 +368,7 @@ def _elsewhere(step: Step) -> Iterator[str]:
             if step.times([{"embed.weight": uses[use]}] * len(step.got)):
                 yield f"a missed tie: the shared weight has the gradient of its use in {use.split('.')[0]} alone"
     right = step.right.gradients.get("head.weight")
-    if step.case.layout == "FSDP2" and right is not None:
+    if step.case.row.wrap == "fsdp2" and step.case.inner == 1 and right is not None:
         alone = step.weighted(lambda p, m, k: (p == k) / step.case.count)
         rows = torch.arange(len(right)).chunk(len(alone))
         own = torch.cat([alone[k]["head.weight"][r] for k, r in enumerate(rows)])

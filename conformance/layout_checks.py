@@ -15,8 +15,8 @@ from torch import Tensor
 
 from conformance.adapter import load
 from conformance.finding import Check, Finding
-from conformance.layout_adapter import LAYOUTS, Layout, LayoutAdapter
-from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, SPLIT, Answer, Case, cases
+from conformance.layout_adapter import LAYOUTS, LayoutAdapter
+from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, Answer, Case, GoneError, cases
 from conformance.layout_causes import Step, cause_of
 from conformance.layout_known import KNOWN_LAYOUTS
 from seqpar.distributed.collectives import whole_tensor
@@ -42,7 +42,7 @@ class Fault(NamedTuple):
     """The gradient that is farthest off, or "loss"."""
 
 
-def layout_check(adapter: LayoutAdapter, layout: Layout, name: str, seed: int = 0) -> Finding:
+def layout_check(adapter: LayoutAdapter, layout: str, name: str, seed: int = 0) -> Finding:
     """Return the finding of one case of a layout, over 2 and over 4 ranks; a failure is made smaller."""
     for case in cases(layout, seed)[name]:
         try:
@@ -65,7 +65,7 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
     found = answers(adapter.spec, case)
     size = case.ranks // case.groups
     for group in range(case.groups):
-        right, got = case.right(group), found[group * size : (group + 1) * size]
+        right, got = case.right(group), found[group * size : (group + 1) * size][: case.staying * case.inner]
         errors = {n: [error(a.gradients[n], g) for a in got] for n, g in right.gradients.items()}
         if case.reduction == "sum":
             errors["loss"] = [abs(a.loss / right.loss - 1) for a in got]
@@ -110,7 +110,10 @@ def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str
     torch.manual_seed(rank)
     adapter = _adapter(name)
     work, model = case.work(rank)
-    loss = adapter.function(work)
+    loss = None
+    # Of a rank that goes away in the step nothing is asked
+    with contextlib.suppress(GoneError):
+        loss = adapter.function(work)
     trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     gradients = {n: None if grad is None else whole_tensor(grad) for n, grad in trained.items()}
     return math.nan if loss is None else float(loss), gradients
@@ -125,17 +128,21 @@ def _joined(found: list[tuple[float, dict[str, Tensor | None]]], rank: int, case
     for name, right in case.model().named_parameters():
         if not right.requires_grad:
             continue
-        gradient = own[name]
-        if case.layout == "pipeline":
+        gradient = own.get(name)
+        if case.row.inner == "experts":
+            neighbours = found[rank - rank % case.near :][: case.near]
+            gradient = next((g[name] for _, g in neighbours if name in g), None) if gradient is None else gradient
+        if case.stage_count:
             gradient = next((g[name] for _, g in together if g[name] is not None), None)
-        if case.layout in SPLIT and not case.whole_head and name == ("embed.weight" if case.tied else "head.weight"):
+        is_split = case.row.splits_classes and not case.whole_head and case.row.inner != "DTensor classes"
+        if is_split and name == ("embed.weight" if case.tied else "head.weight"):
             rows = [case.rows_of(place) for place in range(case.inner)]
             parts = [g[name] for _, g in together]
             shapes = [(end - start, right.size(1)) for start, end in rows]
             gradient = torch.cat([torch.zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)])
         complete[name] = torch.zeros_like(right) if gradient is None else gradient.to(right)
-    if case.layout == "pipeline":
-        loss = together[-1][0]
+    if case.stage_count:
+        loss = next((one for one, _ in together if not math.isnan(one)), math.nan)
     return Answer(loss, complete)
 
 
@@ -143,7 +150,7 @@ def _smallest(adapter: LayoutAdapter, case: Case, found: Fault) -> tuple[Case, F
     """Return the smallest case that fails for the same reason: with few tokens, and first with one micro-batch."""
     few = [tuple(min(2 - (place > 0), n) for n in part) for place, part in enumerate(case.tokens)]
     smaller = [replace(case, tokens=tuple(few))]
-    if case.layout != "pipeline":
+    if not case.stage_count:
         smaller.insert(0, replace(case, tokens=tuple(part[:1] for part in few)))
     for one in smaller:
         # An error for so few tokens is another problem
@@ -182,7 +189,7 @@ def _ended(message: str) -> str:
     return f"it hangs: rank {', '.join(said)} waited for the others until the time-out"
 
 
-def _check(layout: Layout, name: str) -> Check:
+def _check(layout: str, name: str) -> Check:
     """Return the check of one case of a layout."""
     needs = {layout, NEEDS.get(name, layout)}
     return Check(f"{layout}: {name}", partial(layout_check, layout=layout, name=name), frozenset(needs))

@@ -6,7 +6,7 @@ import os
 from functools import partial
 
 from conformance.adapter import why_missing, why_no_nemo_rl
-from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter
+from conformance.layout_adapter import EVERY_LAYOUT, ROWS, LayoutAdapter
 from conformance.layout_adapters import loss_parallel_step, seqpar_step, torch_step
 from conformance.layout_peers import (
     Liger,
@@ -19,8 +19,8 @@ from conformance.layout_peers import (
     verl_step,
 )
 
-VOCABULARY = frozenset({"split vocabulary", "data x vocabulary"})
-REPLICATED = frozenset({"data parallel", "FSDP2", "split sequence", "accumulation"})
+VOCABULARY = frozenset(name for name, row in ROWS.items() if row.inner in ("classes", "time and classes"))
+REPLICATED = frozenset(name for name, row in ROWS.items() if row.wrap and not (row.inner or row.is_alone))
 IN_FLOAT32 = "computed in float32"
 
 
@@ -37,8 +37,8 @@ KNOWN_LAYOUTS = {
         LayoutAdapter(
             "torch",
             torch_step,
-            EVERY_LAYOUT - VOCABULARY,
-            "`F.cross_entropy`, summed and divided once, under DDP, FSDP2 and GPipe",
+            EVERY_LAYOUT - VOCABULARY - {"DTensor model"},
+            "`F.cross_entropy`, summed and divided once, under DDP, FSDP2 and GPipe or ZBV",
         ),
         LayoutAdapter(
             "torch-loss-parallel",

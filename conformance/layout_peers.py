@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.layout_adapter import Work
-from conformance.layout_adapters import Both, accumulated, counted, run_micro_batches, wrapped
+from conformance.layout_adapters import Both, accumulated, counted, run_micro_batches, trunk, wrapped
 from seqpar.distributed.collectives import copy_to_group, group_sum, rank_in, world_size
 
 
@@ -155,7 +155,7 @@ class TitanVocabulary(PeerLoss):
 
 def of_vocabulary(loss: type[PeerLoss], work: Work) -> Tensor:
     """Return the mean loss of a step with a loss over a split vocabulary, under DDP where there are data ranks."""
-    return accumulated(work, wrapped(Both(work.model, loss(work)), work))
+    return accumulated(work, wrapped(Both(trunk(work), loss(work)), work))
 
 
 def tied_modules(model: Any) -> list[nn.Module]:

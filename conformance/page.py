@@ -22,7 +22,7 @@ from seqpar.markdown_table import markdown_table
 
 TABLE = re.compile(rf"(<!-- ({'|'.join(PARTS)}): made by page -->\n).*?(\n<!-- end -->)", re.DOTALL)
 """Where a page has the table of a part; what lies between the marks is made."""
-MARKS = {"pass": "✓", "not offered": "-", "not measured": "?"}
+MARKS = {"pass": "✓", "not measured": "?", "not offered": "-"}
 FAILS = "✗"
 SILENT = "**✗ silent**"
 

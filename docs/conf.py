@@ -43,7 +43,7 @@ default_role = "code"
 # Without a network there is nothing to look them up in: other projects' types, and type variables
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|collections|typing|hypothesis|pytest|transformers|trl|accelerate|lightning)\..*"),
-    (r"py:class", r"Tensor|seqpar\..*\.(MicroBatch|Module|Reading|Result|Stepper|ThisProcess)"),
+    (r"py:class", r"Tensor|seqpar\..*\.(MicroBatch|Module|Reading|Result|Sentence|Stepper|ThisProcess)"),
 ]
 
 

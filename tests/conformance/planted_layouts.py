@@ -7,7 +7,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter
-from conformance.layout_adapters import Both, TorchLoss, accumulated, pipelined, torch_step, wrapped
+from conformance.layout_adapters import (
+    Both,
+    SeqparLoss,
+    TorchLoss,
+    accumulated,
+    over_survivors,
+    pipelined,
+    run_micro_batches,
+    torch_step,
+    trunk,
+    wrapped,
+)
 from seqpar.distributed.collectives import (
     copy_to_group,
     group_gather,
@@ -243,6 +254,87 @@ def head_reduced_twice(work):
     return loss
 
 
+def multiplied_by_all_ranks(work):
+    """By those with the same tokens, too."""
+    both = wrapped(Both(work.model, VocabLoss(work)), work)
+    count, ranks = group_sum(sum(counted(work)), work.token_group), world_size(work.token_group)
+    return stepped(work, both, lambda number: ranks * world_size(work.vocab_group) / count)
+
+
+def expert_gradients_of_every_rank(work):
+    """Averaged over the ranks that have the same experts, though those of all ranks are in them."""
+    loss = torch_step(work)
+    for name, parameter in work.model.named_parameters():
+        if ".experts." in name and parameter.requires_grad:
+            parameter.grad *= world_size(work.expert_group)
+    return loss
+
+
+def router(times):
+    """A router's loss that is another one, because the ranks count otherwise than its reduction does."""
+
+    def step(work):
+        experts = work.model.experts
+        right = experts.auxiliary
+
+        def wrong(rows, group):
+            loss = right(rows, group)
+            return loss.detach() + (loss - loss.detach()) * times(work)
+
+        experts.auxiliary = wrong
+        return torch_step(work)
+
+    return step
+
+
+def divided_by_the_row(work):
+    """By the tokens of the ranks that a weight is sharded over, and not of those that replicate it."""
+    near = work.token_mesh.get_group("near")
+    count = group_sum(sum(counted(work)), near).clamp(min=1)
+    return stepped(work, wrapped(both_of(work), work), lambda number: world_size(near) / count)
+
+
+def own_time_steps(work):
+    """Nothing adds up what the time steps of other ranks give the parameters below the generator."""
+    both, count = wrapped(Both(trunk(work), VocabLoss(work)), work), group_sum(sum(counted(work)), work.token_group)
+    return stepped(work, both, lambda number: world_size(work.token_group) / count)
+
+
+def divided_by_the_world(work):
+    return stepped(work, both_of(work), lambda number: 1 / group_sum(sum(counted(work)), torch.distributed.group.WORLD))
+
+
+def lost_tokens_counted(work):
+    count = group_sum(sum(counted(work)), work.token_group)
+    total = run_micro_batches(work, both_of(work))
+    mine = sum(counted(work))
+    right = over_survivors(work, total, mine)
+    survivors = group_sum(mine, work.survivors())
+    for parameter in filter(lambda p: p.grad is not None, work.model.parameters()):
+        parameter.grad *= survivors / count
+    return right
+
+
+class HiddenSummedAgain(nn.Module):
+    """A model of DTensors, whose hidden gradient is taken for that of one rank's classes, and summed over them."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.model = trunk(work)
+        self.group = work.vocab_group
+
+    def forward(self, tokens):
+        return copy_to_group(self.model(tokens), self.group)
+
+
+def summed_by_the_plan_too(work):
+    both = Both(HiddenSummedAgain(work), SeqparLoss(work.model.head, work))
+    count = sum(counted(work))
+    total = both.loss(both.model(work.micro_batches[0][0]), work.micro_batches[0][1]).total
+    (total / count * work.loss_scale).backward()
+    return total.detach() / count
+
+
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues"
 LAYOUT_MISTAKES = {
     "speculators_942": (
@@ -365,6 +457,42 @@ LAYOUT_MISTAKES = {
         "padded classes are counted in the softmax",
         f"{MEGATRON}/1754",
     ),
+    "transformers_45994": (
+        multiplied_by_all_ranks,
+        "data x vocabulary: unequal tokens",
+        "multiplied by the number of ranks once too often",
+        "https://github.com/huggingface/transformers/pull/45994",
+    ),
+    "megatron_7513": (
+        mean_of_ranks_means,
+        "data x sequence: padding on one rank only",
+        "mean of means: each rank divides by its own tokens",
+        f"{MEGATRON}/7513",
+    ),
+    "megatron_5956": (
+        expert_gradients_of_every_rank,
+        "data x expert: unequal tokens",
+        "a gradient is reduced twice: that of layers.0.experts.0.weight, ",
+        f"{MEGATRON}/5956",
+    ),
+    "pytorch_160285": (
+        expert_gradients_of_every_rank,
+        "expert parallel: unequal tokens",
+        "a gradient is reduced twice: that of layers.0.experts.",
+        "https://github.com/pytorch/pytorch/issues/160285",
+    ),
+    "megatron_5047": (
+        router(lambda work: world_size(work.token_group)),
+        "data x expert: unequal tokens",
+        "the router's auxiliary loss is 4 times the right one",
+        f"{MEGATRON}/5047",
+    ),
+    "megatron_1652": (
+        router(lambda work: 1 / world_size(work.expert_group)),
+        "expert parallel: unequal tokens",
+        "the router's auxiliary loss is 1/2 times the right one",
+        f"{MEGATRON}/1652",
+    ),
     "pytorch_190746": (
         vocabulary("identity"),
         "split vocabulary: unequal tokens",
@@ -392,11 +520,43 @@ OTHER_MISTAKES = {
         "data parallel: unequal tokens",
         "4 ranks: ranks 2 and 3 contribute nothing",
     ),
+    "row_of_the_mesh": (
+        divided_by_the_row,
+        "HSDP: unequal tokens",
+        "mean of means: ranks divide by the tokens of their row of the mesh",
+    ),
+    "own_time": (
+        own_time_steps,
+        "sequence x vocabulary: unequal tokens",
+        "not reduced over ranks: below the generator each rank keeps the gradient of its own time steps",
+    ),
+    "world": (divided_by_the_world, "DiLoCo's inner step: unequal tokens", "divided by ranks twice"),
+    "lost": (
+        lost_tokens_counted,
+        "a replica that goes away: unequal tokens",
+        "divided by the tokens of the rank that is lost, too",
+    ),
+    "plan": (
+        summed_by_the_plan_too,
+        "DTensor model: unequal tokens",
+        "a gradient is reduced twice: that of embed.weight, layers.0.weight, layers.0.bias is 2 times the right one",
+    ),
+    "halves": (
+        never_divided_in_the_pipeline,
+        "zero bubble: unequal tokens",
+        "not divided by the tokens",
+    ),
+    "gathered_shards": (vocabulary("gathered"), "FSDP2 x vocabulary: unequal tokens", "off by log(ranks)"),
+    "hidden_alone": (
+        vocabulary("hidden"),
+        "HSDP x vocabulary: unequal tokens",
+        "the hidden gradient is not summed over the vocabulary's ranks",
+    ),
     "uphill": (factor_of(lambda w, n: -1), "FSDP2: unequal tokens", "the wrong sign: all gradients are -1 times"),
     "head_twice": (
         head_reduced_twice,
         "data parallel: unequal tokens",
-        "a gradient is reduced twice: that of head.weight is 2 times the plain one",
+        "a gradient is reduced twice: that of head.weight is 2 times the right one, and no other",
     ),
     "own_softmax": (
         vocabulary("own softmax"),

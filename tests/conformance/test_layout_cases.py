@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conformance import KNOWN_LAYOUTS, layout_checks
-from conformance.layout_adapter import LAYOUTS
+from conformance.layout_adapter import LAYOUTS, ROWS
 from conformance.layout_cases import IGNORED, SHAPE, Answer, Case, cases, gradients
 from conformance.layout_causes import _scale
 from conformance.layout_checks import Fault, _ended, _smallest, fault
@@ -104,49 +104,60 @@ CHANGES = {
     "the whole head passed as a shard": {"whole_head": True, "few_classes": True},
     "mean differentiated": {"reduction": "mean"},
 }
+OF_RANKS = {"a rank without tokens", "padding on one rank only"}
 SPLITS = {"a rank without the targets' classes", "odd vocabulary", "the whole head passed as a shard"}
-ONLY = {
-    "data parallel": {"mean differentiated"},
-    "split vocabulary": SPLITS,
-    "data x vocabulary": SPLITS,
-    "pipeline": {"a micro-batch without tokens"},
+HALF = {"a group that is not the world"}
+TIED = {"tied weights"}
+EVERY = {"unequal tokens", "frozen head", "loss scale", "label smoothing"}
+EXPECTED = {
+    "data parallel": OF_RANKS | TIED | HALF | {"mean differentiated"},
+    "FSDP2": OF_RANKS | TIED | HALF,
+    "HSDP": OF_RANKS | TIED,
+    "split vocabulary": SPLITS | TIED | HALF,
+    "split sequence": OF_RANKS | TIED | HALF,
+    "pipeline": HALF | {"a micro-batch without tokens"},
+    "zero bubble": HALF | {"a micro-batch without tokens"},
+    "data x vocabulary": OF_RANKS | SPLITS | TIED,
+    "data x sequence": OF_RANKS | TIED,
+    "FSDP2 x vocabulary": OF_RANKS | SPLITS | TIED,
+    "FSDP2 x sequence": OF_RANKS | TIED,
+    "HSDP x vocabulary": OF_RANKS | SPLITS | TIED,
+    "sequence x vocabulary": OF_RANKS | SPLITS - {"the whole head passed as a shard"} | HALF,
+    "DTensor model": HALF | {"a rank without the targets' classes"},
+    "expert parallel": OF_RANKS | TIED | HALF,
+    "data x expert": OF_RANKS | TIED,
+    "accumulation": OF_RANKS | TIED | HALF,
+    "a replica that goes away": OF_RANKS | TIED | HALF,
+    "DiLoCo's inner step": TIED,
 }
-"""The cases that few layouts have."""
-WITHOUT = {
-    "pipeline": {"tied weights", "a rank without tokens", "padding on one rank only"},
-    "split vocabulary": {"a rank without tokens", "padding on one rank only"},
-    "data x vocabulary": {"a group that is not the world"},
-}
-"""The cases that few layouts lack."""
-MOST = {"unequal tokens", "a rank without tokens", "padding on one rank only", "frozen head", "loss scale"} | {
-    "label smoothing", "tied weights", "a group that is not the world"
-}  # fmt: skip
+"""The cases of each layout beside those that every layout has."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_each_case_of_a_layout_differs_from_the_first_in_what_its_name_says(layout, seed):
-    drawn = cases(layout, seed)
-    assert drawn.keys() == (MOST | ONLY.get(layout, set())) - WITHOUT.get(layout, set())
-    batches = {"accumulation": 3, "pipeline": 4}.get(layout, 1)
-    for place, first in enumerate(drawn["unequal tokens"]):
+    drawn, row = cases(layout, seed), ROWS[layout]
+    assert drawn.keys() == EVERY | EXPECTED[layout]
+    batches = {"accumulation": 3, "pipeline": 4, "zero bubble": 8}.get(layout, 1)
+    for place, (first, (ranks, data)) in enumerate(zip(drawn["unequal tokens"], row.sizes, strict=True)):
         sizes = [size for part in first.tokens for size in part]
-        data = {"split vocabulary": 1, "pipeline": 1, "data x vocabulary": first.ranks // 2}.get(layout, first.ranks)
-        assert first.ranks == (4 if layout == "data x vocabulary" else (2, 4)[place])
-        assert (len(first.tokens), {len(part) for part in first.tokens}) == (data, {batches})
+        assert (first.ranks, len(first.tokens), {len(part) for part in first.tokens}) == (ranks, data, {batches})
+        assert first.groups == (ranks if layout == "DiLoCo's inner step" else 1)
         assert sizes[0] == 5
         assert sizes[-1] == (2 if len(sizes) > 1 else 5)
         assert all(1 <= size <= 6 for size in sizes)
+        of_this = {name: found[-len(row.sizes) :] for name, found in drawn.items()}
         for name, changes in CHANGES.items():
-            assert name not in drawn or drawn[name][place] == replace(first, **changes)
+            assert name not in drawn or of_this[name][place] == replace(first, **changes)
         if data > 1:
-            assert drawn["a rank without tokens"][place].tokens == (*first.tokens[:-1], (0,) * batches)
-            (*others, last) = drawn["padding on one rank only"][place].tokens
+            # A row whose fewest ranks have the same tokens has these cases over the others alone
+            assert drawn["a rank without tokens"][place - len(row.sizes)].tokens == (*first.tokens[:-1], (0,) * batches)
+            (*others, last) = drawn["padding on one rank only"][place - len(row.sizes)].tokens
             assert (set(others), last) == ({(6,) * batches}, (0,) * (batches - 1) + (1,))
         elif batches > 1:
             ((_, *rest),) = first.tokens
             assert drawn["a micro-batch without tokens"][place].tokens == ((0, *rest),)
-    if layout != "data x vocabulary":
+    if "a group that is not the world" in drawn:
         (half,) = drawn["a group that is not the world"]
         assert half == replace(drawn["unequal tokens"][0], ranks=4, groups=2)
 
