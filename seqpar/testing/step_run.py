@@ -18,7 +18,8 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from seqpar.core.checks import check_integer, is_dtensor
+from seqpar.core.checks import check_integer
+from seqpar.distributed.collectives import whole_tensor
 from seqpar.testing.ranks import Pool, RankError
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"})
@@ -199,11 +200,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU, of all rows where FSDP2 or a plan has divided them; every rank must call it."""
-    whole: Any = tensor.detach()
-    if is_dtensor(whole):
-        whole = whole.full_tensor()
-    copied: Tensor = whole.to("cpu", copy=True)
-    return copied
+    return whole_tensor(tensor.detach()).to("cpu", copy=True)
 
 
 class Run(NamedTuple):
