@@ -7,9 +7,15 @@ them into a `seqpar.TokenLoss`, exact over any split into micro-batches and rank
 
 from seqpar.objectives.denominators import per_constant, per_item, per_sequence, per_token
 from seqpar.objectives.heads import head_targets
-from seqpar.objectives.policy_gradient import clipped_surrogate, group_advantages
+from seqpar.objectives.policy_gradient import (
+    clipped_surrogate,
+    gamma_weights,
+    group_advantages,
+    soft_surrogate,
+    weighted_policy_gradient,
+)
 from seqpar.objectives.preferences import cpo, dpo, kto, orpo, simpo
-from seqpar.objectives.ratios import kl_estimate, sequence_log_ratio, token_log_ratio, truncated_weights
+from seqpar.objectives.ratios import kl_estimate, masked_weights, sequence_log_ratio, token_log_ratio, truncated_weights
 from seqpar.objectives.sequences import (
     padded_segments,
     sequence_lengths,
@@ -24,10 +30,12 @@ __all__ = [
     "cpo",
     "dft",
     "dpo",
+    "gamma_weights",
     "group_advantages",
     "head_targets",
     "kl_estimate",
     "kto",
+    "masked_weights",
     "minimum_risk",
     "orpo",
     "padded_segments",
@@ -40,7 +48,9 @@ __all__ = [
     "sequence_means",
     "sequence_sums",
     "simpo",
+    "soft_surrogate",
     "spread_to_tokens",
     "token_log_ratio",
     "truncated_weights",
+    "weighted_policy_gradient",
 ]

@@ -1,4 +1,4 @@
-"""Objectives over the policy's own samples: PPO, GRPO, DAPO, Dr. GRPO, GSPO.
+"""Objectives over the policy's own samples: PPO, GRPO, DAPO, Dr. GRPO, GSPO, LUSPO, SAPO, CISPO, VESPO.
 
 Each method combines unreduced parts and a denominator:
 
@@ -7,7 +7,11 @@ Each method combines unreduced parts and a denominator:
     | DAPO     | token_log_ratio        | group_advantages, eps_high > eps_low    | per_token        |
     | Dr. GRPO | token_log_ratio        | group_advantages(divide_by_std=False)   | per_constant     |
     | GSPO     | sequence_log_ratio     | group_advantages, one per sequence      | per_item         |
+    | LUSPO    | sequence_log_ratio     | as in GSPO; losses x sequence_lengths   | per_item         |
     | PPO      | token_log_ratio        | the caller's, one per token             | per_token        |
+
+SAPO replaces the clipping (`soft_surrogate`). CISPO and VESPO are policy gradients with a constant weight
+(`weighted_policy_gradient`): `truncated_weights` of the tokens, `gamma_weights` of the sequences.
 
 A divergence from a reference (`kl_estimate`) or a bonus for entropy is added to the token losses, before the
 denominator: `losses + beta * kl_estimate(...) - coefficient * scores.entropy`.
@@ -21,6 +25,9 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import check_groups, check_number, checked_scores
+
+LARGEST = 80.0
+"""A log-ratio whose exponential float32 can hold."""
 
 
 def clipped_surrogate(
@@ -67,6 +74,112 @@ def clipped_surrogate(
     if_positive = log_ratio.clamp(max=math.log1p(eps_high))
     if_negative = log_ratio.clamp(min=math.log1p(-eps_low), max=largest)
     return -torch.where(advantages < 0, if_negative, if_positive).exp() * advantages
+
+
+def soft_surrogate(
+    log_ratio: Tensor, advantages: Tensor, *, temperature: float = 1.0, negative_temperature: float = 1.05
+) -> Tensor:
+    """Return the negative of SAPO's surrogate, unreduced: a sigmoid where PPO clips.
+
+        loss = -f(r) A,   f(r) = sigmoid(tau (r - 1)) 4 / tau,   r = exp(log_ratio)
+
+    Gao et al. 2025 (Soft Adaptive Policy Optimization, arXiv 2511.20347). tau is `temperature` where A is positive, and
+    `negative_temperature` elsewhere. At r = 1 its gradient is that of the policy gradient. Divide `per_sequence`.
+
+    Args:
+        log_ratio, advantages: as in `clipped_surrogate`.
+        temperature, negative_temperature: above 0; the larger, the sooner a ratio far from 1 has no gradient.
+
+    Returns:
+        (the shape of log_ratio), float32 or wider.
+
+    Raises:
+        TypeError: arguments that are not floating. ValueError: different shapes or devices, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import soft_surrogate
+        >>> soft_surrogate(torch.tensor([0.0, 0.5, -0.5]), torch.ones(3))
+        tensor([-2.0000, -2.6269, -1.6115])
+    """
+    log_ratio, advantages = checked_scores(log_ratio=log_ratio, advantages=advantages)
+    check_number(temperature, "temperature", above=0)
+    check_number(negative_temperature, "negative_temperature", above=0)
+    advantages = advantages.detach()
+    tau = _by_sign(advantages > 0, temperature, negative_temperature, advantages)
+    # The sigmoid is 1 long before its argument is infinite, where 0 times infinity would be its gradient
+    ratio = log_ratio.clamp(max=LARGEST).exp()
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+
+
+def weighted_policy_gradient(log_prob: Tensor, weights: Tensor, advantages: Tensor) -> Tensor:
+    """Return the losses of a policy gradient whose weights are constants, unreduced.
+
+        loss = -w A log pi
+
+    CISPO (MiniMax 2025, arXiv 2506.13585, eq. 4) has w = min(r, C), `truncated_weights` of the tokens' log-ratios:
+    tokens whose ratio is large keep a gradient, where PPO's clipping takes it. VESPO has `gamma_weights` of sequences.
+    Divide `per_token`.
+
+    Args:
+        log_prob: per token; only it is differentiated.
+        weights, advantages: of the same shape; constants. `spread_to_tokens` brings one per sequence to its tokens.
+
+    Raises:
+        TypeError: arguments that are not floating. ValueError: different shapes or devices.
+
+    Example:
+        >>> from seqpar.objectives import truncated_weights, weighted_policy_gradient
+        >>> log_prob, log_ratio = torch.tensor([-1.0, -2.0]), torch.tensor([0.0, 3.0])
+        >>> weighted_policy_gradient(log_prob, truncated_weights(log_ratio, max_weight=5.0), torch.ones(2))
+        tensor([ 1., 10.])
+    """
+    log_prob, weights, advantages = checked_scores(log_prob=log_prob, weights=weights, advantages=advantages)
+    return -(weights * advantages).detach() * log_prob
+
+
+def gamma_weights(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    power: float = 2.0,
+    decay: float = 3.0,
+    negative_power: float = 3.0,
+    negative_decay: float = 2.0,
+) -> Tensor:
+    """Return VESPO's weights of sequences, detached.
+
+        phi(w) = w^k exp(lambda (1 - w)),   w = exp(log_ratio)
+
+    arXiv 2602.10693. phi(1) is 1, and both a likely and an unlikely sequence count less. k is `power` and lambda
+    `decay` where A is at least 0, `negative_power` and `negative_decay` elsewhere.
+
+    Args:
+        log_ratio: (S,), one per sequence: the sum over its tokens, `sequence_sums(token_log_ratio(...), ...)`, to the
+            policy that sampled.
+        advantages: (S,).
+        power, decay, negative_power, negative_decay: above 0.
+
+    Raises:
+        TypeError: arguments that are not floating. ValueError: different shapes or devices, numbers out of range.
+
+    Example:
+        >>> from seqpar.objectives import gamma_weights
+        >>> gamma_weights(torch.tensor([0.0, 1.0, -1.0]), torch.ones(3))
+        tensor([1.0000, 0.0426, 0.9016])
+    """
+    log_ratio, advantages = checked_scores(log_ratio=log_ratio, advantages=advantages)
+    given = {"power": power, "decay": decay, "negative_power": negative_power, "negative_decay": negative_decay}
+    for name, number in given.items():
+        check_number(number, name, above=0)
+    log_w = log_ratio.detach().clamp(max=LARGEST)
+    k = _by_sign(advantages >= 0, power, negative_power, log_w)
+    rate = _by_sign(advantages >= 0, decay, negative_decay, log_w)
+    return (k * log_w + rate * (1 - log_w.exp())).exp()
+
+
+def _by_sign(is_there: Tensor, number: float, other: float, like: Tensor) -> Tensor:
+    """Return one number or the other; `torch.where` of two Python numbers would round them to the default dtype."""
+    return torch.where(is_there, like.new_full((), number), like.new_full((), other))
 
 
 def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = True, eps: float = 1e-4) -> Tensor:

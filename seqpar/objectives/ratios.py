@@ -103,6 +103,33 @@ def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
     return log_ratio.detach().clamp(max=math.log(max_weight)).exp()
 
 
+def masked_weights(log_ratio: Tensor, *, min_weight: float, max_weight: float) -> Tensor:
+    """Return IcePop's importance weights, detached: those outside a range are 0, and their tokens have no part.
+
+        w = k if min_weight <= k <= max_weight, else 0,    k = pi_trainer(y) / pi_sampler(y)
+
+    Ling Team 2025 (Every Step Evolves, arXiv 2510.18855). Use them as `truncated_weights`, which keep such tokens.
+
+    Args:
+        log_ratio: per token or per sequence.
+        min_weight, max_weight: the range, both included; above 0.
+
+    Raises:
+        TypeError: a log-ratio that is not floating. ValueError: a range that is empty, or not above 0.
+
+    Example:
+        >>> from seqpar.objectives import masked_weights
+        >>> masked_weights(torch.tensor([0.0, 0.5, 3.0, -3.0]), min_weight=0.5, max_weight=2.0)
+        tensor([1.0000, 1.6487, 0.0000, 0.0000])
+    """
+    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    check_number(min_weight, "min_weight", above=0)
+    check_number(max_weight, "max_weight", at_least=min_weight)
+    log_ratio = log_ratio.detach()
+    kept = (log_ratio >= math.log(min_weight)) & (log_ratio <= math.log(max_weight))
+    return torch.where(kept, log_ratio, -math.inf).exp()
+
+
 def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     """Return an unbiased estimate of KL(policy || reference) per token, from the policy's own samples.
 

@@ -16,21 +16,26 @@ from seqpar.objectives import (
     clipped_surrogate,
     cpo,
     dpo,
+    gamma_weights,
     kl_estimate,
     kto,
+    masked_weights,
     orpo,
     padded_segments,
     per_constant,
     per_item,
     per_sequence,
     per_token,
+    sequence_lengths,
     sequence_log_ratio,
     sequence_means,
     sequence_sums,
     simpo,
+    soft_surrogate,
     spread_to_tokens,
     token_log_ratio,
     truncated_weights,
+    weighted_policy_gradient,
 )
 from seqpar.testing import assert_same_results
 from tests.seqpar.objectives.batches import graded, numbers
@@ -276,3 +281,44 @@ def test_gspo_is_trls():
     inputs = {"old_per_token_logps": old, "advantages": advantages}
     settings = {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0}
     assert_same(per_item(losses).mean, trl_grpo(log_prob, inputs, **settings), log_prob)
+
+
+# TRL keeps its two temperatures in float32, which holds these
+NEWER = {
+    "sapo_temperature_pos": 0.75, "sapo_temperature_neg": 1.25, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "delta": None, "use_bias_correction_kl": False,
+    "steps_per_generation": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "cispo", "vespo", "luspo"])
+def test_the_objectives_of_2026_are_trls(loss_type):
+    log_prob, old, advantages = scores(1), scores(2).detach(), numbers(4, B).detach()
+    ratio, spread = token_log_ratio(log_prob, old, MASK), spread_to_tokens(advantages, IDS)
+    phi = gamma_weights(sequence_sums(ratio, IDS, B), advantages)
+    of_sequences = clipped_surrogate(sequence_log_ratio(log_prob, old, IDS, B), advantages, eps_low=0.2, eps_high=0.28)
+    ours = {
+        "sapo": lambda: per_sequence(
+            soft_surrogate(ratio, spread, temperature=0.75, negative_temperature=1.25), IDS, B
+        ),
+        "cispo": lambda: per_token(
+            weighted_policy_gradient(log_prob, truncated_weights(ratio, max_weight=1.3), spread), MASK
+        ),
+        "vespo": lambda: per_token(weighted_policy_gradient(log_prob, spread_to_tokens(phi, IDS), spread), MASK),
+        "luspo": lambda: per_item(of_sequences * sequence_lengths(IDS, B)),
+    }[loss_type]()
+    settings = {"args": SimpleNamespace(**NEWER), "beta": 0.0, "loss_type": loss_type}
+    settings["importance_sampling_level"] = "sequence" if loss_type == "luspo" else "token"
+    settings |= {"epsilon_high": 1.3} if loss_type == "cispo" else {}
+    settings |= {"get_gamma_weights": GRPOTrainer.get_gamma_weights}
+    inputs = {"old_per_token_logps": old, "advantages": advantages}
+    assert_same(ours.mean, trl_grpo(log_prob, inputs, **settings), log_prob)
+
+
+def test_icepops_mask_is_the_papers():
+    log_ratio = numbers(3, 40)
+    kept = [k if 0.5 <= k <= 2.0 else 0.0 for k in log_ratio.detach().exp().tolist()]
+    weights = masked_weights(log_ratio, min_weight=0.5, max_weight=2.0)
+    assert 0 < kept.count(0.0) < 40
+    assert not weights.requires_grad
+    torch.testing.assert_close(weights, torch.tensor(kept, dtype=torch.float64), rtol=1e-12, atol=0)

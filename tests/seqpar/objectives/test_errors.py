@@ -100,6 +100,23 @@ CASES = {
         ValueError,
         "max_ratio is 1.1; it must be a finite number above 1.2",
     ),
+    "soft temperature": (lambda o: o.soft_surrogate(TWO, TWO, temperature=0.0), ValueError, "temperature is 0.0"),
+    "soft negative": (
+        lambda o: o.soft_surrogate(TWO, TWO, negative_temperature=0.0),
+        ValueError,
+        "negative_temperature is 0.0",
+    ),
+    "weighted shapes": (
+        lambda o: o.weighted_policy_gradient(PAIR, TWO, PAIR),
+        ValueError,
+        r"weights has shape \(2,\) and log_prob \(2, 3\)",
+    ),
+    "gamma decay": (lambda o: o.gamma_weights(TWO, TWO, negative_decay=0.0), ValueError, "negative_decay is 0.0"),
+    "an empty range": (
+        lambda o: o.masked_weights(TWO, min_weight=2.0, max_weight=1.0),
+        ValueError,
+        "max_weight is 1.0; it must be a finite number at least 2",
+    ),
     "estimator": (lambda o: o.kl_estimate(TWO, "k2"), ValueError, "estimator is 'k2'; it must be 'k1' or 'k3'"),
     "largest weight": (
         lambda o: o.truncated_weights(TWO, max_weight=0.0),

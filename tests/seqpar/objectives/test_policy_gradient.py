@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import seqpar
 from seqpar.objectives import (
     clipped_surrogate,
+    gamma_weights,
     group_advantages,
     kl_estimate,
     padded_segments,
@@ -18,9 +19,11 @@ from seqpar.objectives import (
     per_sequence,
     per_token,
     sequence_log_ratio,
+    soft_surrogate,
     spread_to_tokens,
     token_log_ratio,
     truncated_weights,
+    weighted_policy_gradient,
 )
 from tests.seqpar.objectives.batches import assert_same_losses, batches, numbers
 
@@ -49,6 +52,45 @@ def test_the_clipped_surrogate_is_the_papers(n, seed, low, high):
         lambda: [-naive_surrogate(torch.exp(r), a.item(), low, high) for r, a in zip(ratio, advantages, strict=True)],
         {"ratio": ratio, "advantages": advantages},  # advantages are constants
     )
+
+
+@given(st.integers(0, 6), seeds, st.floats(0.1, 4.0), st.floats(0.1, 4.0))
+def test_the_soft_surrogate_is_sapos(n, seed, positive, negative):
+    ratio, advantages = numbers(seed, n), numbers(seed + 1, n)
+
+    def naive():
+        for r, a in zip(ratio, advantages.tolist(), strict=True):
+            tau = positive if a > 0 else negative
+            yield -4 / tau / (1 + torch.exp(-tau * (torch.exp(r) - 1))) * a
+
+    options = {"temperature": positive, "negative_temperature": negative}
+    assert_same_losses(lambda: soft_surrogate(ratio, advantages, **options), lambda: list(naive()), {"ratio": ratio})
+
+
+@given(st.integers(0, 6), seeds, *[st.floats(0.1, 4.0)] * 4)
+def test_the_gamma_weights_and_the_policy_gradient_with_them_are_vespos(n, seed, k, decay, low_k, low_decay):
+    ratio, advantages, log_prob = (numbers(seed + i, n) for i in range(3))
+
+    def naive():
+        for r, a, p in zip(ratio.tolist(), advantages.tolist(), log_prob, strict=True):
+            w, power, rate = math.exp(r), *((k, decay) if a >= 0 else (low_k, low_decay))
+            yield -(w**power) * math.exp(rate * (1 - w)) * a * p
+
+    def ours():
+        phi = gamma_weights(ratio, advantages, power=k, decay=decay, negative_power=low_k, negative_decay=low_decay)
+        return weighted_policy_gradient(log_prob, phi, advantages)
+
+    assert_same_losses(ours, lambda: list(naive()), {"log_prob": log_prob})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ratios_beyond_any_number_have_finite_soft_losses_and_weights(dtype):
+    log_ratio = torch.tensor([-math.inf, -500.0, 500.0, math.inf], dtype=dtype, requires_grad=True)
+    for sign in (1, -1):
+        advantages = sign * torch.ones(4, dtype=dtype)
+        (gradient,) = torch.autograd.grad(soft_surrogate(log_ratio, advantages).sum(), log_ratio)
+        assert float(gradient.abs().max()) < 1e-200
+        assert gamma_weights(log_ratio, advantages).tolist() == [0.0] * 4
 
 
 @given(st.integers(0, 6), seeds, lows, st.floats(0, 0.5), st.floats(1.6, 4.0))
