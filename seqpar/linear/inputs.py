@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import NoneType
 from typing import NamedTuple
 
@@ -249,7 +250,19 @@ def checked(
 
 
 def _check_settings(settings: Settings) -> None:
-    """Raise unless all numbers are in their ranges."""
+    """Raise unless all numbers are in their ranges; those that were are not looked at again."""
+    try:
+        _numbers_are_right(*settings)
+    except TypeError:
+        # A list has no hash, and is refused here as what it is
+        _numbers_are_right.__wrapped__(*settings)
+
+
+# With types, because True == 1
+@lru_cache(typed=True)
+def _numbers_are_right(*numbers: object) -> None:
+    """Raise unless all settings, in their order, are in their ranges."""
+    settings = Settings(*numbers)  # type: ignore[arg-type]
     check_integer(settings.ignore_index, "ignore_index")
     check_size(settings.chunk_tokens, "chunk_tokens")
     check_smoothing(settings.label_smoothing, settings.smoothing_convention)
@@ -269,7 +282,7 @@ def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Chec
             f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
         )
     weight_V = _local_class_weight(inputs.class_weight, rows, shard)
-    q = soft_target(
+    q = _soft_target(
         float(settings.label_smoothing), settings.smoothing_convention, settings.ignore_index, shard.vocab_size
     )
     # In the target's own dtype -100 may be another number, such as 156 in uint8
@@ -284,6 +297,10 @@ def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Chec
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
     return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V, count)
+
+
+_soft_target = lru_cache(typed=True)(soft_target)
+"""The target distribution, computed once for each settings and vocabulary."""
 
 
 def count_late(target: Tensor, vocab_size: int, ignore_index: int) -> LateNumber | None:
