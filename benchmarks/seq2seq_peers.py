@@ -28,6 +28,7 @@ from recipes.translation.processes.ranks import ALONE
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.training.layout import Layout, axes_of
+from recipes.translation.training.progress import read_step
 from seqpar.multi_device.devices import check_devices
 
 SMOOTHING = 0.1
@@ -87,18 +88,13 @@ class Trained:
     optimizer: torch.optim.Optimizer
 
     def loss_mean(self, batch: Batch) -> float:
-        """Return the mean loss in the model's present mode, and leave gradients."""
+        """Return the mean loss in the model's present mode, and leave clipped gradients."""
         raise NotImplementedError
-
-    def clip(self) -> None:
-        """Clip the gradients."""
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
 
     def step(self, batch: Batch) -> float:
         """Take a whole training step."""
         self.model.train()
         mean = self.loss_mean(batch)
-        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return mean
@@ -120,13 +116,9 @@ class Ours(Trained):
         self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
 
     def loss_mean(self, batch: Batch) -> float:
-        """Return the mean loss, exactly divided."""
+        """Return the mean loss, exactly divided, read as the recipe reads it."""
         loss = seqpar.accumulate_gradients([batch], self.layout.loss_of, self.layout.tokens_of)
-        return float(loss.mean)
-
-    def clip(self) -> None:
-        """Clip as the recipe does."""
-        self.layout.clip(CLIP)
+        return read_step(loss, self.layout.clip(CLIP)).loss
 
 
 class PlainLoss(Ours):
@@ -174,6 +166,7 @@ class Peer(Trained):
             target = batch.tgt_out.flatten()
             loss = F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=SMOOTHING)
         loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         return loss.item()
 
 

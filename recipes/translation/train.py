@@ -57,7 +57,7 @@ from recipes.translation.training.log_file import LOG, logged, note_in
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
 from recipes.translation.training.parts import Axes, OpenedModel, local_of, opened
-from recipes.translation.training.progress import Progress
+from recipes.translation.training.progress import Progress, StepNumbers, read_step
 from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
@@ -166,14 +166,14 @@ def train_on(
             model.train()
             place = {"the step": state.step, "the position in the data": (state.epoch, state.batch)}
             loss = layout.accumulate(micro_batches, place)
-            norm = layout.clip(settings.clip)
+            done = read_step(loss, layout.clip(settings.clip))
             state.step += 1
-            check_finite(state.step, float(loss.mean), norm, saver)
+            check_finite(state.step, done, saver)
             rate = learning_rate(settings, state.step, sizes.d_model, state.reductions)
             update(optimizer, rate)
             average.update(state.step)
-            state.tokens += int(loss.tokens)
-            journal.step_done(state, loss, rate, norm)
+            state.tokens += done.tokens
+            journal.step_done(state, done, rate)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 training.validate_and_save()
             training.save_if_due()
@@ -361,12 +361,12 @@ class Training:
         return moments
 
 
-def check_finite(step: int, loss: float, norm: float, saver: Saver) -> None:
+def check_finite(step: int, done: StepNumbers, saver: Saver) -> None:
     """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
-    if not math.isfinite(loss):
-        raise spoiled(step, f"the loss is {loss}", saver)
-    if not math.isfinite(norm):
-        raise spoiled(step, f"the loss is {loss:.3f} but its gradient is {norm}", saver)
+    if not math.isfinite(done.loss):
+        raise spoiled(step, f"the loss is {done.loss}", saver)
+    if not math.isfinite(done.norm):
+        raise spoiled(step, f"the loss is {done.loss:.3f} but its gradient is {done.norm}", saver)
 
 
 def spoiled(step: int, what: str, saver: Saver) -> TrainingError:

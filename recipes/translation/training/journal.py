@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-import seqpar
 from recipes.translation.files.writing import replace_file
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
@@ -19,7 +18,7 @@ from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import hardware, peak_memory, software
-from recipes.translation.training.progress import Metrics, Progress
+from recipes.translation.training.progress import Metrics, Progress, StepNumbers
 from recipes.translation.training.trackers import Tracker
 from recipes.translation.training.validation import Validation
 from seqpar.distributed.collectives import gather_objects
@@ -88,12 +87,11 @@ class Journal:
             self._draw()
         self.files.close()
 
-    def step_done(self, state: TrainingState, loss: seqpar.TokenLoss, rate: float, norm: float) -> None:
-        """Note a step, which `state` counts already, its learning rate and its gradient norm."""
-        mean = float(loss.mean)
-        tokens = int(loss.tokens)
-        seconds = self.progress.step_done(state, loss=mean, tokens=tokens)
-        self.metrics.write(step=state.step, loss=mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
+    def step_done(self, state: TrainingState, done: StepNumbers, rate: float) -> None:
+        """Note a step, which `state` counts already, and its learning rate."""
+        loss, tokens, norm = done
+        seconds = self.progress.step_done(state, loss=loss, tokens=tokens)
+        self.metrics.write(step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens=tokens)
         self.machine.write(step=state.step, seconds=round(seconds, 6))
         self.drawn = False
 

@@ -344,8 +344,8 @@ class Layout:
         """Return the number of target tokens of a batch that this rank computes."""
         return (seqpar.split_time(batch.tgt_out, self.groups.sequence) != PAD).sum()
 
-    def clip(self, largest: float) -> float:
-        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before."""
+    def clip(self, largest: float) -> Tensor:
+        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before, unread."""
         named = list(self.model.named_parameters())
         split = [p.grad for name, p in named if p.grad is not None and self._is_cut(name)]
         whole = [p.grad for name, p in named if p.grad is not None and not self._is_cut(name)]
@@ -355,7 +355,7 @@ class Layout:
         norm = (group_sum(split_square.to(self.device), self.groups.vocab) + whole_square).sqrt()
         if largest:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in named], largest, norm)
-        return float(norm)
+        return norm
 
     def _is_cut(self, name: str) -> bool:
         return self.axes.vocab > 1 and cut_of(name) is not None

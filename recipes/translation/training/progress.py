@@ -11,8 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, NamedTuple, Self
 
+import torch
+from torch import Tensor
+
+import seqpar
 from recipes.translation.files.writing import add_to, adding_to, check_regular, replace_file, writing_to
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
@@ -21,6 +25,26 @@ from recipes.translation.run_folder.step_records import record_of
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
     from recipes.translation.training.validation import Validation
+
+
+class StepNumbers(NamedTuple):
+    """What is noted of a step."""
+
+    loss: float
+    """The mean over its tokens."""
+    tokens: int
+    norm: float
+    """Of the gradient, before it was clipped."""
+
+
+def read_step(loss: seqpar.TokenLoss, norm: Tensor) -> StepNumbers:
+    """Return the numbers of a step, which the device is asked for once: each question waits until it has done all."""
+    # As on the host: float64 holds each of them exactly, but for a device that has none
+    exact = torch.float32 if norm.device.type == "mps" else torch.float64
+    numbers = [t.detach().to(norm.device, exact).reshape(()) for t in (loss.mean, loss.tokens, norm)]
+    mean, tokens, gradient = torch.stack(numbers).tolist()
+    return StepNumbers(mean, int(tokens), gradient)
+
 
 SLOW_STEPS = 10
 """The first steps of a run, which take longer than the others."""

@@ -32,6 +32,7 @@ from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.training import TrainingConfig, save_interval
 from recipes.translation.train import train
+from recipes.translation.training.progress import StepNumbers
 from tests.recipes.random_translator import fingerprint, random_translator
 from tests.recipes.run_folder.made import MADE, contents
 from tests.recipes.saved import saved_file
@@ -168,10 +169,10 @@ def test_an_error_of_a_save_ends_the_training_at_the_next_step(tmp_path: Path, m
     steps = []
     check = training.check_finite
 
-    def waiting(step: int, loss: float, norm: float, saver: Saver) -> None:
+    def waiting(step: int, done: StepNumbers, saver: Saver) -> None:
         steps.append(step)
         saver.last()  # until the thread has ended
-        check(step, loss, norm, saver)
+        check(step, done, saver)
 
     monkeypatch.setattr(training, "check_finite", waiting)
     with pytest.raises(CheckpointError, match="the disk is full"):

@@ -38,7 +38,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     run, rate = tmp_path / "run", training.learning_rate
     train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
     monkeypatch.setattr(
-        training, "learning_rate", lambda settings, step, width: math.inf if step == 3 else rate(settings, step, width)
+        training, "learning_rate", lambda settings, step, *more: math.inf if step == 3 else rate(settings, step, *more)
     )
     if every > 1:
         monkeypatch.setattr(training, "check_finite", lambda *_: signal.raise_signal(signal.SIGTERM))
