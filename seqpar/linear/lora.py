@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.core.checks import check_floating, check_like, check_number, check_shapes
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.invariant_scores import INVARIANT_ROWS, INVARIANT_WIDTH
 from seqpar.linear.token_scores import TokenScores, token_scores
 
 
@@ -30,7 +32,11 @@ def lora_scores(
     softcap: float | None = None,
     entropy: bool = False,
     top_k: int | None = None,
+    ids: Tensor | None = None,
+    rank: bool = False,
     product_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    vocab: VocabShard | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenScores:
     """Return the scores of every token under a projection and its low-rank adapter, a chunk's logits at a time.
@@ -48,8 +54,9 @@ def lora_scores(
             product with A is computed in A's dtype, and then rounded to that of `hidden`, as B is to `base_weight`'s.
         scaling: the adapter's factor; `lora_alpha / r` in PEFT.
         adapter_hidden: what A multiplies, if it is not `hidden`: `dropout(hidden)`, of hidden's shape.
-        target, bias, ignore_index, temperature, softcap, entropy, top_k, product_dtype, chunk_tokens: as
-            `token_scores`.
+        vocab: with a split vocabulary, this rank has its own rows of base_weight, lora_B and bias, and all of lora_A.
+        target, bias, ignore_index, temperature, softcap, entropy, top_k, ids, rank, product_dtype, batch_invariant,
+            chunk_tokens: as `token_scores`.
 
     Returns:
         `TokenScores`, with gradients for hidden, adapter_hidden, lora_A, lora_B and the bias.
@@ -67,7 +74,7 @@ def lora_scores(
     fits = fits and (*lora_B.shape, lora_A.size(1)) == (len(base_weight), len(lora_A), base_weight.size(1))
     check_shapes(fits, "(R, D), (V, R) and (V, D), the layouts of PEFT's lora_A.weight and lora_B.weight", **adapter)
     check_like(adapter_hidden, "adapter_hidden", hidden=hidden)
-    low_rank = adapter_rows(adapter_hidden, lora_A, scaling).to(hidden.dtype)
+    low_rank = _low_rank(adapter_hidden, lora_A, scaling, batch_invariant is True).to(hidden.dtype)
     return token_scores(
         torch.cat([hidden, low_rank], -1),
         torch.cat([base_weight, lora_B.to(base_weight.dtype)], -1),
@@ -78,9 +85,25 @@ def lora_scores(
         softcap=softcap,
         entropy=entropy,
         top_k=top_k,
+        ids=ids,
+        rank=rank,
         product_dtype=product_dtype,
+        batch_invariant=batch_invariant,
+        vocab=vocab,
         chunk_tokens=chunk_tokens,
     )
+
+
+def _low_rank(adapter_hidden: Tensor, lora_A: Tensor, scaling: float, batch_invariant: bool) -> Tensor:
+    """Return `adapter_rows`; if batch-invariant, by products of one shape, filled up with zeros."""
+    if not batch_invariant:
+        return adapter_rows(adapter_hidden, lora_A, scaling)
+    rows_ND = adapter_hidden.flatten(0, -2)
+    rows, width, rank = len(rows_ND), lora_A.size(1), len(lora_A)
+    rows_ND = F.pad(rows_ND, (0, -width % INVARIANT_WIDTH, 0, -rows % INVARIANT_ROWS))
+    lora_A = F.pad(lora_A, (0, -width % INVARIANT_WIDTH, 0, -rank % INVARIANT_WIDTH))
+    found_NR = torch.cat([adapter_rows(block, lora_A, scaling) for block in rows_ND.split(INVARIANT_ROWS)])
+    return found_NR[:rows, :rank].reshape(*adapter_hidden.shape[:-1], rank)
 
 
 def adapter_rows(adapter_hidden: Tensor, lora_A: Tensor, scaling: float) -> Tensor:

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import seqpar
 from seqpar.linear.lora import lora_scores
 from seqpar.testing import assert_same_gradients
+from seqpar.testing.ranks import ranks
 
 IGNORED = -100
 
@@ -84,6 +87,73 @@ def test_every_score_and_the_most_likely_token_are_those_of_the_merged_weight(ca
     kept = target != IGNORED
     torch.testing.assert_close(scores.entropy[kept], entropy[kept], rtol=1e-12, atol=1e-12)
     assert scores.top_ids.shape == (*target.shape, 1)
+
+
+@given(cases(), st.booleans())
+def test_given_classes_and_ranks_are_those_of_the_merged_weight(case, invariant):
+    tensors, target, scaling, options, up = case
+    ids = torch.stack([target.where(target != IGNORED, 0), torch.zeros_like(target)], -1)
+    asked = {"ids": ids, "rank": True, "top_k": 1, "batch_invariant": invariant}
+    named = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+    def of(scores):
+        return (up[0].unsqueeze(-1) * scores.log_probs_at).sum()
+
+    def merged():
+        dropped = tensors.get("adapter_hidden", tensors["hidden"])
+        wide = torch.cat([tensors["hidden"], F.linear(dropped, tensors["lora_A"]) * scaling], -1)
+        weight = torch.cat([tensors["base_weight"], tensors["lora_B"]], -1)
+        return seqpar.token_scores(wide, weight, target, bias=tensors.get("bias"), **options, **asked)
+
+    assert_same_gradients(
+        lambda: of(lora_scores(**tensors, scaling=scaling, target=target, **options, **asked)),
+        lambda: of(merged()),
+        named,
+    )
+    found = lora_scores(**tensors, scaling=scaling, target=target, **options, **asked)
+    assert torch.equal(found.rank, merged().rank)
+
+
+@given(st.integers(1, 150), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**16))
+def test_a_batch_invariant_score_of_an_adapter_has_the_same_bits_in_any_batch(tokens, width, rank, seed):
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=random)
+    given_ = [torch.randn(shape, generator=random) for shape in ((50, width), (rank, width), (50, rank))]
+    target = torch.randint(50, (tokens,), generator=random)
+    whole = lora_scores(hidden, *given_, 2.0, target, batch_invariant=True).log_prob
+    rows = torch.randperm(tokens, generator=random)[: int(torch.randint(1, tokens + 1, (), generator=random))]
+    part = lora_scores(hidden[rows], *given_, 2.0, target[rows], batch_invariant=True).log_prob
+    assert torch.equal(part, whole[rows])
+
+
+def of_a_rank(rank, world, tensors, target):
+    """The scores and gradients of one rank's rows of the weight and of B."""
+    cut = len(tensors["base_weight"]) // 3
+    rows = slice(0, cut) if rank == 0 else slice(cut, None)
+    own = {n: (t[rows] if n in ("base_weight", "lora_B") else t).clone().requires_grad_() for n, t in tensors.items()}
+    vocab = seqpar.VocabShard.of(len(own["base_weight"]), dist.group.WORLD)
+    scores = lora_scores(**own, scaling=2.0, target=target, vocab=vocab)
+    scores.log_prob.sum().backward()
+    return scores.log_prob.detach(), {name: tensor.grad for name, tensor in own.items()}
+
+
+def test_with_a_split_vocabulary_scores_and_gradients_are_those_of_one_process():
+    g = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (6, 4), "base_weight": (9, 4), "lora_A": (2, 4), "lora_B": (9, 2)}
+    tensors = {name: torch.randn(shape, dtype=torch.float64, generator=g) for name, shape in shapes.items()}
+    target = torch.tensor([0, 8, 3, IGNORED, 2, 7])
+    (first, own), (second, others) = ranks(2, of_a_rank, tensors, target)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    whole = lora_scores(**leaves, scaling=2.0, target=target)
+    whole.log_prob.sum().backward()
+    for found in (first, second):
+        torch.testing.assert_close(found, whole.log_prob.detach(), rtol=1e-12, atol=1e-12)
+    for name, leaf in leaves.items():
+        both = (
+            [torch.cat([own[name], others[name]])] if name in ("base_weight", "lora_B") else [own[name], others[name]]
+        )
+        for found in both:
+            torch.testing.assert_close(found, leaf.grad, rtol=1e-12, atol=1e-12)
 
 
 def small(dtype=torch.float32):
