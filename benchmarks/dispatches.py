@@ -2,12 +2,17 @@
 
     python -m benchmarks.dispatches             # bfloat16, smoothing 0.1, a bias, no padding
     python -m benchmarks.dispatches --list      # each operator of two chunks and their call
+    python -m benchmarks.dispatches --training  # a whole training step of the recipe's smallest model
 
 The call runs on the emulated accelerator of the tests with CUDA's branches: Triton's launches are only written down, as
 are products that widen, which the CPU does not have. Counted is every operator that reaches torch's dispatcher (views
 and allocations too) and every launch, from the call to the gradients of hidden, weight and bias. Not counted is torch's
 own: the mean that the caller differentiates, and the detaching of each `.grad`. The difference between 2 and 4 chunks
 is what a chunk takes, the rest is the call's.
+
+A training step is that of docs/results/gpu.md at d128: batch, forward, loss, backward, clipping and Adam. Attention is
+one launch forward and one backward, as PyTorch's fused kernels are counted by the dispatcher; Adam is one for each of
+its two groups.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import seqpar
@@ -31,7 +36,10 @@ from tests.emulated import NAME, register
 
 CHUNK_ROWS = 64
 WIDTH, VOCAB = 32, 1008
-VIEWS = ("view", "t", "detach", "slice", "select", "unsqueeze", "squeeze", "alias", "expand", "transpose", "unbind")
+VIEWS = (
+    "view", "_unsafe_view", "split", "t", "detach", "slice", "select", "unsqueeze", "squeeze", "alias", "expand",
+    "transpose", "unbind",
+)  # fmt: skip
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided")
 KINDS = dict.fromkeys(VIEWS, "view") | dict.fromkeys(ALLOCATIONS, "allocation") | {"_local_scalar_dense": "read"}
 """The other operators are kernels."""
@@ -60,6 +68,9 @@ class Log(TorchDispatchMode):
         if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
             kind = "read"
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if tensors and all(t.is_cpu for t in tensors) and kwargs.get("device", tensors[0].device).type == "cpu":
+            # The host's own
+            return func(*args, **kwargs)
         found = self.result(func, name, args, kwargs)
         passes = kind == "kernel" and any(map(is_logits, [*tensors, *tree_leaves(found)]))
         self.operators.append(Operator(kind, name, passes))
@@ -76,7 +87,7 @@ class Log(TorchDispatchMode):
         tensors = [t for t in arguments if isinstance(t, Tensor)]
         self.operators.append(Operator("launch", kernel.__name__, any(map(is_logits, tensors))))
         if kernel.__name__ == "_count_targets":
-            with torch.utils._python_dispatch._disable_current_modes():
+            with _disable_current_modes():
                 arguments[-1].fill_(int((arguments[0] != arguments[3]).sum()))
 
 
@@ -116,6 +127,55 @@ def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
     return log.operators
 
 
+class _Attention(torch.autograd.Function):
+    """Attention of which nothing is known but that it is one launch, and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, log: Log, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        ctx.log = log
+        ctx.save_for_backward(query, keys, values)
+        return _written_down(log, "attention", query)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, *_written_down(ctx.log, "attention_backward", *ctx.saved_tensors)
+
+
+def _written_down(log: Log, name: str, *like: Tensor) -> list[Tensor]:
+    """Note a launch that returns memory like these tensors."""
+    log.operators.append(Operator("launch", name, False))
+    with _disable_current_modes():
+        return [torch.zeros_like(t) for t in like]
+
+
+def training_operators() -> list[Operator]:
+    """Return what a training step at d128 dispatches."""
+    from benchmarks.seq2seq_peers import SIZES, Ours, batches
+
+    config, vocab_size = SIZES["d128"]
+    model = Ours(config, vocab_size, "float32", f"{NAME}:0")
+    batch = next(batches(vocab_size, 300, "similar"))
+    model.step(batch)  # the first call looks at some logits
+    log = Log()
+
+    def attention(query: Tensor, keys: Tensor, values: Tensor, **_: object) -> Tensor:
+        found: Tensor = _Attention.apply(log, query, keys, values)
+        return found
+
+    with as_on_cuda(log), patch("torch.nn.functional.scaled_dot_product_attention", attention), log:
+        model.step(batch)
+    return log.operators
+
+
+def tell_training() -> None:
+    """Print how many launches and reads a training step has, and the most frequent."""
+    found = [operator for operator in training_operators() if operator.kind in ("kernel", "launch", "read")]
+    for (kind, name), count in Counter((operator.kind, operator.name) for operator in found).most_common(20):
+        print(f"{count:5} {kind:8}{name}")
+    kinds = Counter(operator.kind for operator in found)
+    print(f"training step: {kinds['kernel'] + kinds['launch']} launches, {kinds['read']} reads")
+
+
 def counted(padding: float = 0.0) -> tuple[int, int]:
     """Return the dispatches of a chunk and of a call."""
     two, four = (len(operators(chunks, padding)) for chunks in (2, 4))
@@ -127,8 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the counts by kind, and in the last line those of a chunk and of a call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print each operator")
+    parser.add_argument("--training", action="store_true", help="a training step instead")
     options = parser.parse_args(arguments)
     register()
+    if options.training:
+        tell_training()
+        return
     if options.list:
         for operator in operators(2):
             print(f"{operator.kind:11}{operator.name}{', all logits' if operator.logits else ''}")

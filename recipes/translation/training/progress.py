@@ -21,6 +21,7 @@ from recipes.translation.files.writing import add_to, adding_to, check_regular, 
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.step_records import record_of
+from seqpar.core.device_facts import FACTS
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
@@ -39,8 +40,8 @@ class StepNumbers(NamedTuple):
 
 def read_step(loss: seqpar.TokenLoss, norm: Tensor) -> StepNumbers:
     """Return the numbers of a step, which the device is asked for once: each question waits until it has done all."""
-    # As on the host: float64 holds each of them exactly, but for a device that has none
-    exact = torch.float32 if norm.device.type == "mps" else torch.float64
+    # float64 holds each of them exactly
+    exact = torch.float64 if FACTS[norm.device.type].has_float64 else torch.float32
     numbers = [t.detach().to(norm.device, exact).reshape(()) for t in (loss.mean, loss.tokens, norm)]
     mean, tokens, gradient = torch.stack(numbers).tolist()
     return StepNumbers(mean, int(tokens), gradient)

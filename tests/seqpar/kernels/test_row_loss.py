@@ -1,5 +1,6 @@
 """One kernel for a row's loss and gradient: what is stored, counted and refused around it, in Triton's interpreter."""
 
+import re
 import subprocess
 import sys
 from unittest.mock import patch
@@ -188,3 +189,12 @@ def test_a_chunk_takes_at_most_12_dispatches_and_a_call_14_and_the_logits_are_pa
     assert call <= 14
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
     assert {row[-2].strip() for row in rows[2:]} == {"4"}
+
+
+@pytest.mark.accelerator
+def test_a_training_step_at_d128_has_at_most_490_launches_and_3_reads():
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.dispatches", "--training"]
+    last = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+    launches, reads = map(int, re.fullmatch(r"training step: (\d+) launches, (\d+) reads", last).groups())
+    assert 300 < launches <= 490
+    assert reads == 3
