@@ -10,8 +10,7 @@ from models.decoding_rules import DeadEndError, ForcedPrefixes, MinimumLength, N
 from models.embedding import sinusoidal_positions
 from models.ensemble import evaluating
 from models.hypotheses import Hypothesis, default_limit, length_normaliser
-from models.presets import PRESETS, DecoderOnlyConfig, RecurrentConfig, TransformerConfig
-from models.recurrent import make_recurrent
+from models.presets import PRESETS, DecoderOnlyConfig, TransformerConfig
 from models.sampling import sample
 from models.transformer import (
     EncoderDecoder,
@@ -32,7 +31,6 @@ __all__ = [
     "MinimumLength",
     "NoRepeatedNgrams",
     "Phrase",
-    "RecurrentConfig",
     "TransformerConfig",
     "beam_search",
     "constrained_beam_search",
@@ -41,7 +39,6 @@ __all__ = [
     "greedy",
     "length_normaliser",
     "make_decoder_only",
-    "make_recurrent",
     "make_transformer",
     "padding_mask",
     "sample",

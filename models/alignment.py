@@ -22,7 +22,7 @@ def attention_weights(model: EncoderDecoder, src: Tensor, tgt: Tensor, layer: in
     In a Transformer it is the mean over heads of softmax(Q K^T / sqrt(d_k)), as Garg et al. 2019 ("Jointly Learning to
     Align and Translate with Transformer Models") read alignments from a trained one; the penultimate layer is theirs.
     A decoder-only model attends to source and target at once: of its mean the part on the source is taken and divided
-    by its sum. An LSTM attends once in each step, after its layers (Luong et al. 2015, equation 7).
+    by its sum.
 
     Args:
         model: in eval mode within the call, without gradients; its modes are restored afterwards.

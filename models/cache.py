@@ -69,7 +69,7 @@ class DecoderCache:
     """The decoder's state between steps, for decoding without gradients.
 
     Keys and values of further steps are written in place, so that torch refuses a backward through steps that were
-    followed by others. Through an LSTM's state (`RecurrentCache`) gradients flow.
+    followed by others.
 
     The keys and values of a sentence's beams are in one list, with a slot for each step of each beam. `visible`,
     (B, beams, slots), says which slots a beam's history consists of. Once half of the slots belong to discarded beams

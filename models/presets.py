@@ -91,30 +91,6 @@ class TransformerConfig:
 
 
 @dataclass(frozen=True)
-class RecurrentConfig:
-    """Sizes and choices of an LSTM model (`models.recurrent`)."""
-
-    d_model: int = 256
-    """Width of embeddings and hidden states; even, since each direction of the encoder has half of it."""
-    encoder_layers: int = 1
-    decoder_layers: int = 1
-    dropout: float = 0.3
-    """Probability of dropping a value of the embeddings, between layers, and of the output."""
-    tie: Tie = "all"
-    """none | target (target embedding = generator) | all (source embedding too; Press and Wolf 2017)."""
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "d_model", "encoder_layers", "decoder_layers")
-        if self.d_model % 2:
-            raise ValueError(
-                f"d_model {self.d_model} is odd, and each direction of the encoder has half of it: "
-                f"choose {self.d_model - 1 or 2} or {self.d_model + 1}"
-            )
-        check_dropout(self.dropout)
-        check_choice("tie", self.tie, get_args(Tie))
-
-
-@dataclass(frozen=True)
 class DecoderOnlyConfig:
     """Sizes and choices of a decoder-only Transformer (`models.decoder_only`), as in `TransformerConfig`."""
 
@@ -137,10 +113,10 @@ class DecoderOnlyConfig:
         )
 
 
-Sizes = TransformerConfig | RecurrentConfig | DecoderOnlyConfig
+Sizes = TransformerConfig | DecoderOnlyConfig
 
 
-def check_sizes(config: TransformerConfig | RecurrentConfig, *names: str) -> None:
+def check_sizes(config: TransformerConfig, *names: str) -> None:
     """Raise ValueError for a size below 1."""
     for name in names:
         if getattr(config, name) < 1:
@@ -166,7 +142,6 @@ PRESETS: dict[str, Sizes] = {
     "small": TransformerConfig(256, 512, 8, 3, 3, dropout=0.1, norm="pre"),
     "base": TransformerConfig(512, 2048, 8, 6, 6, dropout=0.1, norm="post"),
     "big": TransformerConfig(1024, 4096, 16, 6, 6, dropout=0.3, norm="post"),
-    "lstm": RecurrentConfig(),
     "decoder_only": DecoderOnlyConfig(),
     "opus_mt": TransformerConfig(512, 2048, 8, 6, 6, norm="post", activation="swish", architecture="marian"),
     "m2m100": TransformerConfig(1024, 4096, 16, 12, 12, norm="pre", architecture="m2m100"),
@@ -175,7 +150,7 @@ PRESETS: dict[str, Sizes] = {
 """tiny is for a demonstration on two CPU cores and multi30k for Multi30k's 29,000 pairs; base and big are those of
 table 3. student is to be distilled from a larger model: translation spends its time in the decoder, which computes one
 token after another, so it has a single layer (Kasai et al. 2021, "Deep encoder, shallow decoder"). The small ones are
-pre-norm because their training has a warm-up of only a few hundred steps. lstm is a recurrent model with attention, and
-decoder_only a language model that translates by prompt, of about tiny's size. The last three
+pre-norm because their training has a warm-up of only a few hundred steps. decoder_only is
+a language model that translates by prompt, of about tiny's size. The last three
 are those of published models: OPUS-MT's, M2M-100's with 418 million parameters (NLLB-200's with 600 million has the
 same layers), and mBART's."""

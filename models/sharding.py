@@ -108,7 +108,7 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
 
     Raises:
         ValueError: heads that are not divisible by the ranks; fewer subwords or feed-forward units than ranks; a model
-            with layers of another kind, such as an LSTM or LoRA, or one that is split already.
+            with layers of another kind, such as LoRA, or one that is split already.
     """
     world = world_size(group)
     rank = rank_in(group)
@@ -159,7 +159,7 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
     alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
 
-    Raises ValueError for a decoder-only model, whose pairs are packed, and for an LSTM.
+    Raises ValueError for a decoder-only model, whose pairs are packed.
     """
     if world_size(group) == 1:
         return

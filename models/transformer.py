@@ -395,12 +395,10 @@ def first_weight(module: nn.Module, outer: str, own: str, shape: torch.Size) -> 
 
     Matrices are from Xavier's uniform distribution (Glorot and Bengio 2010) and embeddings from normal(0, D^-0.5):
     times sqrt(D) they are O(1) and, where they are tied, so are the first logits. The projections of keys and values,
-    which are one matrix only for speed, are drawn as two. Biases are 0, and norms begin as the identity. An LSTM's
-    weights are uniform within 1 / sqrt(width), as torch draws them; LoRA's A is uniform within 1 / sqrt(D), and B is 0.
+    which are one matrix only for speed, are drawn as two. Biases are 0, and norms begin as the identity. LoRA's A
+    is uniform within 1 / sqrt(D), and B is 0.
     """
     weight = torch.empty(shape, device="cpu")
-    if isinstance(module, nn.LSTM):
-        return weight.uniform_(-(module.hidden_size**-0.5), module.hidden_size**-0.5)
     if isinstance(module, nn.Embedding):
         return weight.normal_(std=module.embedding_dim**-0.5)
     if own == "lora_A":

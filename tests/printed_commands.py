@@ -212,7 +212,7 @@ def only_settings() -> Iterator[None]:
 def shortened(name: str, words: Sequence[str]) -> list[str]:
     """Return a training's options with three steps of a tiny model, in one process."""
     sizes = {"model.encoder_layers": "1", **SMALL}
-    if "decoder_only" in words or "lstm" in words:
+    if "decoder_only" in words:
         sizes = {key: size for key, size in SMALL.items() if key != "model.decoder_layers"}
     # What another run's model has, or the page names, stays
     keep = [word[2:] for word in words if word.startswith("--model.")]

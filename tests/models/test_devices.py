@@ -14,12 +14,10 @@ from models import (
     MinimumLength,
     NoRepeatedNgrams,
     Phrase,
-    RecurrentConfig,
     beam_search,
     constrained_beam_search,
     greedy,
     make_decoder_only,
-    make_recurrent,
     sample,
 )
 from models.alignment import attention_weights
@@ -37,17 +35,10 @@ def decoder_only() -> nn.Module:
     return make_decoder_only(TINY, 11, PAD).double()
 
 
-def recurrent() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = RecurrentConfig(d_model=6, encoder_layers=1, decoder_layers=1, dropout=0.0, tie="none")
-    return make_recurrent(sizes, 11, 11).double()
-
-
 MODELS = {
     "vaswani": small_transformer(1, spread=2.0),
     "marian": small_transformer(1, spread=2.0, architecture="marian"),
     "decoder-only": decoder_only(),
-    "recurrent": recurrent(),
 }
 SEARCHES: dict[str, Callable[[Any], object]] = {
     "forward": lambda model: model(SRC, TGT).tolist(),

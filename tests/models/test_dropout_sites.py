@@ -7,16 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models import (
     PRESETS,
     DecoderOnlyConfig,
     EncoderDecoder,
-    RecurrentConfig,
     TransformerConfig,
     make_decoder_only,
-    make_recurrent,
     make_transformer,
 )
 from models.dropout import Dropout
@@ -31,11 +29,6 @@ def transformer(architecture: str, norm: str) -> EncoderDecoder:
     return make_transformer(TransformerConfig(**layers, norm=norm, architecture=architecture), 11, 11)  # type: ignore[arg-type]
 
 
-def recurrent(encoder_layers: int, decoder_layers: int) -> EncoderDecoder:
-    config = RecurrentConfig(**SIZES, encoder_layers=encoder_layers, decoder_layers=decoder_layers)  # type: ignore[arg-type]
-    return make_recurrent(config, 11, 11)
-
-
 def decoder_only(norm: str) -> EncoderDecoder:
     config = DecoderOnlyConfig(**SIZES, d_ff=24, decoder_layers=3, norm=norm)  # type: ignore[arg-type]
     return make_decoder_only(config, 11)
@@ -48,9 +41,6 @@ MADE: dict[str, tuple[Callable[[], EncoderDecoder], int]] = {
         for architecture in ARCHITECTURES
         for norm in ("pre", "post")
     },
-    # Both embeddings, the memory, the decoder's states before attention, and the output
-    "lstm": (lambda: recurrent(1, 1), 5),
-    "lstm of several layers": (lambda: recurrent(2, 3), 5),
     # The embedding, and two sublayers of each layer
     **{f"decoder_only {norm}": (lambda n=norm: decoder_only(n), 1 + 3 * 2) for norm in ("pre", "post")},  # type: ignore[misc]
 }
@@ -76,7 +66,7 @@ def counted(without: int | None = None) -> Iterator[list[float]]:
 
 def test_the_table_has_every_kind_of_model() -> None:
     made = {type(make()) for make, _ in MADE.values()}
-    kinds = {TransformerConfig: make_transformer, RecurrentConfig: make_recurrent, DecoderOnlyConfig: make_decoder_only}
+    kinds = {TransformerConfig: make_transformer, DecoderOnlyConfig: make_decoder_only}
     assert {type(preset) for preset in PRESETS.values()} == set(kinds)
     assert len(made) == len(kinds)
 
@@ -88,25 +78,12 @@ def test_every_dropout_of_the_paper_is_there_and_changes_the_hidden_states(
     torch.manual_seed(0)
     model = make().double()
     src, tgt = random_batch(1), random_batch(2)
-    for module in model.modules():
-        if isinstance(module, nn.LSTM):
-            module.dropout = 0.0  # torch's own, which the next test looks at
     with counted() as rates:
         everywhere = model(src, tgt)
     assert rates == [SIZES["dropout"]] * sites
     for call in range(sites):
         with counted(without=call):
             assert not torch.equal(model(src, tgt), everywhere), f"dropout {call} of {sites} has no effect"
-
-
-def test_an_lstm_of_several_layers_drops_values_between_them() -> None:
-    torch.manual_seed(0)
-    model = recurrent(2, 3).double()
-    for part in (model.encoder, model.decoder):
-        lstm = part.lstm
-        assert lstm.dropout == SIZES["dropout"]
-        states = torch.randn(3, 4, 16, dtype=torch.float64)
-        assert not torch.equal(lstm(states)[0], lstm(states)[0])
 
 
 @pytest.mark.parametrize("make", [make for make, _ in MADE.values()], ids=MADE.keys())

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import (
+    DecoderOnlyConfig,
     EncoderDecoder,
     Phrase,
-    RecurrentConfig,
     beam_search,
     constrained_beam_search,
     evaluating,
     greedy,
-    make_recurrent,
+    make_decoder_only,
     make_transformer,
     sample,
 )
@@ -30,9 +30,10 @@ from tests.models.examples import BOS, EOS, TINY, batch, pad_to, random_batch, s
 from tests.models.plain_search import next_log_probabilities, plain_beam_search, same
 
 
-def small_lstm(seed: int) -> EncoderDecoder:
+def small_decoder_only(seed: int) -> EncoderDecoder:
     torch.manual_seed(seed)
-    model = make_recurrent(RecurrentConfig(d_model=8, dropout=0.0), 7, 7).double()
+    sizes = DecoderOnlyConfig(d_model=8, d_ff=8, heads=2, decoder_layers=1, dropout=0.0)
+    model = make_decoder_only(sizes, 7).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0).add_(torch.randn_like(parameter) * 0.3)
@@ -43,7 +44,7 @@ def small_lstm(seed: int) -> EncoderDecoder:
 MODELS = [
     small_transformer(10, vocab=7, spread=1.2),
     small_transformer(11, vocab=7, spread=1.2, norm="post", d_model=8, d_ff=12, heads=2),
-    small_lstm(12),
+    small_decoder_only(12),
 ]
 
 

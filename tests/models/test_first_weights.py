@@ -13,9 +13,7 @@ import torch
 from models import (
     PRESETS,
     DecoderOnlyConfig,
-    RecurrentConfig,
     make_decoder_only,
-    make_recurrent,
     make_transformer,
 )
 from models.lora import add_lora
@@ -24,8 +22,6 @@ from models.transformer import EncoderDecoder, first_weights
 
 def made(preset: str, vocab: int = 30, d_model: int = 16, **changes: Any) -> EncoderDecoder:
     sizes: Any = replace(PRESETS[preset], d_model=d_model, **changes)
-    if isinstance(sizes, RecurrentConfig):
-        return make_recurrent(sizes, vocab, vocab)
     if isinstance(sizes, DecoderOnlyConfig):
         return make_decoder_only(sizes, vocab)
     return make_transformer(sizes, vocab, vocab)
@@ -113,10 +109,8 @@ def test_norms_are_the_identity_and_biases_nothing() -> None:
             assert (weight == expected).all(), name
 
 
-def test_lstms_and_lora_begin_as_where_they_come_from() -> None:
+def test_lora_begins_as_where_it_comes_from() -> None:
     torch.manual_seed(1)
-    lstm = dict(first_weights(made("lstm", d_model=D)))["decoder.lstm.weight_ih_l0"]
-    assert 0.97 * D**-0.5 < lstm.abs().max().item() <= D**-0.5  # torch.nn.LSTM
     lora = dict(first_weights(with_lora(d_model=D)))
     name = "encoder.layers.0.self_attention.query"
     assert 0.97 * D**-0.5 < lora[f"{name}.lora_A"].abs().max().item() <= D**-0.5  # kaiming_uniform_(a=sqrt(5))

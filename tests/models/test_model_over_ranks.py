@@ -14,10 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import seqpar
 from models import (
     DecoderOnlyConfig,
-    RecurrentConfig,
     TransformerConfig,
     make_decoder_only,
-    make_recurrent,
     make_transformer,
 )
 from models.lora import add_lora
@@ -201,17 +199,14 @@ def test_a_sublayer_takes_one_sum_forward_and_one_backward_as_step_plan_counts(l
 
 def refusals_of_kinds(rank, world):
     group = torch.distributed.group.WORLD
-    lstm = make_recurrent(RecurrentConfig(d_model=8, encoder_layers=1, decoder_layers=1, tie="target"), 6, 6)
     lora = make_transformer(TransformerConfig(8, 8, 2, 1, 1), 6, 6)
     add_lora(lora, 2, 4.0)
     twice = make_transformer(TransformerConfig(8, 8, 4, 1, 1), 6, 6)
     split_weights(twice, group)
     said = []
     for refused, model in (
-        (split_weights, lstm),
         (split_weights, lora),
         (split_weights, twice),
-        (split_time_steps, lstm),
     ):
         before = {name: id(parameter) for name, parameter in model.named_parameters()}
         try:
@@ -223,11 +218,9 @@ def refusals_of_kinds(rank, world):
 
 
 def test_layers_that_are_not_split_are_refused_before_a_tie_is_broken():
-    for lstm, lora, twice, time in ranks(2, refusals_of_kinds):
-        assert lstm.startswith("src_embed.lookup of a RecurrentEncoderDecoder is not split over ranks: only the layers")
+    for lora, twice in ranks(2, refusals_of_kinds):
         assert lora.startswith("encoder.layers.0.self_attention.query has LoRA, which is not split over ranks: split")
         assert twice.endswith("output is split already: split the weights of a whole model, once")
-        assert time.startswith("the time steps of a RecurrentEncoderDecoder are not split over ranks")
 
 
 def test_what_cannot_be_shared_out_is_refused_with_both_numbers():

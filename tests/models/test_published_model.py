@@ -217,7 +217,6 @@ def test_presets_are_what_runs_were_saved_with() -> None:
         "small": (256, 512, 8, 3, 3, 0.1, "pre", "all", *ours),
         "base": (512, 2048, 8, 6, 6, 0.1, "post", "all", *ours),
         "big": (1024, 4096, 16, 6, 6, 0.3, "post", "all", *ours),
-        "lstm": (256, 1, 1, 0.3, "all"),
         "decoder_only": (128, 512, 4, 4, 0.1, "pre", "all"),
         "opus_mt": (512, 2048, 8, 6, 6, 0.1, "post", "all", "swish", "marian", 1024),
         "m2m100": (1024, 4096, 16, 12, 12, 0.1, "pre", "all", "relu", "m2m100", 1024),

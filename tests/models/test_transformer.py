@@ -16,10 +16,8 @@ from models import (
     PRESETS,
     DecoderOnlyConfig,
     EncoderDecoder,
-    RecurrentConfig,
     TransformerConfig,
     make_decoder_only,
-    make_recurrent,
     make_transformer,
     padding_mask,
     sinusoidal_positions,
@@ -395,7 +393,6 @@ def parts_of(model: EncoderDecoder) -> list[nn.Module]:
     "build",
     [
         lambda **pad: make_transformer(TINY, 7, 7, **pad),
-        lambda **pad: make_recurrent(RecurrentConfig(d_model=6), 7, 7, **pad),
         lambda **pad: make_decoder_only(DecoderOnlyConfig(d_model=8), 7, **pad),
         lambda **pad: EncoderDecoder(*parts_of(make_transformer(TINY, 7, 7)), **pad),  # type: ignore[arg-type]
     ],

@@ -47,16 +47,6 @@ def options(run: Path, changes: dict[str, Any] | None = None) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-OTHERS = ("model.d_ff", "model.heads")
-"""Settings of the tiny Transformer that an LSTM does not have."""
-
-
-def tiny_lstm(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
-    """A tiny run of an LSTM."""
-    settings = {name: value for name, value in SETTINGS.items() if name not in OTHERS}
-    return load_config(None, {**settings, "model.preset": "lstm", "run": str(run), **(changes or {})})
-
-
 def tiny_decoder_only(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
     """A tiny run of a language model that translates by prompt."""
     settings = {name: value for name, value in SETTINGS.items() if name != "model.encoder_layers"}

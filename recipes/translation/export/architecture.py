@@ -14,6 +14,4 @@ def transformer_sizes(model: Translator | SavedModel) -> TransformerConfig:
     sizes = model_sizes(model.config.model)
     if isinstance(sizes, DecoderOnlyConfig):
         raise ConfigError(f"model.preset {preset} has no encoder; only encoder-decoders are exported")
-    if not isinstance(sizes, TransformerConfig):
-        raise ConfigError(f"model.preset {preset} is not a Transformer; only these are exported")
     return sizes

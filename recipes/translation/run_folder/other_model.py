@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from models import RecurrentConfig
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
@@ -126,7 +125,7 @@ def fitting_start(config: RunConfig) -> tuple[Path, RunConfig]:
     needed = sizes_and_subwords(theirs)
     layers = _layers(theirs)
     fewer = {f"model.{stack}_layers" for stack, own in _layers(config).items() if own < layers.get(stack, 0)}
-    for name in [*needed, *given]:  # an LSTM has other sizes than a Transformer
+    for name in [*needed, *given]:  # a decoder-only model has other sizes
         own = given.get(name)
         other = needed.get(name)
         if own != other and name not in fewer:
@@ -138,10 +137,8 @@ def fitting_start(config: RunConfig) -> tuple[Path, RunConfig]:
 
 
 def _layers(config: RunConfig) -> dict[str, int]:
-    """Return the number of layers of each stack that a model can begin with some of; an LSTM has none."""
+    """Return the number of layers of each stack that a model can begin with some of."""
     sizes = model_sizes(config.model)
-    if isinstance(sizes, RecurrentConfig):
-        return {}
     names = {"encoder": "encoder_layers", "decoder": "decoder_layers"}
     return {stack: getattr(sizes, name) for stack, name in names.items() if hasattr(sizes, name)}
 

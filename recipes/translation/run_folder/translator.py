@@ -13,9 +13,7 @@ from models import (
     PRESETS,
     DecoderOnlyConfig,
     EncoderDecoder,
-    RecurrentConfig,
     make_decoder_only,
-    make_recurrent,
     make_transformer,
 )
 from models.presets import Sizes
@@ -70,8 +68,6 @@ def model_sizes(config: ModelConfig) -> Sizes:
 def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
     """Build a model with random weights for these subwords."""
     try:
-        if isinstance(sizes, RecurrentConfig):
-            return make_recurrent(sizes, len(source), len(target), pad=PAD)
         if isinstance(sizes, DecoderOnlyConfig):
             return make_decoder_only(sizes, len(target), pad=PAD)
         return make_transformer(sizes, len(source), len(target), pad=PAD)

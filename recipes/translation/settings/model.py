@@ -14,7 +14,7 @@ class ModelConfig:
 
     preset: str = setting(
         "tiny",
-        "tiny | multi30k | student | small | base | big (Transformers) | lstm | decoder_only (a language model "
+        "tiny | multi30k | student | small | base | big (Transformers) | decoder_only (a language model "
         "that translates by prompt; needs a joint vocabulary) | opus_mt | m2m100 | mbart (the Transformers of "
         "published models, as the command import makes them).",
     )

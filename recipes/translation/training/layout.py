@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from models import EncoderDecoder
-from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
 from models.transformer import allocate
 from recipes.translation.data.batches import Batch, padded_batch
@@ -203,8 +202,7 @@ class Layout:
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
         axes, ranks, mesh = Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, None
-        # An LSTM keeps a list of its weights, which would not follow them
-        if self.groups.shards is not None and not isinstance(teacher.model, RecurrentEncoderDecoder):
+        if self.groups.shards is not None:
             # Ranks that split the vocabulary have the same rows
             axes, ranks, mesh = self.axes._replace(vocab=1), replace(ranks, rank=self.token_rank), self.groups.shards
         fill(teacher, axes, ranks, mesh, self.device)
@@ -213,8 +211,6 @@ class Layout:
         self, objective: Objective, weights: Iterable[tuple[str, Tensor]]
     ) -> Callable[[Batch], seqpar.TokenLoss]:
         """Split and wrap the model together with its loss, and fill it; return the forward of a batch."""
-        if isinstance(self.model, RecurrentEncoderDecoder) and not self.has_whole_model:
-            raise ConfigError(f"{self}: an LSTM can be copied (layout.data), not split or sharded")
         try:
             shard = split_weights(self.model, self.groups.vocab)
         except ValueError as error:

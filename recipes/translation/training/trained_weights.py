@@ -40,7 +40,7 @@ def freeze(model: EncoderDecoder, names: Collection[str], bias: bool = False) ->
 def adapt(model: EncoderDecoder, config: RunConfig) -> None:
     """Add LoRA to a model by the settings, in place; without `training.lora_rank` it stays as it is.
 
-    Raises ConfigError for an LSTM, and for a rank above the model's width.
+    Raises ConfigError for a rank above the model's width.
     """
     rank = config.training.lora_rank
     if not rank:
@@ -51,13 +51,7 @@ def adapt(model: EncoderDecoder, config: RunConfig) -> None:
             f"training.lora_rank is {rank}, above model.d_model, which is {width}: choose a lower rank, or train the "
             "weights themselves by training.lora_rank 0"
         )
-    try:
-        add_lora(model, rank, config.training.lora_alpha)
-    except ValueError as error:
-        raise ConfigError(
-            f"training.lora_rank is {rank}, but model.preset {config.model.preset} is not a Transformer: set it to 0; "
-            "training.freeze can keep parts as they are"
-        ) from error
+    add_lora(model, rank, config.training.lora_alpha)
 
 
 def merged(translator: Translator) -> Translator:

@@ -14,7 +14,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import contents
 from tests.recipes.saved import model_in, saved_file
-from tests.recipes.tiny import tiny, tiny_lstm
+from tests.recipes.tiny import tiny, tiny_decoder_only
 
 pytestmark = pytest.mark.formats
 
@@ -104,11 +104,11 @@ def test_what_the_engine_cannot_do_is_one_line(
     assert answer in capsys.readouterr().err
 
 
-def test_an_lstm_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tiny_lstm(tmp_path / "run", {"training.steps": 1}))
+def test_a_decoder_only_model_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_decoder_only(tmp_path / "run", {"training.steps": 1}))
     for format in ("ctranslate2", "hf"):
         assert main(["export", "--run", str(tmp_path / "run"), "--to", format]) == 2
-        assert "model.preset lstm is not a Transformer; only these are exported" in capsys.readouterr().err
+        assert "model.preset decoder_only has no encoder; only encoder-decoders are exported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", ["safetensors", "ctranslate2", "onnx", "hf"])

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_model
 from recipes.translation.export.onnx_model import check
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
-from recipes.translation.settings.config import ModelConfig
+from recipes.translation.run_folder.translator import tensors_of
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from tests.fenced import fenced
 from tests.recipes.export.translators import as_saved
@@ -195,20 +193,6 @@ def test_a_token_that_is_never_to_come_is_exported(tmp_path: Path) -> None:
     exported = Exported(lambda: transformer(norm="pre", tie="none"), tensors_of(model), tmp_path)
     check(exported.folder, exported.names, exported.on_meta(), tensors_of(model))
     assert exported.log_probabilities(*sentences([3], 2))[..., 7].tolist() == [[-math.inf] * 2]
-
-
-def test_an_lstm_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.preset lstm is not a Transformer; only these are exported$"):
-        onnx_model.write(as_saved(lstm_translator(tmp_path)), tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
-
-
-def lstm_translator(folder: Path) -> Translator:
-    found = random_translator(folder)
-    config = replace(found.config, model=ModelConfig("lstm", d_model=16))
-    return Translator(
-        config, build_model(model_sizes(config.model), found.source, found.target), found.source, found.target
-    )
 
 
 class AsTokens:

@@ -19,7 +19,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import first_model, train
 from recipes.translation.training.layout import Layout, axes_of, devices_of
 from recipes.translation.training.progress import read_step
-from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
+from tests.recipes.tiny import tiny, tiny_decoder_only
 
 pytestmark = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
 STEPS = {"training.steps": 4, "training.validate_every": 2, "training.validate_bleu": 4, "model.dropout": 0.0}
@@ -48,7 +48,7 @@ def trained(make: Any, run: Path, **changes: Any) -> list[dict[str, Any]]:
     return read_metrics(run / "metrics.jsonl")
 
 
-@pytest.fixture(scope="module", params=[tiny, tiny_lstm, tiny_decoder_only])
+@pytest.fixture(scope="module", params=[tiny, tiny_decoder_only])
 def on_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
     """A kind of model, and what its training on the CPU records."""
     cpu = "[cpu]"

@@ -30,7 +30,7 @@ from recipes.translation.training.parts import Axes, local_of, opened
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.saved import saved_file
-from tests.recipes.tiny import tiny, tiny_lstm
+from tests.recipes.tiny import tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 300, "training.steps": 2}
 
@@ -188,15 +188,14 @@ def test_in_bfloat16_the_loss_is_that_of_float32_up_to_rounding(teacher: Path, t
     assert one["loss"] != other["loss"]
 
 
-@pytest.mark.parametrize("made", [tiny, tiny_lstm], ids=["Transformer", "LSTM"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_though_its_teacher_was_moved(
-    made: Any, teacher: Path, tmp_path: Path
+    teacher: Path, tmp_path: Path
 ) -> None:
     changes = {"model.dropout": 0.2, "training.accumulate": 3, "training.devices": "[cpu, cpu]"}
-    train(made(tmp_path / "through", {**distilled(teacher), **changes, "training.steps": 3}))
-    train(made(tmp_path / "resumed", {**distilled(teacher), **changes, "training.steps": 1}))
+    train(tiny(tmp_path / "through", {**distilled(teacher), **changes, "training.steps": 3}))
+    train(tiny(tmp_path / "resumed", {**distilled(teacher), **changes, "training.steps": 1}))
     moved = shutil.copytree(teacher, tmp_path / "moved")
-    train(made(tmp_path / "resumed", {**distilled(moved), **changes, "training.steps": 3}))
+    train(tiny(tmp_path / "resumed", {**distilled(moved), **changes, "training.steps": 3}))
     for name in ("model.safetensors", "training.safetensors", "joint.model"):
         one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
         assert one == other, name

@@ -21,7 +21,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
 from tests.recipes.saved import load_weights, saved_file
-from tests.recipes.tiny import options, tiny, tiny_lstm
+from tests.recipes.tiny import options, tiny, tiny_decoder_only
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
 OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0}
@@ -151,16 +151,9 @@ def test_a_deeper_model_is_refused(deep: Path, tmp_path: Path) -> None:
         train(tiny(tmp_path / "run", {**BASE, **changes}))
 
 
-def test_an_lstm_with_fewer_layers_is_refused(tmp_path: Path) -> None:
-    """The second layer of its encoder reads both directions of the first, and cannot take its place."""
-    train(tiny_lstm(tmp_path / "deep", {**BASE, "training.steps": 1, "model.encoder_layers": 2}))
-    with pytest.raises(ConfigError, match=r"^model\.encoder_layers is 1, but .* has 2: set it to the same"):
-        train(tiny_lstm(tmp_path / "run", {**BASE, "training.start_from": str(tmp_path / "deep")}))
-
-
 def test_a_model_of_another_architecture_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.d_ff is None, but .* has 16: set it to the same, or begin with"):
-        train(tiny_lstm(tmp_path / "run", {**BASE, "training.start_from": str(base)}))
+    with pytest.raises(ConfigError, match=r"^model\.encoder_layers is None, but .* has 1: set it to the same"):
+        train(tiny_decoder_only(tmp_path / "run", {**BASE, "training.start_from": str(base)}))
 
 
 @pytest.mark.parametrize(

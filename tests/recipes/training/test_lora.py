@@ -26,7 +26,7 @@ from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
 from tests.recipes.saved import load_weights, saved_file
-from tests.recipes.tiny import options, tiny, tiny_lstm
+from tests.recipes.tiny import options, tiny
 
 BASE: dict[str, Any] = {
     "data.builtin_pairs": 120,
@@ -221,14 +221,6 @@ def test_what_lora_cannot_be_is_refused(changes: dict[str, Any], message: str, b
     with pytest.raises(ConfigError, match=message):
         train(tiny(tmp_path / "run", {**LORA, "training.start_from": str(base), **changes}))
     assert not (tmp_path / "run" / "last").exists()
-
-
-def test_an_lstm_is_refused(tmp_path: Path) -> None:
-    train(tiny_lstm(tmp_path / "base", BASE))
-    changes = {**BASE, "training.start_from": str(tmp_path / "base"), "training.lora_rank": 2}
-    refused = r"^training\.lora_rank is 2, but model\.preset lstm is not a Transformer: set"
-    with pytest.raises(ConfigError, match=refused):
-        train(tiny_lstm(tmp_path / "run", changes))
 
 
 def test_a_student_of_such_a_run_is_trained_without_lora(tuned: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.train import train
 from recipes.translation.training.optimizer import make_optimizer, update
 from tests.recipes.saved import saved_file
-from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
+from tests.recipes.tiny import tiny, tiny_decoder_only
 
 RATE = 0.01
 ONE_STEP = {
@@ -50,7 +50,7 @@ def test_without_weight_decay_every_step_is_adam_s_bit_for_bit(eps: float) -> No
         assert torch.equal(own, expected)
 
 
-@pytest.mark.parametrize("made", [tiny, tiny_lstm, tiny_decoder_only])
+@pytest.mark.parametrize("made", [tiny, tiny_decoder_only])
 def test_a_step_takes_its_share_of_matrices_and_embeddings_and_nothing_of_norms_and_biases(
     made: type, tmp_path: Path
 ) -> None:

@@ -29,13 +29,13 @@ from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.saved import load_weights
-from tests.recipes.tiny import tiny, tiny_lstm
+from tests.recipes.tiny import tiny
 
 ROOT = Path(__file__).parents[3]
 SENTENCES = ["The number is six.", "", "Two trains leave.", "The number is four."]
 
 
-@pytest.fixture(scope="module", params=["joint", "separate", "lstm"])
+@pytest.fixture(scope="module", params=["joint", "separate"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder, with a model of random weights as its best."""
     folder = tmp_path_factory.mktemp("loaded")
@@ -47,8 +47,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         )
         target = Subwords.load(folder / "target.model")
         found = translator_of(config, found.source, target, 2.0)
-    if request.param == "lstm":
-        found = translator_of(tiny_lstm(folder), found.source, found.target, 4.0)
     save_model(folder / "run/best", found, {"step": 7})
     return folder / "run"
 
