@@ -86,20 +86,26 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
     classes = logits_KV.size(1)
     lowest_K1 = logits_KV.where(logits_KV.isfinite(), torch.inf).argmin(1, keepdim=True)
 
-    def is_ignored(target: int) -> bool | None:
-        """Return whether loss and gradient are 0 though the target has the least score; None if not finite."""
-        class_K1 = torch.full_like(lowest_K1, target)
+    def answer(class_M: Tensor) -> Answer:
+        """Return loss and gradient of as many rows, each with its target, which has the least score."""
+        row_M = torch.arange(len(class_M), device=class_M.device) % len(logits_KV)
+        own = {name: t[row_M] for name, t in trial.of_criterion.items()}
+        rows_MV, lowest_M1, class_M1 = logits_KV[row_M], lowest_K1[row_M], class_M.unsqueeze(1)
         # The numbers stay those of the row, which may be probabilities
-        swapped_KV = logits_KV.scatter(1, class_K1, logits_KV.gather(1, lowest_K1))
-        swapped_KV.scatter_(1, lowest_K1, logits_KV.gather(1, class_K1))
+        swapped_MV = rows_MV.scatter(1, class_M1, rows_MV.gather(1, lowest_M1))
+        swapped_MV.scatter_(1, lowest_M1, rows_MV.gather(1, class_M1))
         with torch.set_grad_enabled(trial.wanted), graph_of_its_own():
-            answer = ask(
-                lambda rows: criterion_loss(criterion, rows[0], class_K1.squeeze(1), trial.of_criterion).total.sum(),
-                [swapped_KV.requires_grad_(trial.wanted)],
+            return ask(
+                lambda rows: criterion_loss(criterion, rows[0], class_M, own).total.sum(),
+                [swapped_MV.requires_grad_(trial.wanted)],
             )
-        if not answer.values.isfinite():
+
+    def is_ignored(target: int) -> bool | None:
+        """Return whether loss and gradient are 0; None if not finite."""
+        values, gradients, _ = answer(torch.full_like(trial.target_K, target))
+        if not values.isfinite():
             return None
-        return not any(t.any() for t in (answer.values, *answer.gradients))
+        return not any(t.any() for t in (values, *gradients))
 
     if named is not None and 0 <= named < classes and is_ignored(named) is False:
         raise ValueError(
@@ -109,7 +115,13 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
     seen = {*trial.target_K.tolist(), *common}
     # Scores may be wider than the vocabulary, as those of two dropout masks side by side
     usual = {*range(min(4, max(seen) + 1)), *seen} - {named}
-    ignored = {target: is_ignored(target) for target in sorted(usual) if 0 <= target < classes}
+    ignored = dict.fromkeys(target for target in sorted(usual) if 0 <= target < classes)
+    class_M = torch.tensor([*ignored], dtype=torch.int64, device=trial.target_K.device)
+    # All of them in one call first: a row with a gradient is not ignored
+    for grad in answer(class_M).gradients if ignored else ():
+        has_gradient_M = grad.isfinite().all(1) & grad.any(1)
+        ignored.update(dict.fromkeys(class_M[has_gradient_M].tolist(), False))
+    ignored.update({target: is_ignored(target) for target, is_so in ignored.items() if is_so is None})
     silent = [target for target, is_so in ignored.items() if is_so]
     # Where nothing has a loss there is no padding either
     if silent and False in ignored.values() and not _counts_none(trial, criterion, logits_KV, silent[0]):

@@ -176,7 +176,7 @@ class Failing(nn.Module):
     def forward(self, scores: Tensor, target: Tensor) -> Tensor:
         if self.way == "at once":
             return scores.gather(1, target)  # one index too few
-        if len(target) == 5:
+        if target.tolist() == [5, 4, 3, 2, 1]:
             if self.way == "forward":
                 raise KeyError("planted")
             scores = Refused.apply(scores)
@@ -213,7 +213,7 @@ def test_an_error_in_a_users_module_is_noted_with_shapes_and_rows(way, error, no
     engine = seqpar.LossCompute(nn.Linear(D, V), Failing(way), chunk_tokens=5)
     hidden = torch.randn(6, D, requires_grad=True)
     with pytest.raises(error) as caught:
-        engine(hidden, torch.tensor([0, 1, 2, 3, 4, 5]))
+        engine(hidden, torch.tensor([0, 5, 4, 3, 2, 1]))
     said = "\n".join(caught.value.__notes__)
     if not hidden.is_cpu:
         # An accelerator may have failed, and is not asked which
