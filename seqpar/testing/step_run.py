@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -247,6 +248,8 @@ def _ran(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: R
     if make_trainer is None:
         raise TypeError("make_trainer must be at the top level of a module on a machine with an accelerator")
     _forget_the_parent(world)
+    # A trainer may collect garbage in every step, and need not look through what this process has inherited
+    gc.freeze()
     _given.clear()
     torch.manual_seed(SEED)
     model, step = _checked(make_trainer(run.layout))

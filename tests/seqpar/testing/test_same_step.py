@@ -1,21 +1,28 @@
 """assert_same_step passes right trainers in every layout, and names what is wrong with those of published mistakes."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from datasets import Dataset
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from trl import DPOConfig, DPOTrainer
 
 import seqpar
 from seqpar.integrations.accumulate import accumulate_step
+from seqpar.integrations.trl import SeqparScores
 from seqpar.testing import Layout, assert_same_step
 from tests.fenced import fenced
+from tests.seqpar.integrations.tiny_models import tiny
+from tests.seqpar.integrations.trainer_runs import ONE_STEP
+from tests.seqpar.integrations.trl_runs import examples, words
 
 PAGE = Path(__file__).parents[3] / "docs" / "same-step.md"
 LENGTHS = (1, 4, 2, 5, 3, 3)
@@ -305,3 +312,35 @@ def test_lightnings_own_accumulation_is_a_mean_of_means():
     with pytest.raises(AssertionError, match="mean of means: each micro-batch is divided by its own tokens"):
         assert_same_step(lightning(exact=False), [Layout(accumulation=2)])
     assert_same_step(lightning(exact=True), [Layout(accumulation=2)])
+
+
+PAIRS = [*examples("dpo", 8)]
+
+
+def dpo(layout):
+    model, reference = (tiny("llama", layout.dtype, bos_token_id=2, eos_token_id=3) for _ in range(2))
+    data = layout.step(PAIRS)
+    arguments = DPOConfig(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=len(data) // layout.parts,
+        gradient_accumulation_steps=layout.accumulation,
+        learning_rate=0.01,
+        logging_steps=1,
+        bf16=False,
+        gradient_checkpointing=False,
+        **(ONE_STEP | {"max_grad_norm": 1.0}),
+    )
+    given = {"train_dataset": Dataset.from_list(data), "processing_class": words(), "callbacks": [SeqparScores()]}
+    trainer = DPOTrainer(model, reference, arguments, **given)
+
+    def step():
+        trainer.train()
+        return trainer.state.log_history[0]["loss"]
+
+    return model, step
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_trls_dpo_passes_over_ranks_and_micro_batches():
+    """Its loss is log 2 for every pair in the first step."""
+    assert_same_step(dpo, [Layout(ranks=2, accumulation=2)])
