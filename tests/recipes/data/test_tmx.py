@@ -53,7 +53,14 @@ def test_codes_of_other_programs_are_no_text_and_marked_words_are(tmp_path: Path
     [("en", "British"), ("en-US", "American"), ("EN_gb", "British"), ("pt", "own"), ("zh-Hant", "long")],
 )
 def test_a_language_is_its_own_code_or_the_first_of_its_regions(asked: str, found: str, tmp_path: Path) -> None:
-    there = [("en-GB", "British"), ("en-US", "American"), ("pt-BR", "Brazil"), ("pt", "own"), ("zh-hant-TW", "long")]
+    there = [
+        ("enm", "Middle English"),
+        ("en-GB", "British"),
+        ("en-US", "American"),
+        ("pt-BR", "Brazil"),
+        ("pt", "own"),
+        ("zh-hant-TW", "long"),
+    ]
     path = written(tmp_path / "a.tmx", unit(*there, ("de", "b")))
     assert list(tmx_pairs(path, asked, "de")) == [(found, "b")]
 

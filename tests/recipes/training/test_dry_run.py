@@ -22,7 +22,7 @@ def test_a_dry_run_says_what_it_will_cost_and_leaves_only_data_and_subwords(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(["train", *options(run, STARTED), "--dry-run"]) == 0
+    assert main(["train", *options(run, {**STARTED, "model.d_model": 256}), "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"data\.train: .*: 250 pairs, [1-9][\d,]+ and [1-9][\d,]+ subwords\n", told)
     parameters = float(re.search(r"([\d.]+) M parameters", told)[1])  # type: ignore[index]
