@@ -71,6 +71,7 @@ NONLINEAR = {
     "a sign": torch.sign,
     "only increases": lambda g: g.clamp(min=0),
     "a quantile of all": lambda g: g * (g.abs() >= g.abs().quantile(0.5)),
+    "a clamp of what is left": lambda g: (g * 1e-9).clamp(-1e-11, 1e-11),
 }
 
 
@@ -149,8 +150,17 @@ def warmed_up(self: Head, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def warmed_up_backward(self: Head, hidden: Tensor) -> Tensor:
+    """Another gradient alone."""
+    if hasattr(self, "hot") and hidden.requires_grad:
+        hidden.register_hook(lambda g: 2 * g)
+    self.hot = True
+    return hidden
+
+
 STATE = {
     "warm": {"before": warmed_up},
+    "hot": {"before": warmed_up_backward},
     "steps": {"after": counted},
     "scale": {"before": annealed},
     "seen": {"after": listed},

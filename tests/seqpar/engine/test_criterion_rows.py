@@ -117,6 +117,7 @@ ALONE = {
     "in float32 inside": lambda self, z, y: each(z.float(), y).sum(),
     "in bfloat16 inside": lambda self, z, y: each((z.bfloat16() * 2).to(z.dtype), y).sum(),
     "dropout": lambda self, z, y: each(self.dropout(z), y).sum(),
+    "rare dropout": lambda self, z, y: each(F.dropout(z, 0.02, self.training), y).sum(),
     "noise": lambda self, z, y: (each(z, y) * torch.rand_like(z[:, 0])).sum(),
     "a margin": lambda self, z, y: F.multi_margin_loss(z.float(), y, reduction="sum"),
     "a squeeze": lambda self, z, y: F.cross_entropy(z.squeeze(), y, reduction="sum"),

@@ -115,6 +115,27 @@ def of_a_partial() -> nn.Module:
     return Calling(functools.partial(function, {"n": 0}))
 
 
+def of_a_method() -> nn.Module:
+    class Schedule:
+        calls = 0
+
+        def step(self) -> int:
+            self.calls += 1
+            return self.calls
+
+    step = Schedule().step
+    return Calling(lambda self, z, y: smoothed(z, y, step()))
+
+
+def of_what_a_partial_holds() -> nn.Module:
+    def count(calls: dict[str, int]) -> int:
+        calls["n"] += 1
+        return calls["n"]
+
+    step = functools.partial(count, {"n": 0})
+    return Calling(lambda self, z, y: smoothed(z, y, step()))
+
+
 def of_an_object() -> nn.Module:
     class Schedule:
         def __init__(self) -> None:
@@ -151,6 +172,8 @@ CHANGING = [
     (of_a_class, "Annealed.calls"),
     (of_another_class, "Schedule.calls"),
     (of_a_partial, "criterion.function"),
+    (of_a_method, "step in the closure of <lambda>"),
+    (of_what_a_partial_holds, "step in the closure of <lambda>"),
     (of_an_object, "schedule in the closure of <lambda>"),
     (of_slots, "criterion.config"),
 ]

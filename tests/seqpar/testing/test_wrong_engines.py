@@ -144,17 +144,21 @@ def summed_in_bfloat16(*given):
 
 class NarrowGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight):
+    def forward(ctx, weight, dtype):
+        ctx.dtype = dtype
         return weight.clone()
 
     @staticmethod
     def backward(ctx, upstream):
-        return upstream.bfloat16().double()
+        return upstream.to(ctx.dtype).double(), None
 
 
-def weight_summed_in_bfloat16(generator, criterion, hidden, target):
-    logits = F.linear(hidden, NarrowGradient.apply(generator.weight))
-    return criterion(logits.flatten(0, -2), target.flatten())
+def weight_summed_in(dtype):
+    def loss(generator, criterion, hidden, target):
+        logits = F.linear(hidden, NarrowGradient.apply(generator.weight, dtype))
+        return criterion(logits.flatten(0, -2), target.flatten())
+
+    return loss
 
 
 class Capped(nn.Linear):
@@ -210,7 +214,8 @@ WRONG = {
     "detached": Wrong("hidden: no gradient at all", detached),
     "float32": Wrong("float32 on the way", in_float32),
     "bfloat16 loss": Wrong("sums in bfloat16: the loss has no digits beyond those of bfloat16", summed_in_bfloat16),
-    "bfloat16 weight": Wrong("sums in bfloat16: generator.weight has no digits beyond", weight_summed_in_bfloat16),
+    "bfloat16 weight": Wrong("sums in bfloat16: generator.weight has no digits", weight_summed_in(torch.bfloat16)),
+    "float16 weight": Wrong("sums in float16: generator.weight has no digits", weight_summed_in(torch.float16)),
     "deaf": Wrong("the upstream factor is ignored: an eighth of the loss leaves the gradient of hidden, gen",
         deaf("hidden, weight"), ignored=-100),
     "deaf weight": Wrong("the upstream factor is ignored: an eighth of the loss leaves the gradient of generator.w",
