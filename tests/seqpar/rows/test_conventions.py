@@ -13,6 +13,7 @@ from hypothesis import find, settings
 from torch import nn
 
 import seqpar
+from seqpar.linear import inputs
 from seqpar.rows.conventions import CONVENTIONS, Convention, Shares, shares_of
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_linear_cross_entropy, plain_loss
 from seqpar.testing.plain_reference import plain_smoothed_target
@@ -29,8 +30,10 @@ EPS, PADDING = 0.3, 1
 
 @pytest.fixture(params=EVERY, ids=lambda shares: "-".join(map(str, shares[1:])))
 def new(request, monkeypatch):
-    """An entry that the table gets for one test."""
+    """An entry that the table gets for one test; what follows from an entry is otherwise remembered."""
     monkeypatch.setitem(CONVENTIONS, NEW, request.param)
+    inputs._soft_target.cache_clear()
+    inputs._numbers_are_right.cache_clear()
     return request.param
 
 
