@@ -143,6 +143,8 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    # As torchrun does; accelerate warns where nobody has
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     store = FileStore(f"{folder}/store", world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)

@@ -105,7 +105,7 @@ def test_products_that_widen_themselves_are_added_up_without_a_rounding_between(
     truth = torch.autograd.grad(nn.functional.cross_entropy(hidden.double() @ exact.t(), target), exact)[0]
     plain = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.t(), target), weight)[0]
     with monkeypatch.context() as patched:
-        patched.setitem(FACTS, "cpu", FACTS["cpu"]._replace(widens_products=True))
+        patched.setitem(FACTS, hidden.device.type, FACTS[hidden.device.type]._replace(widens_products=True))
         patched.setattr(torch, "mm", widening_mm)
         patched.setattr(torch, "addmm", widening_addmm)
         loss = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens)

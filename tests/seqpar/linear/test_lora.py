@@ -137,6 +137,7 @@ def of_a_rank(rank, world, tensors, target):
     return scores.log_prob.detach(), {name: tensor.grad for name, tensor in own.items()}
 
 
+@pytest.mark.unswitched
 def test_with_a_split_vocabulary_scores_and_gradients_are_those_of_one_process():
     g = torch.Generator().manual_seed(0)
     shapes = {"hidden": (6, 4), "base_weight": (9, 4), "lora_A": (2, 4), "lora_B": (9, 2)}

@@ -24,6 +24,7 @@ from tests.seqpar.integrations.tiny_models import tiny
 from tests.seqpar.integrations.trainer_runs import ONE_STEP
 from tests.seqpar.integrations.trl_runs import examples, words
 
+pytestmark = pytest.mark.unswitched
 PAGE = Path(__file__).parents[3] / "docs" / "same-step.md"
 LENGTHS = (1, 4, 2, 5, 3, 3)
 SENTENCES = [torch.randint(9, (n, 2), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
