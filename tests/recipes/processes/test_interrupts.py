@@ -40,7 +40,7 @@ def interrupted(folder: Path, at: str, *words: str) -> subprocess.CompletedProce
     "imported", ["recipes.translation.commands", "argparse", "torch", "numpy", "numpy._core._multiarray_umath"]
 )
 def test_an_interrupt_during_an_import_ends_the_process_at_once(imported: str, tmp_path: Path) -> None:
-    found = interrupted(tmp_path, imported, "-m", "recipes.translation", "evaluate", "--run", "missing")
+    found = interrupted(tmp_path, imported, "-m", "recipes.translation", "train", *options(tmp_path / "run"))
     assert (found.returncode, found.stderr) == (130, "")
 
 
