@@ -6,6 +6,7 @@ A backend is a row of `FACTS`. One without a row is an accelerator of which no m
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,11 @@ FACTS = _Facts(
     xpu=DeviceFacts(has_kernels=True),
     mps=DeviceFacts(has_float64=False),
 )
+
+
+def accelerators_among(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Return the accelerators among some devices, each once."""
+    return [device for device in dict.fromkeys(devices) if not FACTS[device.type].is_host]
 
 
 def is_on_host(tensor: Tensor) -> bool:

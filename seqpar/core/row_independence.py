@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import refuse_reentrant
-from seqpar.core.device_facts import FACTS
+from seqpar.core.device_facts import accelerators_among
 from seqpar.core.graphs import dtypes_of_graph, graph_of_its_own
 
 ROUNDINGS = 10_000
@@ -121,8 +121,7 @@ def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = No
 
 def torch_random_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return a context after which torch's random states are as before: the CPU's, and that of this device."""
-    on_device = [] if FACTS[device.type].is_host else [device]
-    return torch.random.fork_rng(on_device, device_type=device.type)
+    return torch.random.fork_rng(accelerators_among([device]), device_type=device.type)
 
 
 TINY = torch.finfo(torch.float32).tiny

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from seqpar.core.device_facts import FACTS
+from seqpar.core.device_facts import accelerators_among
 
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """Return this thread's stream on each accelerator among the devices."""
-    return [torch.accelerator.current_stream(d.index) for d in dict.fromkeys(devices) if not FACTS[d.type].is_host]
+    return [torch.accelerator.current_stream(device.index) for device in accelerators_among(devices)]
 
 
 @contextlib.contextmanager

@@ -88,11 +88,6 @@ def _has_own_forward(module: nn.Module) -> bool:
     return isinstance(forward, MethodType) and forward.__func__ is not type(module).forward
 
 
-def what_calls_run(module: nn.Module) -> tuple[object, ...]:
-    """Return what decides which code a call of the module runs, for comparison with another time."""
-    return calls_of(parts_of(module).modules)
-
-
 def refuse_cached(parts: Parts) -> None:
     """Raise RuntimeError for parametrized modules inside `torch.nn.utils.parametrize.cached()`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import recording
-from seqpar.core.device_facts import FACTS
+from seqpar.core.device_facts import FACTS, accelerators_among
 
 Device = int | str | torch.device
 
@@ -31,8 +31,7 @@ def available() -> list[torch.device]:
 
 def _what_exists() -> str:
     """Return what devices this machine has, for the end of an error message."""
-    names = ["cpu"] + [str(d) for d in available() if not FACTS[d.type].is_host]
-    return "this machine has " + ", ".join(names)
+    return "this machine has " + ", ".join(["cpu", *map(str, accelerators_among(available()))])
 
 
 def _check_one(device: object, name: str) -> torch.device:
@@ -89,7 +88,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def refuse_recording(devices: Sequence[torch.device]) -> None:
     """Raise RuntimeError while a CUDA graph is captured on one of several accelerators: it would hold one's work."""
-    distinct = [device for device in dict.fromkeys(devices) if not FACTS[device.type].is_host]
+    distinct = accelerators_among(devices)
     if len(distinct) > 1 and any(map(recording, distinct)):
         names = ", ".join(map(str, distinct))
         raise RuntimeError(
