@@ -82,14 +82,14 @@ test-newest: .venv-newest/made  ## run the library's tests on the newest torch a
 	@.venv-newest/bin/python -c 'import torch, transformers, trl; print(f"[test-newest] pytest, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")'
 	@HYPOTHESIS_PROFILE=dev .venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar
 
-TRAINER_TESTS := $(patsubst %,tests/seqpar/integrations/test_%_itself.py,axolotl ms_swift nemo_automodel torchtitan)
+TRAINER_TESTS := $(patsubst %,tests/seqpar/integrations/test_%_itself.py,axolotl deepspeed ms_swift nemo_automodel torchtitan)
 .trainers/made: .venv/dev
-	@echo "[env] unpacking axolotl, ms-swift, NeMo AutoModel, torchtitan, kernels and rattler-build, and what they import, into .trainers"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .trainers axolotl==0.19.0 ms-swift==4.6.0 nemo-automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2 py-rattler-build==0.73.0 addict==2.4.0 docstring_parser==0.18.0 einops==0.8.2 json_repair==0.64.6 llvmlite==0.50.0 modelscope==1.40.2 modelscope_hub==0.5.1 numba==0.68.1 spmd_types==0.3.1 torchao==0.17.0 torchdata==0.11.0 tyro==1.0.17
+	@echo "[env] unpacking axolotl, DeepSpeed, ms-swift, NeMo AutoModel, torchtitan, kernels and rattler-build, and what they import, into .trainers"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .trainers axolotl==0.19.0 ms-swift==4.6.0 nemo-automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2 py-rattler-build==0.73.0 addict==2.4.0 deepspeed==0.19.8 docstring_parser==0.18.0 einops==0.8.2 hjson==3.1.0 json_repair==0.64.6 llvmlite==0.50.0 modelscope==1.40.2 modelscope_hub==0.5.1 msgpack==1.2.4 ninja==1.13.2 numba==0.68.1 py-cpuinfo==9.0.0 spmd_types==0.3.1 torchao==0.17.0 torchdata==0.11.0 tyro==1.0.17
 	@touch $@
 
 test-trainers: .trainers/made  ## run the loss in the trainers of other projects, from their wheels, on the CPU, and what a release hands to kernels and conda (about 3 minutes on 2 cores)
-	@$(BIN)/python -m pip list --path .trainers 2>/dev/null | grep -E 'axolotl|swift|nemo|torchtitan|kernels|rattler'
+	@$(BIN)/python -m pip list --path .trainers 2>/dev/null | grep -E 'axolotl|deepspeed|swift|nemo|torchtitan|kernels|rattler'
 # A process each: importing one of them changes transformers' classes for all
 	@for tests in $(TRAINER_TESTS) tests/seqpar/distributed/test_spmd_types.py 'tests/test_release.py -k itself'; do \
 	  PYTHONPATH=.trainers $(BIN)/python -m pytest -q --durations=3 $$tests || exit 1; done

@@ -60,10 +60,15 @@ def bias_of(head: Any) -> Tensor | None:
     return getattr(head, "bias", None)
 
 
-def number_of_classes(head: nn.Linear) -> int:
+def number_of_classes(head: Any) -> int:
     """Return how many classes the output embeddings have, also while other ranks hold them by DeepSpeed's ZeRO-3."""
     # Not `out_features`, which Marian's resize_token_embeddings leaves as it was
     return int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
+
+
+def is_divided(head: nn.Module) -> bool:
+    """Return whether DeepSpeed's ZeRO-3 divides the output embeddings, which are there only when it gathers them."""
+    return any(hasattr(parameter, "ds_id") for parameter in head.parameters())
 
 
 def gather_in_model(model: nn.Module, head: nn.Linear) -> None:
@@ -77,18 +82,22 @@ def gather_in_model(model: nn.Module, head: nn.Linear) -> None:
             sys.modules["deepspeed"].zero.register_external_parameter(model, parameter)
 
 
+def is_split_by_plan(head: nn.Module) -> bool:
+    """Return whether a tensor-parallel plan of transformers has split the classes of the output embeddings."""
+    # It gives them a forward of their own, and a mesh of one axis
+    return "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
+
+
 def refuse_sharded_head(head: nn.Linear) -> None:
     """Raise RuntimeError if the output embeddings are sharded in another way than by a plan that splits classes."""
-    # A tensor-parallel plan of transformers gives them a forward of their own, and a mesh of one axis
-    split = "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
-    if not split:
+    if not is_split_by_plan(head):
         refuse_sharded(head, WAY_OUT_OF_SHARDS)
 
 
 def refuse_released_head(head: nn.Linear) -> None:
     """Raise RuntimeError if the output embeddings will not be there after the forward, for a `compute_loss_func`."""
     refuse_sharded_head(head)
-    if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+    if is_divided(head):
         raise RuntimeError(
             "DeepSpeed's ZeRO-3 divides the output embeddings, and has released them when a compute_loss_func is "
             "called; leave that out: apply_seqpar_loss by itself computes the loss in the forward"

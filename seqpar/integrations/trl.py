@@ -26,7 +26,7 @@ from seqpar.core.checks import check_size, is_dtensor
 from seqpar.distributed.wrappers import inside_unit, refuse_sharded
 from seqpar.integrations.peft_adapters import adapted_head, adapter_of, base_of, is_peft_model
 from seqpar.integrations.say_once import say_once
-from seqpar.integrations.transformers_head import with_adapter
+from seqpar.integrations.transformers_head import gather_in_model, is_divided, is_split_by_plan, with_adapter
 from seqpar.integrations.transformers_model import Reading, refuse_adapter
 from seqpar.integrations.transformers_trainer import calling_trainer, model_of
 from seqpar.integrations.trl_distillation import AppliedDistillation
@@ -53,8 +53,9 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
 
     Args:
         trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` or `DistillationTrainer` of
-            TRL 1.16, of a full model or one with PEFT's adapters, on one process or several, under DDP or FSDP2. For
-            an adapter on the output embeddings see `allow_head_adapter`.
+            TRL 1.16, of a full model or one with PEFT's adapters, on one process or several: under DDP, FSDP2 or
+            DeepSpeed's ZeRO-3, and those that generate no text with a tensor-parallel plan as well. For an adapter on
+            the output embeddings see `allow_head_adapter`.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
 
     Returns:
@@ -65,10 +66,10 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
             PEFT's LoRA or `modules_to_save`; PEFT's AdaLoRA, AdaptionPrompt and CPT.
         ValueError: an option that needs the logits of all tokens (`label_smoothing_factor`, `compute_loss_func`,
             `compute_metrics`, `preprocess_logits_for_metrics`) or is not supported (`use_liger_kernel`,
-            `torch_compile`, DeepSpeed, FSDP1, tensor, context or sequence parallelism), or a trainer that has the
-            scores already. With `precompute_ref_log_probs`, a model whose logits TRL does not compute as the model
-            does: the references were computed before. In distillation, a model with a softcap, or two whose logits
-            have different factors.
+            `torch_compile`, FSDP1, context or sequence parallelism; in trainers that generate text tensor parallelism,
+            in distillation DeepSpeed), or a trainer that has the scores already. With `precompute_ref_log_probs`, a
+            model whose logits TRL does not compute as the model does: the references were computed before. In
+            distillation, a model with a softcap, or two whose logits have different factors.
         RuntimeError: another version of TRL whose log-probabilities are computed in another way, or a model whose
             logits are not those of its configuration. In training, a trainer that asks the model for logits instead (as
             `trl.experimental.gkd` does).
@@ -203,6 +204,7 @@ class AppliedScores:
         bases = [base_of(model) for model in models]
         self.whole = {id(base): model for base, model in zip(bases, models, strict=True)}
         for base in bases:
+            gather_in_model(base, base.get_output_embeddings())
             self.models.reading(base)
         self.hooks: list[Any] = []
         for base in bases:
@@ -235,8 +237,12 @@ class AppliedScores:
             return
         self.asked = True
         self.running = _Node(model, self.models.reading(model), self.chunk_tokens)
-        # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
-        self.last_hook = self.whole[id(model)].register_forward_hook(self._unrounded)
+        if is_divided(model.get_output_embeddings()):
+            # Outputs have to stay those of DeepSpeed's hook, which gathers the weights for their backward
+            gather_in_model(model, model.get_output_embeddings())
+        else:
+            # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
+            self.last_hook = self.whole[id(model)].register_forward_hook(self._unrounded)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}
         setattr(trl_utils, NODE, self.running)
         setattr(trl_utils, COMPACT, _only_rows_with_a_label)
@@ -343,8 +349,11 @@ class _Node:
         head: Any = self.model.get_output_embeddings()
         asked = (target_N, temperature, outputs)
         self.calls += 1
+        # TRL has gathered the weight. Ranks that split its classes by a plan have the same tokens, so that its
+        # gradient is whole; under FSDP2 each rank would keep that of its own tokens
+        if is_split_by_plan(head):
+            return self._fields(hidden_ND, weight_VD, bias_V, *asked)
         if is_dtensor(head.weight):
-            # TRL has gathered the weight, but would leave each rank the gradient of its own tokens
             return self._inside_unit(head, hidden_ND, *asked)
         # In the place of TRL's function for the whole process, and Ctrl-C may have left it there
         if weight_VD.data_ptr() != head.weight.data_ptr():

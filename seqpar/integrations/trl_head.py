@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.core.token_loss import wide
+from seqpar.distributed.collectives import whole_tensor
 from seqpar.integrations.made_up import (
     WINDOW,
     RefusedModelError,
@@ -32,7 +33,7 @@ from seqpar.integrations.made_up import (
 )
 from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
 from seqpar.integrations.transformers_check import matching_reading
-from seqpar.integrations.transformers_head import with_adapter
+from seqpar.integrations.transformers_head import number_of_classes, with_adapter
 from seqpar.integrations.transformers_model import (
     Reading,
     Settings,
@@ -116,7 +117,7 @@ def examine(model: PreTrainedModel) -> Reading:
 def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
     """Return ids (1, W) spread over the vocabulary, without those that the configuration names."""
     embeddings: Any = model.get_input_embeddings()
-    size = min(head.weight.size(0), embeddings.weight.size(0))
+    size = min(number_of_classes(head), number_of_classes(embeddings))
     special = special_labels(model, size)
     ordinary = [i for i in range(size) if i not in special] or list(range(size))
     steps = torch.linspace(0, len(ordinary) - 1, WINDOW, device="cpu").long().tolist()
@@ -163,5 +164,5 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
 def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
     """Return hidden x weight with the bias and the adapter's share, at least in the precision of hidden."""
     dtype = wide(hidden.dtype)
-    rows, weight = with_adapter(hidden.to(dtype), head.weight.to(dtype), adapter)
-    return F.linear(rows, weight, None if head.bias is None else head.bias.to(dtype))
+    rows, weight = with_adapter(hidden.to(dtype), whole_tensor(head.weight).to(dtype), adapter)
+    return F.linear(rows, weight, None if head.bias is None else whole_tensor(head.bias).to(dtype))

@@ -138,11 +138,14 @@ def _needing_logits(trainer: Any) -> Iterator[str]:
 
 def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yield the ways to split the model or a sequence over devices that are not supported, each with the reason."""
-    if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed", "the scores are not tested with it; shard the model with FSDP2 instead"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         yield "FSDP1", 'TRL gathers the output embeddings only under FSDP2; set fsdp_config={"version": 2}'
+    if trainer.is_deepspeed_enabled and isinstance(trainer, DistillationTrainer):
+        yield "DeepSpeed", "the divergence is not tested with it; shard the models with FSDP2 instead"
     parallelism = trainer.accelerator.parallelism_config
-    for name in ("tp", "cp", "sp"):
+    splits = ["cp", "sp"]
+    if isinstance(trainer, (GRPOTrainer, RLOOTrainer, DistillationTrainer)):
+        splits.append("tp")
+    for name in splits:
         if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
             yield f"parallelism_config with {name}_size > 1", "the scores are not tested with it"

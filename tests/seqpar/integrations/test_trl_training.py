@@ -10,7 +10,7 @@ import torch
 
 from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.tiny_models import relative_error
-from tests.seqpar.integrations.trl_runs import Run, trained
+from tests.seqpar.integrations.trl_runs import Run, policy, trained
 
 pytestmark = [
     pytest.mark.hf_models,  # real trainers, which take too long for every run
@@ -58,6 +58,19 @@ def test_with_the_callback_a_step_is_that_of_the_models_own_logits(kind):
 def test_with_the_callback_a_step_of_two_ranks_is_that_of_one(two_ranks, kind, layout):
     run = Run(kind, "callback", layout=layout)
     expected = trained(0, 1, run._replace(way="plain", layout="whole"))
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got.gradients, expected.gradients) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+def test_with_classes_that_a_tensor_parallel_plan_splits_a_step_of_two_ranks_is_that_of_one(
+    two_ranks, tmp_path, kind, model
+):
+    changes = {"num_key_value_heads": 2}
+    run = Run(kind, "scores", model, changes=changes, layout="split", folder=str(tmp_path))
+    policy(run).save_pretrained(tmp_path)
+    expected = trained(0, 1, run._replace(way="plain", layout="whole", ranks=1))
     for got in two_ranks.call(trained, run):
         assert relative_error(got.gradients, expected.gradients) < 1e-12
 

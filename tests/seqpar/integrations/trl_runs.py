@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers.distributed import DistributedConfig
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -55,6 +56,18 @@ GENERATING = ("grpo", "rloo", "distillation")
 OF_KIND = {"distillation": {"max_completion_length": 5, "temperature": 0.7, "beta": 0.3}}
 """Arguments of a kind's configuration."""
 BATCH = 2
+ZERO_3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+    "zero3": {"deepspeed": ZERO_3},
+}
+"""Arguments of the trainer's configuration."""
 TIMES = ("runtime", "per_second", "step_time", "flos", "epoch", "mfu", "tflops")
 """Parts of the names of logged numbers that are not functions of the scores."""
 
@@ -73,7 +86,10 @@ class Run(NamedTuple):
     accumulation: int = 1
     steps: int = 1
     layout: str = ""
-    """Ranks under "ddp" or "fsdp2" take the step of one process that has their batches at once, "whole"."""
+    """Ranks under "ddp", "fsdp2" or DeepSpeed's "zero3" take the step of one process that has their batches at once,
+    "whole"; those that transformers' tensor parallelism splits the model over, "split", that of one process."""
+    folder: str = ""
+    """Of the model, if transformers splits it."""
     ranks: int = 2
     """Those whose batches "whole" has."""
 
@@ -132,6 +148,15 @@ def policy(run: Run) -> Any:
     return tiny(run.model, run.dtype, bos_token_id=2, eos_token_id=3, **run.changes)
 
 
+def loaded(run: Run) -> Any:
+    """The policy; from its folder, if transformers is to split it over the ranks."""
+    model = policy(run)
+    if run.layout != "split":
+        return model
+    plan = DistributedConfig(tp_size=2, tp_plan="auto")
+    return type(model).from_pretrained(run.folder, dtype=run.dtype, distributed_config=plan).train()
+
+
 def reference(run: Run) -> Any:
     """A model that differs from the policy."""
     model = policy(run)
@@ -151,7 +176,8 @@ def second_model(run: Run) -> str:
 def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
     """The trainer, before its first step."""
     trainer_class, config_class = KINDS[run.kind]
-    model = policy(run)
+    model = loaded(run)
+    world = 1 if run.layout == "split" else world
     ranks = run.ranks if run.layout == "whole" else world
     # Padding on the left moves positions, whose rotations are rounded to float32: not where layouts are compared
     prompt_lengths = 1 if run.kind in GENERATING and run.layout else 3
@@ -188,10 +214,9 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
             options["model_init_kwargs"] = {"dtype": "auto"}
         options |= {"num_generations": 2, "max_completion_length": 5, "temperature": 0.7, "beta": beta}
         keywords["reward_funcs"] = reward
-    if run.layout == "fsdp2":
-        options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    options |= LAYOUTS.get(run.layout, {})
     arguments = config_class(folder, **(options | OF_KIND.get(run.kind, {}) | run.options))
-    if run.layout == "fsdp2":
+    if run.layout in ("fsdp2", "split"):
         # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
