@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ class Head(nn.Module):
         self.before, self.after = before, after
         self.steps = 0
         self.seen: list[int] = []
+        self.recent: deque[int] = deque(maxlen=9)
+        self.histogram = np.zeros(2)
         self.sums = {"most": 100, "rows": 0}
         self.total = torch.zeros((), dtype=torch.float64)
         self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
@@ -120,6 +123,14 @@ def listed(self: Head, scores: Tensor) -> None:
     self.seen.append(len(scores))
 
 
+def queued(self: Head, scores: Tensor) -> None:
+    self.recent.append(len(scores))
+
+
+def binned(self: Head, scores: Tensor) -> None:
+    self.histogram[1] += len(scores)
+
+
 def summed(self: Head, scores: Tensor) -> None:
     self.sums["rows"] += len(scores)
 
@@ -164,6 +175,8 @@ STATE = {
     "steps": {"after": counted},
     "scale": {"before": annealed},
     "seen": {"after": listed},
+    "recent": {"after": queued},
+    "histogram": {"after": binned},
     "sums": {"after": summed},
     "total": {"after": added},
     "last": {"before": remembered},
@@ -183,6 +196,8 @@ def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: s
     ):
         seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(*batch())
     assert (generator.steps, generator.seen, generator.sums) == (0, [], {"most": 100, "rows": 0})
+    assert not generator.recent
+    assert not generator.histogram.any()
     assert generator.total == 0
     assert generator.total._version == version
     assert not hasattr(generator, "scale")

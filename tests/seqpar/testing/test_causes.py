@@ -176,6 +176,15 @@ def test_a_silent_rank_is_named_where_a_tensor_has_two_uses(silent):
     )
 
 
+def test_a_missed_tie_of_all_ranks_is_named_by_the_sums_over_them():
+    each = [wide(1.0, 0.0, 2.0, 1.0), wide(0.0, 1.0, 1.0, 3.0), wide(2.0, 5.0, 0.0, 1.0), wide(1.0, 1.0, 4.0, 0.0)]
+    uses = {"w": [(name, g) for name, g in zip(("embedding", "linear") * 2, each, strict=True)]}
+    value = wide(math.pi)[0]
+    found = Evidence((value, {"w": each[1] + each[3]}), (value, {"w": sum(each)}), uses=uses, **TWO_RANKS)
+    named = "a missed tie: w is used 2 times, and its gradient is that of use 2 (linear) alone"
+    assert named in likely_cause(found)
+
+
 def test_of_two_smoothings_alike_the_one_with_the_criterions_eps_is_named():
     """With ten classes 0.1 over all of them is 0.09 over the others."""
     none, smooth = wide(1.0, 2.0, 0.5), wide(3.0, -1.0, 4.0)
