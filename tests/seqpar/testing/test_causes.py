@@ -145,6 +145,14 @@ def test_rows_are_right_elsewhere_only_where_some_are():
         assert where_off(replace(found, got=(found.got[0], {**found.got[1], "hidden": hidden})), "hidden") == said
 
 
+def test_the_last_chunk_is_dropped_also_where_padding_is_at_its_end():
+    plain = wide(*[1.0, 2.0, 3.0, 5.0, 7.0, 4.0, 0.0, 0.0]).view(4, 2)
+    got = plain * wide(1.0, 0.0, 0.0, 0.0).unsqueeze(1)
+    value = wide(math.pi)[0]
+    found = Evidence((value, {"hidden": got}), (value, {"hidden": plain}), per_token=frozenset({"hidden"}))
+    assert cause_of(found).startswith("the last chunk is dropped: hidden has no gradient in its last 3 rows, of 4")
+
+
 @pytest.mark.parametrize("divisor", [1, 7])
 @pytest.mark.parametrize(("times", "besides"), [(1, ""), (2, "; besides, all gradients are multiplied by 2")])
 def test_another_smoothing_is_named_and_what_all_gradients_are_multiplied_by(times, besides, divisor):
