@@ -9,11 +9,14 @@ from unittest.mock import MagicMock
 import pytest
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from seqpar.distributed.collectives import group_sum
+from seqpar.testing import Layout, assert_same_step
 from seqpar.testing.ranks import Pool
 
 with warnings.catch_warnings(action="ignore"):
@@ -116,27 +119,25 @@ def sharded(config, dims):
     return model
 
 
-def trained(rank, world, tensor_parallel, backend, tied, replicas=1):
-    """One step of torchtitan's trainer, without what its constructor needs an accelerator for."""
-    torchtitan.distributed.parallel_dims.device_type = "cpu"
-    titan.set_spmd_backend(backend)
-    dims = ParallelDims(
-        replicas, world // tensor_parallel // replicas, 1, tensor_parallel, 1, 1, world, spmd_backend=backend
-    )
-    dims.build_mesh()
+def trainer_of(model, dims, loss_fn, accumulation):
+    """torchtitan's trainer, without what its constructor needs an accelerator for."""
     trainer = Trainer.__new__(Trainer)
-    model = sharded(decoder(tied), dims)
-    trainer.loss_fn = SeqparCrossEntropy.Config(**SETTINGS).build()
-    trainer.loss_fn.set_lm_head(model.lm_head)
+    trainer.loss_fn = loss_fn
+    loss_fn.set_lm_head(model.lm_head)
     model._skip_lm_head = True
     training = SimpleNamespace(disable_cuda_graphs=True, max_norm=float("inf"))
-    trainer.config = SimpleNamespace(training=training, parallelism=ParallelismConfig(spmd_backend=backend))
+    trainer.config = SimpleNamespace(training=training, parallelism=ParallelismConfig(spmd_backend=dims.spmd_backend))
     trainer.parallel_dims, trainer.model_parts, trainer.model_config = dims, [model], None
     trainer.device, trainer.step, trainer.ntokens_seen = torch.device("cpu"), 1, 0
-    trainer.gradient_accumulation_steps, trainer.num_pipeline_parallel_microbatches = 2, 1
+    trainer.gradient_accumulation_steps, trainer.num_pipeline_parallel_microbatches = accumulation, 1
     trainer.optimizers, trainer.lr_schedulers, trainer.checkpointer = MagicMock(), MagicMock(), MagicMock()
     trainer.metrics_processor = SimpleNamespace(should_log=lambda step: False)
     trainer.train_context = titan.get_spmd_context(parallel_dims=dims)
+    return trainer
+
+
+def step_of(trainer, batches):
+    """Train for one step; the loss of this rank's share of it."""
     losses = []
 
     def recorded(*arguments):
@@ -144,9 +145,28 @@ def trained(rank, world, tensor_parallel, backend, tied, replicas=1):
         return losses[-1]
 
     trainer.fwd_bwd_fn = recorded
+    trainer.train_step(iter(batches))
+    return sum(losses).detach()
+
+
+def dims_of(world, tensor_parallel, backend, replicas=1):
+    torchtitan.distributed.parallel_dims.device_type = "cpu"
+    titan.set_spmd_backend(backend)
+    dims = ParallelDims(
+        replicas, world // tensor_parallel // replicas, 1, tensor_parallel, 1, 1, world, spmd_backend=backend
+    )
+    dims.build_mesh()
+    return dims
+
+
+def trained(rank, world, tensor_parallel, backend, tied, replicas=1):
+    """One step of torchtitan's trainer."""
+    dims = dims_of(world, tensor_parallel, backend, replicas)
+    model = sharded(decoder(tied), dims)
+    trainer = trainer_of(model, dims, SeqparCrossEntropy.Config(**SETTINGS).build(), 2)
     data_rank = rank // tensor_parallel
-    trainer.train_step(iter([batch(data_rank, index) for index in range(2)]))
-    return data_rank, sum(losses).detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
+    loss = step_of(trainer, [batch(data_rank, index) for index in range(2)])
+    return data_rank, loss, {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 def whole(gradient):
@@ -196,3 +216,50 @@ def test_a_head_that_does_more_than_multiply_is_refused():
     for head, kind in ((Capped(4, 9, bias=False), "Capped"), (torch.nn.Linear(4, 9), "torch.nn.modules.linear.Linear")):
         with pytest.raises(TypeError, match=f"lm_head is a .*{kind}, not an nn.Linear without bias: use Chunked"):
             loss.set_lm_head(head)
+
+
+class OfEachMicroBatch(SeqparCrossEntropy):
+    """Divides by the tokens of the micro-batch, as trainers did before they counted those of the step."""
+
+    def __call__(self, hidden, labels, global_valid_tokens):
+        return super().__call__(hidden, labels, (labels != IGNORE_INDEX).sum().double())
+
+
+SENTENCES = [
+    (tokens, labels)
+    for i in range(4)
+    for tokens, labels in zip(batch(i % 2, i)[0]["input"], batch(i % 2, i)[1], strict=True)
+]
+
+
+def make_trainer(layout, kind=SeqparCrossEntropy):
+    """torchtitan's trainer and decoder in a layout of `assert_same_step`: FSDP2 over the ranks."""
+    if layout.ranks == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dims = dims_of(layout.ranks, 1, "partial_dtensor")
+    model = sharded(decoder(), dims)
+    loss = kind.Config(**SETTINGS).build()
+    loss.__class__ = kind
+    trainer = trainer_of(model, dims, loss, layout.accumulation)
+    trainer.optimizers = torch.optim.SGD(model.parameters(), 0.1)
+    batches = [
+        ({"input": torch.stack([tokens for tokens, _ in part])}, torch.stack([labels for _, labels in part]))
+        for part in layout.micro_batches(SENTENCES)
+    ]
+
+    def step():
+        return group_sum(step_of(trainer, batches), None if layout.ranks == 1 else dist.group.WORLD)
+
+    return model, step
+
+
+LAYOUTS = [Layout(accumulation=2), Layout(ranks=2), Layout(ranks=2, accumulation=2)]
+
+
+def test_a_step_is_the_same_in_each_layout():
+    assert_same_step(make_trainer, LAYOUTS)
+
+
+def test_a_mean_of_each_micro_batch_is_found():
+    with pytest.raises(AssertionError, match=r"Likely cause: .*each micro-batch is divided by its own tokens"):
+        assert_same_step(partial(make_trainer, kind=OfEachMicroBatch), LAYOUTS)
