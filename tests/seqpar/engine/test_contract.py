@@ -373,9 +373,10 @@ def test_padding_that_none_of_the_rows_asked_about_has_is_found(where: slice) ->
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(V - 2))(hidden, target)
 
 
-def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused() -> None:
-    with pytest.raises(ValueError, match="ignore_index is 2, but its loss of target 2 is not 0"):
-        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(-100, 2))(*batch())
+@pytest.mark.parametrize("named", [0, 2, V - 1])
+def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused(named: int) -> None:
+    with pytest.raises(ValueError, match=f"ignore_index is {named}, but its loss of target {named} is not 0"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(-100, named))(*batch())
 
 
 GATED = {
