@@ -180,6 +180,21 @@ def test_a_function_of_chunks_that_joins_rows_is_refused_after_one_that_does_not
         seqpar.chunked_gradient(by_chunk(joining, target), chunks, [hidden], [weight], empty)
 
 
+@pytest.mark.parametrize("joined", [0, 1])
+def test_rows_that_are_joined_in_the_gradient_of_one_of_several_tensors_are_found(joined):
+    """The value of what joins them is 0."""
+    several = [torch.randn(20, 4, requires_grad=True) for _ in range(2)]
+
+    def per_chunk(params, rows, chunk):
+        x = rows[joined]
+        own = sum(t.square().sum() for t in rows)
+        return seqpar.TokenLoss(own + ((x - x.detach()) * x.detach().mean(0)).sum(), torch.tensor(len(x)))
+
+    empty = seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+    with pytest.raises(ValueError, match="per_chunk joins rows: a row's gradient changes"):
+        seqpar.chunked_gradient(per_chunk, [slice(0, 10), slice(10, 20)], several, [], empty)
+
+
 def test_a_function_of_chunks_is_asked_once():
     calls = []
     hidden, target = torch.randn(20, 4), torch.randint(4, (20,))
