@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
+from recipes.translation.commands.serving import models_of
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.train import train
@@ -19,6 +20,7 @@ from recipes.translation.training.progress import guessing
 from recipes.translation.training.summary import advice_of_diverged
 from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import tiny
+from tests.recipes.translating.test_one_search import parser_of
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def test_a_loss_above_that_of_guessing_is_no_best_so_far_and_names_the_learning_
 
 
 def test_the_average_is_compared_with_best_and_is_stale_after_more_training(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["average", "--run", str(run)]) == 0
     told = capsys.readouterr().out
@@ -113,6 +115,9 @@ def test_the_average_is_compared_with_best_and_is_stale_after_more_training(
     assert main(["train", "--run", str(run), "--training.steps", "4"]) == 0
     capsys.readouterr()
     assert main(words) == 0
+    assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
+    parser, _ = parser_of("serve", monkeypatch)
+    assert models_of(str(run), parser.parse_args([str(run), "--checkpoint", "averaged"]))
     assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
     words = ["export", "--run", str(run), "--checkpoint", "averaged", "--to", "safetensors"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
