@@ -60,6 +60,10 @@ def added_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
         return mask
     # Not -inf, which gives nan in a row without any key; representable in bfloat16, to which autocast may convert it
     lowest = max(torch.finfo(like.dtype).min, torch.finfo(torch.bfloat16).min)
+    kind = like.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+        # Half of its lowest number, so that the sum with the scores is no -inf either
+        lowest = torch.finfo(torch.float16).min / 2
     return like.new_zeros(mask.shape).masked_fill_(~mask, lowest)
 
 

@@ -87,6 +87,7 @@ LIBRARIES = {
     },
     ("torch", "recipes/translation/export/onnx_model.py"): {"_subclasses"},
     ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
+    ("torch", "recipes/translation/training/layout.py"): {"_foreach_mul_"},
     ("torch", "seqpar/testing/evidence.py"): {"_pytree"},
     ("torch", "seqpar/testing/step_run.py"): {
         "_checkpoint_wrapped_module",

@@ -51,6 +51,7 @@ from recipes.translation.run_folder.translator import (
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.dry_run import cost
 from recipes.translation.training.ema import WeightAverage
+from recipes.translation.training.half_precision import check_autocast, loss_scale, skips
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
 from recipes.translation.training.log_file import LOG, logged, note_in
@@ -91,6 +92,7 @@ def train(
         ranks.agree(must_agree(config))
         axes = axes_of(config.layout, ranks.world)
         devices = devices_of(config.training, ranks)
+        check_autocast(config.training.precision, devices)
         held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
         held.enter_context(ranks.held_by_main(lambda: logged(Path(config.run) / LOG)))
         summary = train_on(ranks, config, axes, devices, fresh, insist, dry_run)
@@ -128,7 +130,7 @@ def train_on(
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
     if saved:
-        if saved.state.step:
+        if saved.state.step > saved.state.skipped:  # before the first update there are no moments
             layout.fill_moments(optimizer, saved.moments)
         layout.parts.receive(average.averages, saved.averages)
     start = ranks.run_on_main(lambda: "" if saved else start_of(config))
@@ -165,15 +167,11 @@ def train_on(
             torch.manual_seed(dropout_seed(settings.seed, state.step, layout.token_rank))
             model.train()
             place = {"the step": state.step, "the position in the data": (state.epoch, state.batch)}
-            loss = layout.accumulate(micro_batches, place)
-            done = read_step(loss, layout.clip(settings.clip))
+            scale = loss_scale(settings, state)
+            loss = layout.accumulate(micro_batches, place, scale)
+            done = read_step(loss, layout.clip(settings.clip, scale))
             state.step += 1
-            check_finite(state.step, done, saver)
-            rate = learning_rate(settings, state.step, sizes.d_model, state.reductions)
-            update(optimizer, rate)
-            average.update(state.step)
-            state.tokens += done.tokens
-            journal.step_done(state, done, rate)
+            training.update(done, learning_rate(settings, state.step, sizes.d_model, state.reductions))
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 training.validate_and_save()
             training.save_if_due()
@@ -284,6 +282,18 @@ class Training:
     ranks: Ranks
     journal: Journal
     saver: Saver
+
+    def update(self, done: StepNumbers, rate: float) -> None:
+        """Update the weights by the gradient of a step, unless it is to be skipped, and note the step."""
+        if skips(self.config.training, self.state, done.norm):
+            self.optimizer.zero_grad()
+            self.journal.step_skipped(self.state)
+            return
+        check_finite(self.state.step, done, self.saver)
+        update(self.optimizer, rate)
+        self.average.update(self.state.step)
+        self.state.tokens += done.tokens
+        self.journal.step_done(self.state, done, rate)
 
     def validate_and_save(self) -> None:
         """Validate, and begin to save the model and the state. Every rank calls this."""

@@ -90,6 +90,12 @@ class TrainingState:
     """Validations since the best one."""
     reductions: int = 0
     """How often validations have reduced the learning rate, with `training.schedule` plateau."""
+    loss_scale: float = 65_536.0
+    """What the loss is multiplied by before backward, with `training.precision` fp16."""
+    steps_of_scale: int = 0
+    """Steps since this scale was set, none of which overflowed."""
+    skipped: int = 0
+    """Steps without an update, because their gradient overflowed."""
     data: str = ""
     """Fingerprint of the training and validation data."""
     teacher: str = ""
@@ -168,11 +174,14 @@ def load_training(folder: Path) -> SavedTraining:
 
 COUNT = value("a whole number from 0 up", lambda found: is_whole(found) and found >= 0)
 TIME = value("a number of seconds", lambda found: isinstance(found, (int, float)) and 0 <= found < math.inf)
+SCALE = value("a number above 0", lambda found: isinstance(found, (int, float)) and 0 < found < math.inf)
 SCORE = maybe(value("a number", lambda found: isinstance(found, (int, float))))
 STATE = fields(
-    dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale", "reductions"), COUNT)
+    dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale"), COUNT)
+    | dict.fromkeys(("reductions", "steps_of_scale", "skipped"), COUNT)
     | dict.fromkeys(("train_seconds", "seconds"), TIME)
     | dict.fromkeys(("best_loss", "best_score"), SCORE)
+    | {"loss_scale": SCALE}
     | dict.fromkeys(("data", "teacher"), TEXT)
 )
 """What training.json must be."""

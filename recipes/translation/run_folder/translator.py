@@ -23,7 +23,7 @@ from recipes.translation.files.tensors import described
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
 
-WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
+WEIGHTS = {"float64": torch.float64} | dict.fromkeys(("float32", "bf16", "fp16"), torch.float32)
 """The dtype of weights and moments, by `training.precision`."""
 
 

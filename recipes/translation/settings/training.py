@@ -133,8 +133,10 @@ class TrainingConfig:
         at_least=0.01,
         below=1_000,
     )
-    precision: Literal["float32", "bf16", "float64"] = setting(
-        "float32", "float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."
+    precision: Literal["float32", "bf16", "fp16", "float64"] = setting(
+        "float32",
+        "float32 | bf16 (autocast) | fp16 (autocast with a dynamic loss scale, for GPUs without bfloat16: V100, T4) | "
+        "float64 (to compare layouts: several times slower).",
     )
     max_length: int = setting(
         256,

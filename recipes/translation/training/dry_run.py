@@ -14,6 +14,7 @@ from recipes.translation.data.batches import Batch
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.training.half_precision import AUTOCAST
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import forget_peak, peak_memory
 from recipes.translation.training.parts import local_of
@@ -93,7 +94,7 @@ def _loss_bytes(layout: Layout, settings: TrainingConfig, classes: int) -> int:
         vocab=classes,
         devices=devices,
         layout=split,
-        dtype={"bf16": "bfloat16"}.get(settings.precision, settings.precision),
+        dtype=AUTOCAST.get(settings.precision, settings.precision),
         chunk_tokens=settings.chunk_tokens,
         device="cpu" if layout.device.type == "cpu" else "cuda",
     )

@@ -91,9 +91,23 @@ class Journal:
         """Note a step, which `state` counts already, and its learning rate."""
         loss, tokens, norm = done
         seconds = self.progress.step_done(state, loss=loss, tokens=tokens)
-        self.metrics.write(step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens=tokens)
+        self.metrics.write(
+            step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens=tokens, **self._scale(state)
+        )
         self.machine.write(step=state.step, seconds=round(seconds, 6))
         self.drawn = False
+
+    def step_skipped(self, state: TrainingState) -> None:
+        """Note a step without an update, which `state` counts already."""
+        seconds = self.progress.step_skipped(state)
+        self.metrics.write(step=state.step, **self._scale(state))
+        self.machine.write(step=state.step, seconds=round(seconds, 6))
+
+    def _scale(self, state: TrainingState) -> dict[str, float]:
+        """Return what is noted of the loss scale: that of the next step, and how many have been skipped."""
+        if self.config.training.precision != "fp16":
+            return {}
+        return {"loss_scale": state.loss_scale, "skipped": state.skipped}
 
     def keep(self, found: Validation) -> None:
         """Write a validation, its translations and samples of them, and all records so far, to the disk.

@@ -35,6 +35,7 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD, UNK
 from recipes.translation.training.distillation import Teacher
+from recipes.translation.training.half_precision import AUTOCAST
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
 from recipes.translation.training.shards import fill, gathered_together, shard_layers
@@ -314,10 +315,12 @@ class Layout:
 
         return forward
 
-    def accumulate(self, batches: Sequence[Batch], agree: Mapping[str, object] | None = None) -> seqpar.TokenLoss:
+    def accumulate(
+        self, batches: Sequence[Batch], agree: Mapping[str, object] | None = None, scale: float = 1.0
+    ) -> seqpar.TokenLoss:
         """Add the gradient of a whole step, divided once by the tokens of its batches on all ranks; return its loss.
 
-        `agree` names what must be the same on all ranks.
+        `agree` names what must be the same on all ranks. The gradient, and not the loss, is multiplied by `scale`.
         """
         return seqpar.accumulate_gradients(
             batches,
@@ -325,6 +328,7 @@ class Layout:
             self.tokens_of,
             model=self.reducer,
             group=self.groups.tokens or seqpar.THIS_PROCESS,
+            backward=Tensor.backward if scale == 1 else lambda loss: (loss * scale).backward(),
             agree=agree,
         )
 
@@ -333,16 +337,22 @@ class Layout:
 
         Ranks that split the vocabulary or the time steps must pass the same batch.
         """
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+        half = AUTOCAST.get(self.settings.precision)
+        with torch.autocast(self.device.type, half, enabled=half is not None):
             return self.forward(Batch(*(ids.to(self.device, non_blocking=True) for ids in batch)))
 
     def tokens_of(self, batch: Batch) -> Tensor:
         """Return the number of target tokens of a batch that this rank computes."""
         return (seqpar.split_time(batch.tgt_out, self.groups.sequence) != PAD).sum()
 
-    def clip(self, largest: float) -> Tensor:
-        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before, unread."""
+    def clip(self, largest: float, scale: float = 1.0) -> Tensor:
+        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before, unread.
+
+        First the gradient is divided by `scale`, a power of two.
+        """
         named = list(self.model.named_parameters())
+        if scale != 1:
+            torch._foreach_mul_([p.grad for _, p in named if p.grad is not None], 1 / scale)
         split = [p.grad for name, p in named if p.grad is not None and self._is_cut(name)]
         whole = [p.grad for name, p in named if p.grad is not None and not self._is_cut(name)]
         # |g|^2 = the sum over the vocabulary ranks of |g_split|^2 + |g_whole|^2, which is the same on all of them

@@ -88,6 +88,16 @@ class Progress(StatusLine):
         self.show(self.line(state.step))
         return seconds
 
+    def step_skipped(self, state: TrainingState) -> float:
+        """Say that a step was skipped, and return its seconds."""
+        seconds = self._tick(state)
+        state.train_seconds += seconds
+        self.say(
+            f"[train] step {state.step:,}: the gradient overflows in float16: no update, and the loss scale becomes "
+            f"{state.loss_scale:g} ({state.skipped:,} skipped so far)"
+        )
+        return seconds
+
     def _step_seconds(self) -> float:
         """Return the seconds of a recent step; the very first ones, which are slow, do not count."""
         counted = list(self.recent)[SLOW_STEPS:] or list(self.recent)

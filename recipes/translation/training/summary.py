@@ -175,6 +175,10 @@ class Summary:
             f"[train] {state.step:,} of {self.steps:,} steps in {duration(state.seconds)}, "
             f"{speed:,.0f} target tokens/s without validation"
         ]
+        if state.skipped:
+            lines.append(
+                f"[train] {state.skipped:,} of these steps made no update: their gradient overflowed in float16"
+            )
         if self.best:
             lines.append(f"[train] best validation, step {self.best.step:,}: {self.best}")
         if self.advice:

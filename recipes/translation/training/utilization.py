@@ -17,12 +17,15 @@ from models.decoder_only import DecoderOnly
 from recipes.translation.data.corpus import Corpus
 
 PEAKS = {
-    "NVIDIA A100": {"float32": 19.5e12, "bf16": 312e12},
-    "NVIDIA H100 PCIe": {"float32": 51e12, "bf16": 756e12},
-    "NVIDIA H100 80GB HBM3": {"float32": 67e12, "bf16": 989e12},
-    "NVIDIA H200": {"float32": 67e12, "bf16": 989e12},
-    "NVIDIA L4": {"float32": 30.3e12, "bf16": 121e12},
-    "NVIDIA L40S": {"float32": 91.6e12, "bf16": 362e12},
+    "NVIDIA A100": {"float32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+    "NVIDIA H100 PCIe": {"float32": 51e12, "bf16": 756e12, "fp16": 756e12},
+    "NVIDIA H100 80GB HBM3": {"float32": 67e12, "bf16": 989e12, "fp16": 989e12},
+    "NVIDIA H200": {"float32": 67e12, "bf16": 989e12, "fp16": 989e12},
+    "NVIDIA L4": {"float32": 30.3e12, "bf16": 121e12, "fp16": 121e12},
+    "NVIDIA L40S": {"float32": 91.6e12, "bf16": 362e12, "fp16": 362e12},
+    "Tesla T4": {"float32": 8.1e12, "fp16": 65e12},
+    "Tesla V100-SXM2": {"float32": 15.7e12, "fp16": 125e12},
+    "Tesla V100-PCIE": {"float32": 14e12, "fp16": 112e12},
 }
 """Operations a second, by the beginning of a device's name and by `training.precision`: those of NVIDIA's data sheets,
 dense (half of those "with sparsity"). float32 is without TF32, which training does not use."""

@@ -291,5 +291,6 @@ def test_the_state_of_a_run_that_begins_says_that_nothing_is_done(tmp_path: Path
     checkpoint.write_state(tmp_path / "state", "", {}, checkpoint.TrainingState())
     said = json.loads((tmp_path / "state" / "training.json").read_text())
     del said["of"]
+    assert said.pop("loss_scale") == 65_536
     assert len(said) > 10
     assert not any(said.values())

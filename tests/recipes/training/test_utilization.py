@@ -29,12 +29,14 @@ H100 = "NVIDIA H100 80GB HBM3"
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"),
         ("NVIDIA L40S", "NVIDIA L40S"),
         ("NVIDIA L4", "NVIDIA L4"),
+        ("Tesla T4", "Tesla T4"),
+        ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2"),
         ("NVIDIA GeForce RTX 1080", None),
     ],
 )
 def test_the_peak_is_that_of_the_device_s_name(name: str, known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    for precision in ("float32", "bf16", "float64"):
+    for precision in ("float32", "bf16", "fp16", "float64"):
         assert peak_of(GPU, precision) == PEAKS.get(str(known), {}).get(precision, 0.0)
         assert peak_of(CPU, precision) == 0
 
