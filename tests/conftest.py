@@ -1,5 +1,6 @@
 """Hypothesis profiles, and what the tests need to know of the machine."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from tests.on_device import Nowhere
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
 # What runs again and again in CI draws the same examples each time: a rare one is for dev and nightly to find
-settings.register_profile("quick", settings.get_profile("dev"), derandomize=True)
-settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
+# For the emulated accelerators, where an operation takes five times as long, and whose arithmetic is the CPU's
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)
 settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
@@ -91,3 +93,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="chooses its devices itself"))
         if item.get_closest_marker("data") and not Path(os.environ.get("SEQPAR_DATA", "/nowhere")).is_dir():
             item.add_marker(pytest.mark.skip(reason="needs SEQPAR_DATA, the folder of the corpora"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there before the first test out of every garbage collection, here and in forked ranks.
+
+    It is a million objects of imported packages, which stay anyway: half a second of each collection that a test, or a
+    trainer in it, asks for.
+    """
+    gc.freeze()

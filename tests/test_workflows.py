@@ -12,11 +12,29 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 CI = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
 ELSEWHERE = {"test-newest", "test-trainers"}
 """Suites with environments of their own, of packages that change without a commit here."""
+TOGETHER = {"test-recipe"}
+"""What runs four of the others on one machine."""
 
 
 def test_every_suite_of_the_makefile_runs():
     suites = set(re.findall(r"^(test[a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(CI["suite"]["strategy"]["matrix"]["suite"]) == suites - ELSEWHERE
+    assert set(CI["suite"]["strategy"]["matrix"]["suite"]) == suites - ELSEWHERE - TOGETHER
+
+
+def test_a_suite_of_a_mark_looks_for_it_wherever_a_test_has_it():
+    """But in the packages' own trainers, which are run where they can be installed."""
+    commands = re.findall(r"pytest .*-m (\w+|'.*?') (.*)", (ROOT / "Makefile").read_text())
+    assert len(commands) >= 8
+    for marks, command in commands:
+        paths = re.findall(r"tests/\S+", command)
+        for mark in re.sub(" and not .*", "", marks.strip("'")).split(" or "):
+            having = [
+                str(file.relative_to(ROOT))
+                for file in (ROOT / "tests").rglob("test_*.py")
+                if f"mark.{mark}" in file.read_text() and not file.stem.endswith("_itself")
+            ]
+            assert having
+            assert [file for file in having if not file.startswith(tuple(paths))] == [], command
 
 
 def test_every_pair_of_versions_of_nox_runs():

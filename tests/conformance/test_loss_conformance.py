@@ -191,7 +191,8 @@ def test_a_refusal_of_autograd_is_not_taken_for_a_refusal_of_a_bad_target(monkey
 
     monkeypatch.setattr(bad_target, "_try", refused)
     monkeypatch.setattr(bad_target, "autograd_works_in_a_fork", lambda: False)
-    assert BY_NAME["target out of range"](KNOWN["seqpar-engine"]) == Finding("pass", "raises IndexError")
+    x = Problem(KNOWN["seqpar-engine"], change="target[5] = -1")
+    assert bad_target._in_a_process(x) == "raises IndexError"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU it is tried in a new process, which needs a name")

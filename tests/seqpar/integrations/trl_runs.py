@@ -340,5 +340,4 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
             for entry in trainer.state.log_history
         ]
     assert not has_scores(base_of(trainer.accelerator.unwrap_model(trainer.model)))
-    gc.unfreeze()
     return Outcome(losses, metrics, kept.seen)

@@ -1,5 +1,6 @@
 """The fast path: value and every gradient by formula equal the plain un-chunked loss, in float64 within 1e-12."""
 
+import contextlib
 from unittest.mock import patch
 
 import pytest
@@ -17,11 +18,21 @@ from tests.seqpar.linear.linear_loss import errors, linear_cases, plain_logits, 
 LEAVES = ("hidden", "weight", "bias", "token_weight")
 
 
-@given(linear_cases(), st.sampled_from([2**23, 200]))
-def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
+PATHS = {
+    "seqpar.linear.projection.CACHE": (2**23, 200),
+    "seqpar.linear.fused_loss.COUNTED": (2**24, 0),
+    "seqpar.rows.scores.FEW": (2**13, 0),
+}
+"""Sizes from which on another path is taken: as they are, larger than all cases here; and smaller than all."""
+
+
+@given(linear_cases(), st.fixed_dictionaries({name: st.sampled_from(sizes) for name, sizes in PATHS.items()}))
+def test_every_option_has_the_gradient_of_its_published_formula_on_either_path(case, sizes):
     """With a cache of 200 bytes, a few rows at a time go through the softmax."""
     tensors = case.tensors()
-    with patch("seqpar.linear.projection.CACHE", cache):
+    with contextlib.ExitStack() as stack:
+        for name, size in sizes.items():
+            stack.enter_context(patch(name, size))
         assert_same_gradients(
             lambda: seqpar.linear_cross_entropy(**tensors, **case.options).total * case.upstream,
             lambda: plain_loss(**tensors, **case.options) * case.upstream,
