@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -101,15 +101,13 @@ class TokenBatches:
     def _order_by(self, source_lengths: Lengths, target_lengths: Lengths) -> None:
         """Order the pairs by these lengths, in subwords without start and end symbol."""
         short = [numpy.empty(0, numpy.int32)]
-        keys = [numpy.empty(0, numpy.int64)]
-        for start in range(0, len(self.sources), SLICE):
-            sides = [each(start, min(start + SLICE, len(self.sources))) for each in (source_lengths, target_lengths)]
-            short.append((start + numpy.flatnonzero(numpy.maximum(*sides) <= self.max_length)).astype(numpy.int32))
-            keys.append(numpy.unique(_keys(*sides)))
+        for start, end in self._slices():
+            longer = numpy.maximum(source_lengths(start, end), target_lengths(start, end))
+            short.append((start + numpy.flatnonzero(longer <= self.max_length)).astype(numpy.int32))
         self.pairs_short_enough = numpy.concatenate(short)
         """The indices of the pairs that are not left out."""
         self.dropped = len(self.sources) - len(self.pairs_short_enough)
-        self._sort_lengths(numpy.unique(numpy.concatenate(keys)), source_lengths, target_lengths)
+        self._sort_lengths(source_lengths, target_lengths)
         self._sorted = self._sort(self.pairs(0))
         if self.mixture is None:  # whose other epochs sort other pairs
             del self._places
@@ -124,8 +122,7 @@ class TokenBatches:
     def over_budget(self) -> int:
         """Return the number of pairs that are longer than a batch may be."""
         found = 0
-        for start in range(0, len(self.sources), SLICE):
-            end = min(start + SLICE, len(self.sources))
+        for start, end in self._slices():
             longer = numpy.maximum(self.sources.lengths(start, end), self.targets.lengths(start, end))
             found += int(((longer + 1 > self.batch_tokens) & (longer <= self.max_length)).sum())
         return found
@@ -146,7 +143,7 @@ class TokenBatches:
         start = 0
         for end in numpy.cumsum(found.counts).tolist():
             places = found.places[start:end]
-            order[start:end] = pairs[places[numpy.argsort(ties[places], kind="stable")]]
+            order[start:end] = pairs[places[order_of(ties[places])]]
             start = end
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return EpochBatches(order, cuts, rng.permutation(len(cuts) + 1))
@@ -175,24 +172,40 @@ class TokenBatches:
         targets = [self.targets[index] for index in indices]
         return padded_batch(sources, targets, self.symbols)
 
-    def _sort_lengths(self, keys: Array, source_lengths: Lengths, target_lengths: Lengths) -> None:
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        """Yield where each slice of the pairs begins and ends."""
+        for start in range(0, len(self.sources), SLICE):
+            yield start, min(start + SLICE, len(self.sources))
+
+    def _sort_lengths(self, source_lengths: Lengths, target_lengths: Lengths) -> None:
         """Sort the lengths that occur, a few thousand at most, so that an epoch's sort does not compare them.
 
         Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
         target lengths still has similar source lengths as well.
         """
-        targets, sources = numpy.divmod(keys, LONGEST)
-        direction = numpy.where(targets % 2 == 0, -1, 1)
-        order = numpy.lexsort((direction * sources, -targets))
+        sources, source_place = _distinct(source_lengths, self._slices())
+        targets, target_place = _distinct(target_lengths, self._slices())
+
+        def keys(start: int, end: int) -> Array:
+            """Return one number for both lengths of a pair."""
+            key: Array = target_place[target_lengths(start, end)] * len(sources)
+            return key + source_place[source_lengths(start, end)]
+
+        occurs = numpy.zeros(len(targets) * len(sources), bool)
+        for start, end in self._slices():
+            occurs[keys(start, end)] = True
+        found = numpy.flatnonzero(occurs)
+        # With the end symbol
+        of_target, of_source = targets[found // max(1, len(sources))] + 1, sources[found % max(1, len(sources))] + 1
+        direction = numpy.where(of_target % 2 == 0, -1, 1)
+        order = numpy.lexsort((direction * of_source, -of_target))
         # numpy sorts 16 bits by radix
-        places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int32)
-        places[order] = numpy.arange(len(order))
+        places = numpy.empty(len(occurs), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int32)
+        places[found[order]] = numpy.arange(len(order))
         self._places = numpy.empty(len(self.sources), places.dtype)
-        for start in range(0, len(self.sources), SLICE):
-            end = min(start + SLICE, len(self.sources))
-            found = _keys(source_lengths(start, end), target_lengths(start, end))
-            self._places[start:end] = places[numpy.searchsorted(keys, found)]
-        self._longer = numpy.maximum(targets, sources)[order]
+        for start, end in self._slices():
+            self._places[start:end] = places[keys(start, end)]
+        self._longer = numpy.maximum(of_target, of_source)[order]
 
     def _sort(self, pairs: Array) -> Sorted:
         """Sort pairs by their lengths: count them, and put each part of the pairs behind those before it."""
@@ -241,8 +254,6 @@ Lengths = Callable[[int, int], Array]
 """The lengths of the sentences from one number to another."""
 SLICE = 1 << 18
 """Pairs whose lengths are in memory at a time."""
-LONGEST = 1 << 31
-"""More than the subwords of any sentence with its end symbol."""
 
 
 class Sorted(NamedTuple):
@@ -254,10 +265,25 @@ class Sorted(NamedTuple):
     """How many there are of each of the lengths that occur."""
 
 
-def _keys(source_lengths: Array, target_lengths: Array) -> Array:
-    """Return one number for both lengths of a pair, each with an end symbol."""
-    found: Array = (target_lengths.astype(numpy.int64) + 1) * LONGEST + source_lengths + 1
-    return found
+def _distinct(lengths: Lengths, slices: Iterable[tuple[int, int]]) -> tuple[Array, Array]:
+    """Return the lengths that occur, which rise, and for each length its place among them."""
+    occurs = numpy.zeros(1, bool)
+    for start, end in slices:
+        found = lengths(start, end)
+        if found.max() >= len(occurs):
+            occurs = numpy.pad(occurs, (0, int(found.max()) + 1 - len(occurs)))
+        occurs[found] = True
+    return numpy.flatnonzero(occurs), numpy.cumsum(occurs) - 1
+
+
+def order_of(ties: Array) -> Array:
+    """Return the order of random numbers that a stable sort gives, which takes three times as long."""
+    order: Array = numpy.argsort(ties)
+    ordered = ties[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        # Equal ones are in an order that depends on the processor
+        order = numpy.argsort(ties, kind="stable")
+    return order
 
 
 class EpochBatches(Sequence[list[int]]):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data import batches as batches_module
-from recipes.translation.data.batches import Batch, TokenBatches
+from recipes.translation.data.batches import Batch, TokenBatches, order_of
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.settings.config import DataConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
@@ -204,3 +204,11 @@ def test_multi30k_has_at_most_five_percent_padding(tmp_path: Path) -> None:
     batches = TokenBatches(*sides, batch_tokens=4_096, seed=1, max_length=256)
     assert batches.dropped == 0
     assert max(padding_fraction(batches, epoch) for epoch in range(3)) <= 0.05
+
+
+def test_equal_random_numbers_are_in_the_order_of_a_stable_sort() -> None:
+    """The fastest sort is not stable, and where it is not depends on the processor."""
+    ties = numpy.random.default_rng(1).integers(50, size=2_000) / 50
+    assert (order_of(ties) == numpy.argsort(ties, kind="stable")).all()
+    apart = numpy.random.default_rng(1).random(2_000)
+    assert (order_of(apart) == numpy.argsort(apart, kind="stable")).all()
