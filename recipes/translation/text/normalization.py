@@ -70,7 +70,9 @@ def nfc_rules() -> dict[str, str]:
     """Return what NFC replaces, by what; controls are removed, and what ends a line or a column becomes a blank."""
     found: dict[str, str] = {}
     for character in map(chr, itertools.chain(range(1, 0xD800), range(0xE000, 0x110000))):
-        found |= _spellings(character)
+        # One that cannot be decomposed is its only spelling: all but one in eighty
+        if not unicodedata.is_normalized("NFD", character):
+            found |= _spellings(character)
     for control in map(chr, [*range(1, 0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]):
         found[control] = " " if control.isspace() else ""
     return found
