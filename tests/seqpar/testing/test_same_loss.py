@@ -183,15 +183,21 @@ def test_a_loss_of_ones_own_takes_no_layout_of_the_engine():
         )
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, hidden, gate):
+        return self.out(hidden) * gate.unsqueeze(-1)
+
+
+def test_a_per_token_tensor_belongs_to_one_rank_as_hidden_does():
+    gate, hidden, target = torch.rand(3, 3), torch.randn(3, 3, 4), torch.randint(5, (3, 3))
+    assert_same_loss(Gated(), nn.CrossEntropyLoss(reduction="sum"), hidden, target, ranks=2, gate=gate)
+
+
 def test_per_token_tensors_and_devices_take_part():
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(4, 5)
-
-        def forward(self, hidden, gate):
-            return self.out(hidden) * gate.unsqueeze(-1)
-
     gate, target = torch.rand(2, 3), torch.randint(5, (2, 3))
     criterion, hidden = seqpar.LabelSmoothing(0.1, "torch"), torch.randn(2, 3, 4)
     assert_same_loss(Gated(), criterion, hidden, target, devices=["cpu"] * 2, chunk_tokens=2, gate=gate)
