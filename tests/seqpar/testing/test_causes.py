@@ -145,11 +145,9 @@ def test_rows_are_right_elsewhere_only_where_some_are():
         assert where_off(replace(found, got=(found.got[0], {**found.got[1], "hidden": hidden})), "hidden") == said
 
 
-def test_a_gradient_of_zeros_is_none_that_was_summed_in_a_narrow_dtype():
+def test_a_loss_of_0_is_no_sum_in_a_narrow_dtype():
     value, plain = wide(math.pi)[0], wide(0.1, 0.7, 1 / 3)
-    narrow = plain.bfloat16().double()
-    found = Evidence((value, {"w": narrow, "b": 0 * plain}), (value, {"w": plain, "b": plain}))
-    assert cause_of(found).startswith("sums in bfloat16: w has no digits beyond")
+    assert "sums in" not in likely_cause(Evidence((0 * value, {"w": plain}), (value, {"w": plain})))
 
 
 def test_the_last_chunk_is_dropped_also_where_padding_is_at_its_end():
