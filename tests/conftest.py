@@ -17,9 +17,8 @@ from tests.on_device import Nowhere
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
 # What runs again and again in CI draws the same examples each time: a rare one is for dev and nightly to find
-settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
-# For the emulated accelerators, where an operation takes five times as long, and whose arithmetic is the CPU's
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)
+settings.register_profile("quick", settings.get_profile("dev"), derandomize=True)
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
 settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
