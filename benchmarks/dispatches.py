@@ -41,7 +41,13 @@ VIEWS = (
     "transpose", "unbind",
 )  # fmt: skip
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided")
-KINDS = dict.fromkeys(VIEWS, "view") | dict.fromkeys(ALLOCATIONS, "allocation") | {"_local_scalar_dense": "read"}
+QUESTIONS = ("promote_types", "_record_function_enter_new", "_record_function_exit")
+KINDS = (
+    dict.fromkeys(VIEWS, "view")
+    | dict.fromkeys(ALLOCATIONS, "allocation")
+    | dict.fromkeys(QUESTIONS, "question")
+    | {"_local_scalar_dense": "read"}
+)
 """The other operators are kernels."""
 
 

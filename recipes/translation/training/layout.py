@@ -355,10 +355,11 @@ class Layout:
             torch._foreach_mul_([p.grad for _, p in named if p.grad is not None], 1 / scale)
         split = [p.grad for name, p in named if p.grad is not None and self._is_cut(name)]
         whole = [p.grad for name, p in named if p.grad is not None and not self._is_cut(name)]
-        # |g|^2 = the sum over the vocabulary ranks of |g_split|^2 + |g_whole|^2, which is the same on all of them
-        split_square = whole_tensor(torch.nn.utils.get_total_norm(split)).square()
-        whole_square = whole_tensor(torch.nn.utils.get_total_norm(whole)).square()
-        norm = (group_sum(split_square.to(self.device), self.groups.vocab) + whole_square).sqrt()
+        norm = whole_tensor(torch.nn.utils.get_total_norm(whole))
+        if self.axes.vocab > 1:
+            # |g|^2 = the sum over the vocabulary ranks of |g_split|^2 + |g_whole|^2, which is the same on all of them
+            split_square = whole_tensor(torch.nn.utils.get_total_norm(split)).square()
+            norm = (group_sum(split_square.to(self.device), self.groups.vocab) + norm.square()).sqrt()
         if largest:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in named], largest, norm)
         return norm

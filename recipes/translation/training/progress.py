@@ -42,9 +42,9 @@ def read_step(loss: seqpar.TokenLoss, norm: Tensor) -> StepNumbers:
     """Return the numbers of a step, which the device is asked for once: each question waits until it has done all."""
     # float64 holds each of them exactly
     exact = torch.float64 if FACTS[norm.device.type].has_float64 else torch.float32
-    numbers = [t.detach().to(norm.device, exact).reshape(()) for t in (loss.mean, loss.tokens, norm)]
-    mean, tokens, gradient = torch.stack(numbers).tolist()
-    return StepNumbers(mean, int(tokens), gradient)
+    numbers = [t.detach().to(norm.device, exact).reshape(()) for t in (loss.total, loss.tokens, norm)]
+    total, tokens, gradient = torch.stack(numbers).tolist()
+    return StepNumbers(total / max(tokens, 1), int(tokens), gradient)
 
 
 SLOW_STEPS = 10
