@@ -106,7 +106,7 @@ def is_logits(tensor: object) -> bool:
 def as_on_cuda(log: Log) -> Iterator[None]:
     """Take CUDA's branches on the emulated accelerator."""
     with contextlib.ExitStack() as stack:
-        for module in ("inputs", "projection", "projected_rows"):
+        for module in ("inputs", "projection"):
             stack.enter_context(patch(f"seqpar.linear.{module}.why_no_kernel", lambda kind: ""))
         stack.enter_context(patch("seqpar.kernels.row_kernel.run_programs", log.launch))
         stack.enter_context(patch.dict(FACTS, {NAME: FACTS[NAME]._replace(widens_products=True)}))

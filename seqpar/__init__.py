@@ -20,7 +20,9 @@ def __getattr__(name: str) -> Any:
     if name == "__all__" or not name.startswith("_"):
         names = import_module(f"{__name__}.names")
         if name == "__all__" or name in names.__all__:
-            return getattr(names, name)
+            # Found without this function from now on
+            globals()[name] = getattr(names, name)
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

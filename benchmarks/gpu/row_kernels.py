@@ -66,7 +66,7 @@ class Chunk:
 
         def run() -> None:
             sums = kernel.sums(self.product_KV, picked_K1, self.target_K, None)
-            kernel.gradient_(self.product_KV, picked_K1, None, sums, upstream, self.product_KV)
+            kernel.gradient_(self.product_KV, picked_K1, None, sums, upstream)
 
         return run
 

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from seqpar.core.chunks import Chunk, recording
+from seqpar.core.chunks import Chunk, is_capturing
 from seqpar.core.device_facts import FACTS, is_on_host, may_read
 from seqpar.core.graphs import leaves_of_graph, nodes_of_graph
 from seqpar.core.token_loss import wide
@@ -27,6 +27,8 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
 to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
+
+Kind = TypeVar("Kind")
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 """Kinds that are no DTensor."""
@@ -41,12 +43,19 @@ PROVED: ContextVar[bool] = ContextVar("seqpar_proved", default=False)
 # What a value is
 
 
-def check_type(value: object, name: str, kinds: type | tuple[type, ...], wanted: str, *, verb: str = "is") -> None:
-    """Raise TypeError unless `value` is one of these kinds; `verb` is "returned" for what the function `name` did."""
+def check_type(
+    value: object, name: str, kinds: type[Kind] | tuple[type[Kind], ...], wanted: str, *, verb: str = "is"
+) -> Kind:
+    """Return `value`; raise TypeError unless it is one of these kinds.
+
+    Args:
+        verb: "returned" for what the function `name` did.
+    """
     if not isinstance(value, kinds):
         must = "return" if verb == "returned" else "be"
         shown = f"{value!r:.60}" if kinds is bool else _kind_of(value)
         raise TypeError(f"{name} {verb} {shown}; it must {must} {wanted}")
+    return value
 
 
 def _kind_of(value: object) -> str:
@@ -141,6 +150,9 @@ def check_scalar(value: object, name: str) -> float | None:
 
 def check_loss_scale(value: object) -> None:
     """Raise unless `value` is a finite number other than 0, or a tensor of one such number."""
+    # Most are the default
+    if type(value) is float and value == 1:
+        return
     if check_scalar(value, "loss_scale") == 0:
         raise ValueError("loss_scale is 0; gradients are multiplied and later divided by it: pass 1 for no scaling")
 
@@ -155,17 +167,17 @@ def is_dtensor(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def check_dense(value: object, name: str) -> None:
-    """Raise TypeError unless `value` is a strided tensor with data of its own."""
-    # Most are, and every call comes here for each of its tensors
-    if type(value) in PLAIN_TENSORS:
-        assert isinstance(value, Tensor)
-        if value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.is_meta):
-            return
-    check_type(value, name, Tensor, "a tensor")
-    assert isinstance(value, Tensor)
+def check_dense(value: object, name: str) -> Tensor:
+    """Return `value`; raise TypeError unless it is a strided tensor with data of its own."""
+    if not isinstance(value, Tensor):
+        return check_type(value, name, Tensor, "a tensor")
+    # Most are plain, and every call comes here for each of its tensors
+    is_plain = type(value) in PLAIN_TENSORS and value.layout is torch.strided
+    if is_plain and not (value.is_nested or value.is_quantized or value.is_meta):
+        return value
     if remedy := _why_not_dense(value, name):
         raise TypeError(f"{name} is {remedy}")
+    return value
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -215,43 +227,46 @@ def check_plain_products(tensor: object, name: str, way_out: str = LAYER) -> Non
         raise TypeError(f"{name} is a {type(tensor).__name__}, {own}; {way_out}")
 
 
-def check_floating(value: object, name: str) -> None:
-    """Raise TypeError unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
+def check_floating(value: object, name: str) -> Tensor:
+    """Return `value`; raise TypeError unless it is a dense tensor of float16, bfloat16, float32 or float64."""
+    tensor = check_dense(value, name)
     # The 8-bit floats have neither sums nor products in torch
-    check_dtype(value, name, FLOATING, "be a floating dtype: float16, bfloat16, float32 or float64")
+    if tensor.dtype in FLOATING:
+        return tensor
+    return check_dtype(value, name, FLOATING, "be a floating dtype: float16, bfloat16, float32 or float64")
 
 
-def check_integer_target(value: object, name: str = "target", *, beside: Tensor | None = None) -> None:
-    """Raise TypeError unless `value` is a dense tensor of class indices; see `CLASS_INDICES`.
+def check_integer_target(value: object, name: str = "target", *, beside: Tensor | None = None) -> Tensor:
+    """Return `value`; raise TypeError unless it is a dense tensor of class indices; see `CLASS_INDICES`.
 
     Args:
         beside: scores or hidden states; a floating target of as many dimensions is probabilities of the classes.
     """
-    check_dense(value, name)
-    assert isinstance(value, Tensor)
-    if beside is not None and value.is_floating_point() and value.dim() == beside.dim():
+    target = check_dense(value, name)
+    if target.dtype in CLASS_INDICES:
+        return target
+    if beside is not None and target.is_floating_point() and target.dim() == beside.dim():
         raise TypeError(
-            f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, as probabilities of classes; it must hold "
-            "class indices: for probabilities use seqpar.linear_distillation with "
+            f"{name} has dtype {target.dtype} and shape {tuple(target.shape)}, as probabilities of classes; it must "
+            "hold class indices: for probabilities use seqpar.linear_distillation with "
             f"TeacherLogProbs(lambda rows: {name}.flatten(0, -2)[rows].log()), or, of few classes, "
             "linear_cross_entropy(soft_target=SparseTarget(ids, probs))"
         )
-    check_dtype(value, name, CLASS_INDICES, f"hold class indices, int64: use {name}.long()")
+    return check_dtype(value, name, CLASS_INDICES, f"hold class indices, int64: use {name}.long()")
 
 
 def check_mask(value: object, name: str, **like: Tensor) -> None:
     """Raise TypeError unless `value` is a dense tensor of bools, ValueError unless it fits; see `check_like`."""
-    check_dtype(value, name, (torch.bool,), f"be bool, True where a score counts: use {name}.bool()")
-    assert isinstance(value, Tensor)
-    check_like(value, name, **like)
+    mask = check_dtype(value, name, (torch.bool,), f"be bool, True where a score counts: use {name}.bool()")
+    check_like(mask, name, **like)
 
 
-def check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must: str) -> None:
-    """Raise TypeError unless `value` is a dense tensor of one of these dtypes."""
-    check_dense(value, name)
-    assert isinstance(value, Tensor)
-    if value.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {value.dtype}; it must {must}")
+def check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must: str) -> Tensor:
+    """Return `value`; raise TypeError unless it is a dense tensor of one of these dtypes."""
+    tensor = check_dense(value, name)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must {must}")
+    return tensor
 
 
 def check_shapes(fits: bool, wanted: str, **tensors: Tensor) -> None:
@@ -299,7 +314,7 @@ def check_like(tensor: Tensor, name: str, **other: Tensor) -> None:
     check_one_device(**both)
 
 
-def checked_scores(**scores: Tensor) -> tuple[Tensor, ...]:
+def check_scores(**scores: Tensor) -> tuple[Tensor, ...]:
     """Return the scores in float32 or wider, in the order of their names.
 
     Raises:
@@ -335,9 +350,8 @@ def check_target(target: Tensor, **hidden: Tensor) -> None:
 
 def check_per_token(tensors: Mapping[str, object], target: Tensor) -> None:
     """Raise unless all are dense tensors whose first dimensions are target's shape, or one number for each sentence."""
-    for name, tensor in tensors.items():
-        check_dense(tensor, name)
-        assert isinstance(tensor, Tensor)
+    for name, value in tensors.items():
+        tensor = check_dense(value, name)
         # Of a batch (B, T) one number for each of its B sentences
         fits = tensor.shape[: target.dim()] == target.shape or tensor.shape == target.shape[:1]
         wanted = f"a per-token tensor, whose first dimensions are target's shape {tuple(target.shape)}"
@@ -360,7 +374,7 @@ def check_entries(
         what, why: the beginning and the end of the message, "`what` 9 at position (2,)`why`".
         above: how many rows of the batch come before these; the message counts positions in the whole batch.
     """
-    if not recording(good.device) and not good.all():
+    if not is_capturing(good.device) and not good.all():
         # Read only now that the caller is about to see the error
         where = tuple((~good).nonzero()[0].tolist())
         value = values[where].item()
@@ -375,8 +389,7 @@ def check_segments(segment_ids: object, sequences: int | None = None, **scores: 
     The range is checked on the CPU only: on other devices the check would wait for the device, and their indexing
     checks it.
     """
-    check_dtype(segment_ids, "segment_ids", CLASS_INDICES, "be int64: use segment_ids.long()")
-    assert isinstance(segment_ids, Tensor)
+    segment_ids = check_dtype(segment_ids, "segment_ids", CLASS_INDICES, "be int64: use segment_ids.long()")
     for name, like in scores.items():
         check_like(segment_ids, "segment_ids", **{name: like})
     if sequences is None:
@@ -394,14 +407,13 @@ def check_classes(ids: object, name: str, target: Tensor, counted: Tensor, class
         classes: a range below 0 is for what fills up a row, and then a row has at least one.
         why: the end of the message about one outside the vocabulary.
     """
-    check_integer_target(ids, name)
-    assert isinstance(ids, Tensor)
+    ids = check_integer_target(ids, name)
     fewest = 1 if classes.start < 0 else 0
     fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape and ids.size(-1) >= fewest
     wanted = f"(target's shape, k) with k of at least {fewest}, and target's shape"
     check_shapes(fits, wanted, **{name: ids}, target=target)
     check_one_device(target=target, **{name: ids})
-    if recording(target.device):
+    if is_capturing(target.device):
         return
     ids = ids.detach().long()
     good = ~counted.unsqueeze(-1) | ((ids >= classes.start) & (ids < classes.stop))
@@ -411,7 +423,7 @@ def check_classes(ids: object, name: str, target: Tensor, counted: Tensor, class
 
 def check_range(target: Tensor, counted: Tensor, vocab_size: int, above: int = 0) -> None:
     """Raise IndexError if a target that is not ignored, where the mask `counted` is true, is no class."""
-    if recording(target.device):
+    if is_capturing(target.device):
         return
     good = ~counted | (target.clamp(0, vocab_size - 1) == target)
     why = f" is outside the vocabulary [0, {vocab_size}) and is not the ignored one; check its size and ignore_index"
@@ -424,11 +436,10 @@ def check_chunks(chunks: object, rows: int, device: torch.device) -> None:
     On an accelerator a device-side assertion checks this, so that the host does not wait for the device. Nothing is
     checked while a CUDA graph is captured.
     """
-    check_type(chunks, "chunks", (list, tuple), "a list of slices or of index tensors")
-    assert isinstance(chunks, (list, tuple))
+    chunks = check_type(chunks, "chunks", (list, tuple), "a list of slices or of index tensors")
     for i, chunk in enumerate(chunks):
         _check_chunk(chunk, f"chunks[{i}]", rows)
-    if recording(device):
+    if is_capturing(device):
         return
     uses_N = _uses(chunks, rows, device)
     if not FACTS[device.type].is_host:
@@ -457,8 +468,7 @@ def _check_chunk(chunk: object, name: str, rows: int) -> None:
             raise ValueError(f"{name} is {chunk}; a slice of rows must have a positive step")
         return
     wanted = "a slice or a vector of int64 indices"
-    check_type(chunk, name, Tensor, wanted)
-    assert isinstance(chunk, Tensor)
+    chunk = check_type(chunk, name, Tensor, wanted)
     if chunk.dtype != torch.int64 or chunk.dim() != 1:
         raise TypeError(f"{name} is a Tensor of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be {wanted}")
     # On an accelerator the indexing itself asserts this; reading the smallest index would wait for the device

@@ -30,14 +30,14 @@ from seqpar.core.checks import (
     refuse_transforms,
     refuse_unknown_leaves,
 )
-from seqpar.core.chunks import Chunk, note_rows, recording
-from seqpar.core.graphs import graph_of_its_own, inputs_asked_for
+from seqpar.core.chunks import Chunk, is_capturing, note_rows
+from seqpar.core.graphs import graph_of_its_own, is_asked_for
 from seqpar.core.row_independence import ask, ask_alone, change_in_company, torch_random_kept
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.streams import selected
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
-Rows = tuple[Tensor | None, ...]
+ChunkTensors = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
 
 THIS, INSTEAD = "the chunked loss", "the plain, un-chunked loss"
@@ -59,7 +59,7 @@ class ChunkLoss(Protocol):
     gradient of the summed loss, times `gradients.scale`, in the slots that are not None.
     """
 
-    def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+    def __call__(self, rows: ChunkTensors, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """Return the chunk's summed loss."""
 
 
@@ -67,31 +67,15 @@ Walk = Callable[[Sequence[Chunk], Any, Gradients | None], TokenLoss]
 """(chunks, leaves, gradients) -> the summed loss; as `sum_over_chunks` with its first argument given."""
 
 
-class Leaves(Protocol):
+class Leaves(NamedTuple):
     """The tensors that gradients flow into; None stands for one that was not given."""
 
-    @property
-    def of_tokens(self) -> Sequence[Tensor | None]:
-        """Return those with one row for each token, hidden first."""
-
-    @property
-    def params(self) -> Sequence[Tensor | None]:
-        """Return the others."""
-
-    def first(self, chunks: int) -> Sequence[TokenLoss]:
-        """Return what the losses of so many chunks are added to; without chunks the loss of no tokens."""
-
-
-class PlainLeaves(NamedTuple):
-    """Leaves without names, and the loss of no tokens, whose fields say which sums are wanted."""
-
-    of_tokens: Sequence[Tensor]
-    params: Sequence[Tensor]
-    empty: TokenLoss
-
-    def first(self, chunks: int) -> Sequence[TokenLoss]:
-        """Return the loss of no tokens."""
-        return [self.empty]
+    of_tokens: Sequence[Tensor | None]
+    """Those with one row for each token, hidden first."""
+    params: Sequence[Tensor | None]
+    """The others."""
+    empty: TokenLoss | None
+    """The loss of no tokens, to which those of the chunks are added; None where theirs say which sums there are."""
 
 
 def chunked_gradient(
@@ -150,7 +134,7 @@ def chunked_gradient(
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
     _refuse_joined_rows(per_chunk, chunks, per_token, params)
     walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, leaf_copies(params)))
-    return differentiable_sum(walk, chunks, PlainLeaves(per_token, params, empty), loss_scale)
+    return differentiable_sum(walk, chunks, Leaves(per_token, params, empty), loss_scale)
 
 
 def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
@@ -183,7 +167,7 @@ def _refuse_joined_rows(
     """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once."""
     asked = (_code_of(per_chunk), torch.is_grad_enabled())
     chunk = next((chunk for chunk in chunks if not isinstance(chunk, slice) or chunk.stop - chunk.start > 1), None)
-    if asked in _asked or chunk is None or recording(per_token[0].device):
+    if asked in _asked or chunk is None or is_capturing(per_token[0].device):
         return
     row_K = torch.arange(len(per_token[0]), device=per_token[0].device)[chunk][:ASKED_ROWS]
     ends = tuple(p.detach() for p in params)
@@ -191,7 +175,7 @@ def _refuse_joined_rows(
     def total(given: Sequence[Tensor]) -> Tensor:
         *rows, row_K = given
         some = slice(int(row_K[0]), int(row_K[-1]) + 1) if isinstance(chunk, slice) else row_K
-        return _checked(per_chunk(ends, tuple(rows), some)).total
+        return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
 
     with torch_random_kept(row_K.device), graph_of_its_own():
         rows = [*(t[row_K] for t in per_token), row_K]
@@ -249,7 +233,7 @@ def sum_over_chunks(
     gradients: Gradients | None,
 ) -> TokenLoss:
     """Return the loss of all chunks, and store its gradients in `gradients` unless that is None; under `no_grad`."""
-    losses = list(leaves.first(len(chunks)))
+    losses = [] if leaves.empty is None else [leaves.empty]
     per_token = leaves.of_tokens
     for chunk in chunks:
         # (K, ...) of each (N, ...): a view if the chunk is a slice, else a copy
@@ -274,7 +258,9 @@ class StoredGradient(torch.autograd.Function):
         ctx.any_chunks = chunks > 0
         # A criterion may return a constant 0 where it has nothing to sum: that is not the caller's mistake
         ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
-        ctx.given = [t is not None for t in leaves]
+        ctx.leaves = len(leaves)
+        # Only these have a node before this one
+        ctx.given = [i for i, t in enumerate(leaves) if t is not None]
         # Where no chunk stores a gradient
         ctx.shapes = {}
         for i, leaf in enumerate(() if chunks else leaves):
@@ -293,8 +279,8 @@ class StoredGradient(torch.autograd.Function):
         # Forward's first three arguments are not tensors and have no gradient
         constants = (None,) * 3
         # In the order of forward's leaves
-        grads: list[Tensor | None] = [None] * len(ctx.given)
-        asked = _leaves_asked_for(ctx)
+        grads: list[Tensor | None] = [None] * ctx.leaves
+        asked = {i for i, (node, _) in zip(ctx.given, ctx.next_functions, strict=True) if is_asked_for(node)}
         # A zero-bubble pipeline asks for hidden's gradient first and for the parameters' in a second backward. Each is
         # scaled and handed out once, and nothing is computed again
         refuse_second_backward(not asked.isdisjoint(ctx.handed_out), THIS)
@@ -314,19 +300,13 @@ class StoredGradient(torch.autograd.Function):
         gradients: Gradients = ctx.gradients
         slots = (*gradients.per_token, *gradients.params)
         # d (factor x total) / d leaf = factor x (stored gradient / scale)
-        factor = _divided(upstream, gradients.scale)
+        factor = _divide(upstream, gradients.scale)
         with selected(gradients.streams):
             for i in sorted(asked):
                 # Each slot holds the only reference to its gradient, and frees it before the next one is scaled
                 if (slot := slots[i]) is not None:
                     grads[i] = slot.release(factor)
         return *constants, *grads
-
-
-def _leaves_asked_for(ctx: Any) -> set[int]:
-    """Return the positions of the leaves whose gradients this backward wants."""
-    given = [i for i, is_given in enumerate(ctx.given) if is_given]
-    return {i for i, asked in zip(given, inputs_asked_for(ctx), strict=True) if asked}
 
 
 def leaf_copies(params: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -348,11 +328,11 @@ class AutogradChunkLoss:
         self.params = tuple(params)
         self.graph_is_checked = False
 
-    def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+    def __call__(self, rows: ChunkTensors, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """Return the chunk's summed loss; store its gradient in `gradients` unless that is None."""
         given = tuple(t for t in rows if t is not None)
         if gradients is None:
-            return _checked(self.function(self.params, given, chunk))
+            return _check_token_loss(self.function(self.params, given, chunk))
         # The rows are detached, so they are leaves of this chunk's graph, and so are the parameters
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)
@@ -361,7 +341,7 @@ class AutogradChunkLoss:
         with torch.enable_grad(), graph_of_its_own():
             # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
             own = tuple(t.clone() if t.requires_grad else t for t in given)
-            loss = _checked(self.function(self.params, own, chunk))
+            loss = _check_token_loss(self.function(self.params, own, chunk))
         # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
             refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
@@ -379,7 +359,7 @@ class AutogradChunkLoss:
         return loss.detach()
 
 
-def _checked(loss: TokenLoss) -> TokenLoss:
+def _check_token_loss(loss: TokenLoss) -> TokenLoss:
     """Return the loss with a total of no dimensions in float32 or wider; raise unless it is a TokenLoss of a sum."""
     check_type(loss, "per_chunk", TokenLoss, "a TokenLoss of sums", verb="returned")
     total = loss.total
@@ -412,7 +392,7 @@ class _Shape(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _divided(upstream: Tensor, scale: float | Tensor) -> Tensor:
+def _divide(upstream: Tensor, scale: float | Tensor) -> Tensor:
     """Return `upstream / scale`, on upstream's device; nothing is computed for the number 1."""
     if isinstance(scale, Tensor):
         return upstream / scale.to(upstream.device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,10 +43,10 @@ Chunk = slice | Tensor
 
 def note_rows(error: Exception, chunk: Chunk) -> None:
     """Add to an error which rows were being computed."""
-    error.add_note(f"in the chunk of {_described(chunk)}")
+    error.add_note(f"in the chunk of {_describe(chunk)}")
 
 
-def _described(chunk: Chunk) -> str:
+def _describe(chunk: Chunk) -> str:
     """Return which rows a chunk has, for an error message."""
     if isinstance(chunk, slice):
         last = "the last" if chunk.stop is None else chunk.stop - 1
@@ -58,7 +57,7 @@ def _described(chunk: Chunk) -> str:
     return f"{len(chunk)} rows"
 
 
-def recording(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the device.
 
     No number can be read then, and the shapes must be the same in every replay, so every row is computed.
@@ -123,7 +122,7 @@ def cut_rows(counted_N: Tensor, rows: int, count: int | None = None) -> list[Chu
     Args:
         count: how many they are; None reads it from the device.
     """
-    if recording(counted_N.device):
+    if is_capturing(counted_N.device):
         return list(even_slices(len(counted_N), rows))
     if count is None:
         indices_K = counted_N.nonzero().squeeze(1)
@@ -157,7 +156,7 @@ def even_slices(count: int, most: int) -> list[slice]:
     number = -(-count // most)
     # The bounds are rounded and not the size, so that the remainder is spread over the slices
     bounds = [i * count // number for i in range(number + 1)]
-    return [slice(start, end) for start, end in pairwise(bounds)]
+    return list(map(slice, bounds, bounds[1:]))
 
 
 def cut_time(counted_BT: Tensor, steps: int) -> list[Chunk]:
@@ -166,7 +165,7 @@ def cut_time(counted_BT: Tensor, steps: int) -> list[Chunk]:
     Rows are numbered as in `counted_BT.flatten()`: sequence b at time t is row b * T + t.
     """
     batch, time = counted_BT.shape
-    if recording(counted_BT.device):
+    if is_capturing(counted_BT.device):
         # No row may be dropped, so chunks of steps x batch rows cover all of them
         rows_TB = torch.arange(batch * time, device=counted_BT.device).view(batch, time).t()
         return list(rows_TB.reshape(-1).split(steps * batch))

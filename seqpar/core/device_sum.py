@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import Leaves, StoredGradient, Walk
 from seqpar.core.chunks import Chunk
-from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrowed
+from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
 from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss, wide
@@ -66,7 +66,7 @@ class _GradientsOverDevices:
         trained = [t is not None and t.requires_grad for t in params]
         self.on_devices = [self._of_device(job, trained, scale) for job in jobs]
         if len(jobs) > 1:
-            # Gradients of one chunk, too, are summed over the devices before they are narrowed
+            # Gradients of one chunk, too, are summed over the devices before they are narrow
             for own in self.on_devices:
                 own.params = [slot and SummedGradient(wide(slot.dtype), max(2, slot.chunks)) for slot in own.params]
         self.params = [
@@ -104,18 +104,18 @@ class _ParameterGradient:
     def release(self, factor: Tensor | None) -> Tensor | None:
         """Return the sum times `factor` (None is 1), in the parameter's dtype, and drop the references to it."""
         if len(self.on_devices) == 1:
-            grad = self._released(self.on_devices[0], factor)
+            grad = self._release(self.on_devices[0], factor)
             return None if grad is None else grad.to(self.home)
         total = None
         for own in self.on_devices:
-            if (part := self._released(own, None)) is not None:
+            if (part := self._release(own, None)) is not None:
                 part = part.to(self.home)
                 total = part if total is None else total.add_(part)
         if total is None or factor is None:
-            return None if total is None else narrowed([total], self.dtype)
-        return narrowed([total.mul_(in_own_precision(factor, total))], self.dtype)
+            return None if total is None else narrow([total], self.dtype)
+        return narrow([total.mul_(in_own_precision(factor, total))], self.dtype)
 
-    def _released(self, own: Gradients, factor: Tensor | None) -> Tensor | None:
+    def _release(self, own: Gradients, factor: Tensor | None) -> Tensor | None:
         slot = own.params[self.place]
         assert slot is not None
         return slot.release(factor)

@@ -88,16 +88,13 @@ def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-def inputs_asked_for(node: Any) -> list[bool]:
-    """Return, for each tensor that an `autograd.Function` was applied to, whether this backward wants its gradient.
+def is_asked_for(node: Any) -> bool:
+    """Return whether the backward under way reaches a node; None stands for a tensor without a gradient.
 
     `ctx.needs_input_grad` says only which arguments required one in forward; `torch.autograd.grad` may want fewer.
     """
-    return [parent is not None and _is_asked_for(parent) for parent, _ in node.next_functions]
-
-
-def _is_asked_for(node: Any) -> bool:
-    """Return whether the backward under way reaches a node."""
+    if node is None:
+        return False
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:

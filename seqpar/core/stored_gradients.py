@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk, cover
-from seqpar.core.device_facts import FACTS, is_on_host
+from seqpar.core.device_facts import FACTS
 from seqpar.core.token_loss import wide
 
 PRODUCT_ROWS = 2048
@@ -45,10 +45,9 @@ class RowGradient:
     def write_product(self, chunk: Chunk, a: Tensor, b: Tensor) -> None:
         """Store `a @ b`, without a copy where the chunk's rows are adjacent."""
         assert self.rows is not None
-        dtype = wide(a.dtype)
-        if dtype != a.dtype and FACTS[a.device.type].widens_products:
+        if FACTS[a.device.type].widens_products and a.dtype != wide(a.dtype):
             # A sum over all classes, of which cuBLAS adds up several parts in the dtype of the result
-            self.write(chunk, torch.mm(a, b, out_dtype=dtype))
+            self.write(chunk, torch.mm(a, b, out_dtype=wide(a.dtype)))
         elif isinstance(chunk, slice) and self.rows.dtype == a.dtype:
             torch.mm(a, b, out=self.rows[chunk])
         else:
@@ -75,7 +74,7 @@ class SummedGradient:
         self.dtype = dtype
         self.chunks = chunks
         self.parts: list[Tensor] = []
-        """The sum: as a whole, or its upper and lower rows, each half in memory of its own (`narrowed`)."""
+        """The sum: as a whole, or its upper and lower rows, each half in memory of its own (`narrow`)."""
         # Autograd may return one tensor as the gradient of two parameters: such a tensor must not change in place
         self.shared = False
 
@@ -116,13 +115,15 @@ class SummedGradient:
         if not parts:
             return None
         if factor is None:
-            return narrowed(parts, self.dtype)
+            return narrow(parts, self.dtype)
         factor = in_own_precision(factor, parts[0])
         if self.shared:
             return (parts[0] * factor).to(parts[0].dtype).to(self.dtype)
-        if is_on_host(factor):
-            return narrowed([part.mul_(factor) for part in parts], self.dtype)
-        return narrowed(parts, self.dtype, factor)
+        if FACTS[factor.device.type].is_host:
+            for part in parts:
+                part.mul_(factor)
+            return narrow(parts, self.dtype)
+        return narrow(parts, self.dtype, factor)
 
 
 class Gradients:
@@ -144,7 +145,8 @@ class Gradients:
     ) -> None:
         rows_wanted = wanted[: len(per_token)]
         sums_wanted = wanted[len(per_token) :]
-        covered = cover(chunks, next(len(t) for t in per_token if t is not None))
+        first, *_ = [t for t in per_token if t is not None]
+        covered = cover(chunks, len(first))
         self.per_token = [
             RowGradient(t, covered) if t is not None and w else None
             for t, w in zip(per_token, rows_wanted, strict=True)
@@ -157,8 +159,7 @@ class Gradients:
         if isinstance(scale, Tensor):
             # Without dimensions, so that it can multiply a loss on the rows' device; a copy, because a GradScaler
             # changes its tensor in place
-            device = next(t.device for t in per_token if t is not None)
-            self.scale = scale.detach().to(device, copy=True).reshape(())
+            self.scale = scale.detach().to(first.device, copy=True).reshape(())
         self.detached_chunks = 0
         """How many chunks had a loss without a graph, such as a detached number."""
 
@@ -170,12 +171,12 @@ def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
     (float16) and 1 / 7,000 is off by 0.1 % (bfloat16). With as many dimensions it is multiplied in its own.
     """
     factor = factor.to(grad.device)
-    if is_on_host(grad):
+    if FACTS[grad.device.type].is_host:
         return factor
     return factor.reshape((1,) * grad.dim())
 
 
-def narrowed(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+def narrow(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
     """Return `(torch.cat(parts) * factor).to(dtype)`; two halves become half as long in the memory of the first.
 
     That is converted from front to back, and has room for the second, whose memory is free afterwards: so a float32 sum

@@ -20,12 +20,13 @@ def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     return [torch.accelerator.current_stream(device.index) for device in accelerators_among(devices)]
 
 
-@contextlib.contextmanager
-def selected(streams: Sequence[torch.Stream]) -> Iterator[None]:
+def selected(streams: Sequence[torch.Stream]) -> contextlib.AbstractContextManager[None]:
     """Within the block, let these be this thread's streams on their devices; the current device stays."""
-    if not streams:
-        yield
-        return
+    return _on(streams) if streams else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
     device = torch.accelerator.current_device_index()
     before = current_streams([stream.device for stream in streams])
     try:

@@ -25,7 +25,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return a + b, and None where either is unknown."""
     if a is None or b is None:
         return None
@@ -100,8 +100,8 @@ class TokenLoss(NamedTuple):
         return TokenLoss(
             self.total + other.total,
             self.tokens + other.tokens,
-            _added(self.nll, other.nll),
-            _added(self.correct, other.correct),
+            _add(self.nll, other.nll),
+            _add(self.correct, other.correct),
         )
 
     def __radd__(self, other: object) -> TokenLoss:

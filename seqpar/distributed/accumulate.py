@@ -135,7 +135,7 @@ def accumulate_gradients(
     check_type(agree, "agree", (Mapping, NoneType), "a dict of names and the values that must be the same")
     group = _group_of(model, group)
     mine = draw(micro_batches)
-    tokens = _counted([tokens_of(copy_containers(m)) for m in mine])
+    tokens = _count([tokens_of(copy_containers(m)) for m in mine])
     step = _exchange_counts(len(mine), tokens, _facts(model, agree), group)
     longest = max(step.micro_batches)
     factors = [_loss_factor(model, step, group)] * len(mine)
@@ -154,7 +154,7 @@ def accumulate_gradients(
         reduce = i == longest - 1 or (i == 0 and records_static_graph(model))
         # Lightning prepares the reduction in its backward, others do so in the forward
         with without_remains(model), _reducing(model, reduce), called(model):
-            loss = _checked(loss_of(copy_containers(micro_batch)))
+            loss = _check_loss(loss_of(copy_containers(micro_batch)))
             if i == 0 and model is not None:
                 check_has_all(loss.total, model)
             elif i == 0:
@@ -210,7 +210,7 @@ def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
     return TokenLoss(**{name: s.to(t.dtype) for (name, t), s in zip(fields.items(), sums, strict=True)})
 
 
-def _counted(counts: Sequence[int | Tensor]) -> int:
+def _count(counts: Sequence[int | Tensor]) -> int:
     """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
     tensors = [count for count in counts if isinstance(count, Tensor)]
     numbers = [count for count in counts if not isinstance(count, Tensor)]
@@ -230,7 +230,7 @@ def _counted(counts: Sequence[int | Tensor]) -> int:
     return int(total)
 
 
-def _checked(loss: TokenLoss) -> TokenLoss:
+def _check_loss(loss: TokenLoss) -> TokenLoss:
     """Return the loss; raise unless it is a TokenLoss that a backward can start from."""
     check_type(loss, "loss_of", TokenLoss, "a seqpar.TokenLoss(total, tokens), of sums", verb="returned")
     if loss.total.dtype in (torch.float16, torch.bfloat16):

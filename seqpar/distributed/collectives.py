@@ -69,9 +69,9 @@ def check_group(group: object) -> None:
 
 def world_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks in the group; 1 for None."""
-    check_group(group)
     if group is None:
         return 1
+    check_group(group)
     return group.size()
 
 
@@ -82,9 +82,9 @@ def ranks_of(group: ProcessGroup) -> frozenset[int]:
 
 def rank_in(group: ProcessGroup | None) -> int:
     """Return this process's rank in the group; 0 for None."""
-    check_group(group)
     if group is None:
         return 0
+    check_group(group)
     return group.rank()
 
 
@@ -96,15 +96,15 @@ def group_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         >>> seqpar.group_sum((target != -100).sum(), torch.distributed.group.WORLD)  # the tokens of a single rank
         tensor(5)
     """
-    return _reduced(tensor, group, dist.ReduceOp.SUM)
+    return _reduce(tensor, group, dist.ReduceOp.SUM)
 
 
 def group_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the maximum over the group as a new tensor, without a gradient."""
-    return _reduced(tensor, group, dist.ReduceOp.MAX)
+    return _reduce(tensor, group, dist.ReduceOp.MAX)
 
 
-def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
+def _reduce(tensor: Tensor, group: ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
     """Return the tensor reduced over the group, as a new tensor."""
     check_dense(tensor, "tensor")
     # all_reduce overwrites its argument, which may be the caller's own tensor
@@ -162,7 +162,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return tensor
     sharded: Any = tensor
     if gathers_on_cpu(sharded.device_mesh):
-        return _gathered_on_cpu(sharded).to(sharded.to_local().device)
+        return _gather_on_cpu(sharded).to(sharded.to_local().device)
     whole: Tensor = sharded.full_tensor()
     return whole
 
@@ -175,7 +175,7 @@ def gathers_on_cpu(mesh: Any) -> bool:
     )
 
 
-def _gathered_on_cpu(sharded: Any) -> Tensor:
+def _gather_on_cpu(sharded: Any) -> Tensor:
     """Return all of a DTensor, gathered by the same groups from copies of its parts on the CPU."""
     # Importing DTensor takes longer than importing this library
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,7 +79,7 @@ class VocabShard:
         rows = [count for (count,) in gather_numbers([weight_rows], group)]
         return cls(group, sum(rows[: rank_in(group)]), sum(rows))
 
-    @property
+    @cached_property
     def largest_even_part(self) -> int:
         """Return the classes per rank of an even split, rounded up.
 

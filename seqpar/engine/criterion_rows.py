@@ -38,7 +38,7 @@ def criterion_adds_up(trial: Trial, logits_KV: Tensor) -> bool:
     That is so if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
     be asked, and passes.
     """
-    criterion, rows = _widened(trial.copy()["criterion"], _criterion_rows(trial, logits_KV), trial.of_criterion)
+    criterion, rows = _widen(trial.copy()["criterion"], _criterion_rows(trial, logits_KV), trial.of_criterion)
     rows[0].requires_grad_(trial.wanted)
     least = product_dtype(rows[0])
 
@@ -81,7 +81,7 @@ def _criterion_rows(trial: Trial, logits_KV: Tensor) -> list[Tensor]:
 def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
     """Raise ValueError unless the criterion ignores the target that it says, and no other that is common here."""
     rows = [logits_KV, trial.target_K, *trial.of_criterion.values()]
-    criterion, (logits_KV, *_) = _widened(trial.copy()["criterion"], rows, trial.of_criterion)
+    criterion, (logits_KV, *_) = _widen(trial.copy()["criterion"], rows, trial.of_criterion)
     named = ignored_target(criterion)
     classes = logits_KV.size(1)
     lowest_K1 = logits_KV.where(logits_KV.isfinite(), torch.inf).argmin(1, keepdim=True)
@@ -153,7 +153,7 @@ def _loss_of_rows(criterion: nn.Module, rows: Sequence[Tensor], names: Iterable[
     return criterion_loss(criterion, logits_KV, target_K, dict(zip(names, extra, strict=True)))
 
 
-def _widened(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tuple[nn.Module, list[Tensor]]:
+def _widen(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tuple[nn.Module, list[Tensor]]:
     """Return the criterion and its rows in float32 where they are narrower, if it takes that.
 
     There rounding is far below what a criterion may do to rows.

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from seqpar.core.chunked_gradient import (
     AutogradChunkLoss,
-    PlainLeaves,
+    Leaves,
     Walk,
     differentiable_sum,
     leaf_copies,
     sum_over_chunks,
 )
-from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, recording, rows_per_chunk
+from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, is_capturing, rows_per_chunk
 from seqpar.core.device_facts import FACTS
 from seqpar.core.device_sum import Job, sum_over_devices
 from seqpar.core.token_loss import TokenLoss
@@ -57,7 +57,7 @@ from seqpar.engine.shards import (
 )
 from seqpar.engine.situation import LogitFacts, Situation, facts_in, situation_of
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, plan
+from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, cross_entropy_job
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_parts_replicable
 from seqpar.rows.criteria import ignored_target
@@ -94,7 +94,7 @@ def loss_over_devices(
     if given:
         shards = _with_takers(head, shards)
     parts = parts_of(head)
-    match, count = _matched(head, parts, shards, cut, formulas)
+    match, count = _match(head, parts, shards, cut, formulas)
     if isinstance(match, FormulaMatch):
         # Time steps are cut from (B, T), which joining shards would flatten
         if cut.chunk_size is None and len(shards) > 1:
@@ -164,7 +164,7 @@ def _adding_up(buffers: Sequence[Tensor], replicas: Sequence[nn.ModuleDict]) -> 
                 buffer.add_(copy.to(old.device) - old)
 
 
-def _matched(
+def _match(
     head: nn.ModuleDict,
     parts: Parts,
     shards: Sequence[Shard],
@@ -199,7 +199,7 @@ def _is_what_runs(
     hidden = shards[0].hidden
     key = (what_formulas_replace(head["criterion"]), hidden.dtype, torch.is_autocast_enabled(hidden.device.type))
     known = formulas.get(key)
-    if known is not None or recording(hidden.device):
+    if known is not None or is_capturing(hidden.device):
         return known is not False
     # Before a criterion is called with them
     check_targets(shards, match.vocab_size)
@@ -252,7 +252,7 @@ def _linear_job(here: FormulaMatch, shard: Shard, cut: Cut, count: LateNumber | 
     )
     given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight, count)
     chunks = None if cut.chunk_size is None else cut_time(shard.counted, cut.chunk_size)
-    return plan(inputs, settings, given, chunks)
+    return cross_entropy_job(inputs, settings, given, chunks)
 
 
 def _fires_hooks(head: nn.ModuleDict, params: Sequence[Tensor]) -> bool:
@@ -291,4 +291,4 @@ def _autograd_job(
     empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
     rows = (*rows_of(shard), *criterion_rows_of(shard))
     walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, ends))
-    return walk, chunks, PlainLeaves(rows, params, empty)
+    return walk, chunks, Leaves(rows, params, empty)

@@ -34,7 +34,7 @@ class FormulaMatch(NamedTuple):
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors of the projection that gradients flow into, in the order of `LinearLeaves`."""
+        """Return the tensors of the projection that gradients flow into, in the order of `flatten`."""
         return self.projection.weight, self.projection.bias
 
     @property

@@ -43,14 +43,14 @@ def buffers_add_up(trial: Trial) -> bool:
     before = _buffers_of(called)
     if not before:
         return False
-    _called(trial, called, slice(0, PROBE_ROWS))
+    _call(trial, called, slice(0, PROBE_ROWS))
     # With other weights, as after a step of training. With these the power iteration of spectral_norm may have
     # converged, and would look like a sum that the scores do not depend on
     moved = {id(p): p.detach() * (1 + torch.rand_like(p)) for p in trial.head.parameters() if p.requires_grad}
     whole, in_halves = trial.copy(moved), trial.copy(moved)
     tensors = _buffers_of(whole)
     rows = slice(0, PROBE_ROWS)
-    scores = _called(trial, whole, rows)
+    scores = _call(trial, whole, rows)
     at_once = _buffers_of(whole)
     after = _buffers_of(called)
     changed = [
@@ -60,9 +60,9 @@ def buffers_add_up(trial: Trial) -> bool:
     ]
     if not changed:
         return False
-    again = _called(trial, whole, rows)
+    again = _call(trial, whole, rows)
     for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
-        _called(trial, in_halves, some)
+        _call(trial, in_halves, some)
     added = _buffers_of(in_halves)
     repeated = _is_repeated(trial, scores, again)
     for name in changed:
@@ -81,11 +81,11 @@ def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:
     """Return whether both calls gave the same scores; up to rounding, where no two calls give the same numbers."""
     if torch.equal(scores, again):
         return True
-    first, second = (_called(trial, trial.copy(), slice(0, PROBE_ROWS)) for _ in range(2))
+    first, second = (_call(trial, trial.copy(), slice(0, PROBE_ROWS)) for _ in range(2))
     return not torch.equal(first, second) and _close(scores, again)
 
 
-def _called(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
+def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
     """Call both modules with some rows, always with the same random numbers; return the scores."""
     rows = [t[some] for t in trial.rows]
     with random_states_kept(trial.target_K.device, trial.held.generators):
@@ -95,7 +95,7 @@ def _called(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
     return logits_KV
 
 
-def _observed(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
+def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
     """Return what so many calls of one copy with the same rows and random numbers give, and what it then holds."""
     outcome = None
     with trial.kept():
@@ -111,8 +111,8 @@ def ask_about_state(trial: Trial) -> None:
     What is written and never read, such as attention that is kept for a picture, is the same after a second call
     with the same rows.
     """
-    _, before = _observed(trial, 0)
-    outcome, first = _observed(trial, 1)
+    _, before = _observe(trial, 0)
+    outcome, first = _observe(trial, 1)
     assert outcome is not None
     if outcome.written:
         raise ValueError(
@@ -123,8 +123,8 @@ def ask_about_state(trial: Trial) -> None:
         raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
     if not before.changed(first):
         return
-    second, settled = _observed(trial, 2)
-    fresh, again = _observed(trial, 1)
+    second, settled = _observe(trial, 2)
+    fresh, again = _observe(trial, 1)
     assert second is not None
     assert fresh is not None
     # What differs between two first calls is random, such as a time

@@ -136,7 +136,7 @@ class LossCompute(nn.Module):
         if self.vocab is not None:
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
-            return self._noted(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
+            return self._remember(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
         # A graph of torch.compile cannot contain chunks, but linear_cross_entropy, which is a single operator there
         if torch.compiler.is_compiling() and self._on_one_device(hidden) and not per_token:
             # Not by attribute, where torch.export puts proxies of other classes around modules that occur twice
@@ -153,7 +153,7 @@ class LossCompute(nn.Module):
             loss = inside_unit(self.head["generator"], loss_over_devices, *arguments)
         else:
             loss = loss_over_devices(*arguments)
-        return self._noted(loss, hidden)
+        return self._remember(loss, hidden)
 
     def _on_one_device(self, hidden: Tensor | Sequence[Tensor]) -> bool:
         """Return whether hidden stays where it is, and is cut by tokens."""
@@ -161,7 +161,7 @@ class LossCompute(nn.Module):
             return False
         return self.devices is None or self.devices == (hidden.device,)
 
-    def _noted(self, loss: TokenLoss, hidden: Tensor | Sequence[Tensor]) -> TokenLoss:
+    def _remember(self, loss: TokenLoss, hidden: Tensor | Sequence[Tensor]) -> TokenLoss:
         """Remember a call for `explain`; return its loss."""
         if not isinstance(hidden, Tensor):
             hidden = hidden[0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import check_type
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import is_capturing
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.module_calls import extra_in_call
@@ -155,21 +155,20 @@ def criterion_loss(
         _note_call(error, "criterion", criterion, {"scores": logits, "target": target, **per_token})
         raise
     if counts:
-        return _checked_token_loss(loss)
+        return _check_token_loss(loss)
     check_type(total, "the criterion", Tensor, "a tensor, the summed loss", verb="returned")
     # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = None
-    if recording(target.device):
+    if is_capturing(target.device):
         ignored = ignored_target(criterion)
     if ignored is None:
         return TokenLoss(total, torch.full((), len(target), device=target.device))
     return TokenLoss(total, (target != ignored).sum())
 
 
-def _checked_token_loss(loss: object) -> TokenLoss:
+def _check_token_loss(returned: object) -> TokenLoss:
     """Return what a criterion's `token_loss` returned; raise TypeError unless it is a TokenLoss of tensors."""
-    check_type(loss, "the criterion's token_loss", TokenLoss, "a TokenLoss", verb="returned")
-    assert isinstance(loss, TokenLoss)
+    loss = check_type(returned, "the criterion's token_loss", TokenLoss, "a TokenLoss", verb="returned")
     for name, value in loss._asdict().items():
         if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
             kind = type(value).__name__

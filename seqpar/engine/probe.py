@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import is_capturing
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import largest_difference, precision_of
 from seqpar.engine.at_fault import first_scores
@@ -70,7 +70,7 @@ def logit_facts(
         RuntimeError: the facts are not known and a CUDA graph is being captured.
     """
     hidden = shards[0].hidden
-    if recording(hidden.device):
+    if is_capturing(hidden.device):
         found = _facts_while_recording(known, situation)
     if found is not None and found.criterion_is_checked:
         check_targets(shards, found.vocab_size)

@@ -22,7 +22,7 @@ from seqpar.core.checks import (
     check_target,
     check_type,
 )
-from seqpar.multi_device.devices import refuse_recording
+from seqpar.multi_device.devices import refuse_capturing
 from seqpar.multi_device.replicas import detached_replicas, needs_no_replica, scatter
 
 OneOrScattered = Tensor | Sequence[Tensor]
@@ -71,10 +71,10 @@ def scattered(
         return [_shard(h, t, extra, ignored) for h, t, extra in pieces]
     _check_scattered(hidden)
     hidden_devices = [h.device for h in hidden]
-    refuse_recording(hidden_devices)
+    refuse_capturing(hidden_devices)
     sizes = [len(h) for h in hidden]
-    targets = _scattered_like_hidden(target, "target", hidden_devices, sizes)
-    columns = {name: _scattered_like_hidden(value, name, hidden_devices, sizes) for name, value in per_token.items()}
+    targets = _scatter_like_hidden(target, "target", hidden_devices, sizes)
+    columns = {name: _scatter_like_hidden(value, name, hidden_devices, sizes) for name, value in per_token.items()}
     shards = []
     for i, h in enumerate(hidden):
         mine = {name: column[i] for name, column in columns.items()}
@@ -119,18 +119,16 @@ def _check_scattered(hidden: Sequence[object]) -> None:
         if isinstance(tensor, (list, tuple)):
             kind = f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device"
             raise TypeError(f"{kind} (of an LSTM: hidden, _ = lstm(inputs))")
-        check_floating(tensor, f"hidden[{i}]")
-        assert isinstance(tensor, Tensor)
+        tensor = check_floating(tensor, f"hidden[{i}]")
         check_shapes(tensor.dim() >= 2, "(N, D) or (batch, time, D)", **{f"hidden[{i}]": tensor})
 
 
-def _scattered_like_hidden(
+def _scatter_like_hidden(
     value: OneOrScattered, name: str, devices: Sequence[torch.device], sizes: Sequence[int]
 ) -> Sequence[Tensor]:
     """Return one tensor per device, from one tensor of all rows or from a list with one per device."""
     if not isinstance(value, (list, tuple)):
-        check_dense(value, name)
-        assert isinstance(value, Tensor)
+        value = check_dense(value, name)
         # A tensor without dimensions has no rows to scatter
         rows = 0
         if value.dim():
@@ -149,10 +147,8 @@ def _check_batch(
     hidden: OneOrScattered, target: OneOrScattered, per_token: Mapping[str, OneOrScattered], time_steps: int | None
 ) -> None:
     """Raise TypeError or ValueError unless all are dense tensors whose dtypes and shapes fit each other and the cut."""
-    check_floating(hidden, "hidden")
-    check_type(target, "target", Tensor, "a tensor, as hidden is: scatter both or neither")
-    assert isinstance(hidden, Tensor)
-    assert isinstance(target, Tensor)
+    hidden = check_floating(hidden, "hidden")
+    target = check_type(target, "target", Tensor, "a tensor, as hidden is: scatter both or neither")
     check_target(target, hidden=hidden)
     check_per_token(per_token, target)
     wanted = f"(batch, time, D), whose time steps chunk_size={time_steps} cuts; for rows use chunk_tokens"
@@ -176,15 +172,15 @@ def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:
 
 def rows_of(shard: Shard) -> tuple[Tensor, ...]:
     """Return hidden and the per-token tensors of the generator with one row per token."""
-    return _flattened(shard, shard.hidden, *shard.per_token.values())
+    return _flatten(shard, shard.hidden, *shard.per_token.values())
 
 
 def criterion_rows_of(shard: Shard) -> tuple[Tensor, ...]:
     """Return the per-token tensors of the criterion with one row per token."""
-    return _flattened(shard, *shard.of_criterion.values())
+    return _flatten(shard, *shard.of_criterion.values())
 
 
-def _flattened(shard: Shard, *columns: Tensor) -> tuple[Tensor, ...]:
+def _flatten(shard: Shard, *columns: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.flatten(0, shard.target.dim() - 1) for t in columns)
 
 

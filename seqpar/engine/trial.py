@@ -76,7 +76,7 @@ class Trial:
         self.wanted = wanted
         # A gate that is 0 has no effect yet, and may get one with the first step of training
         with self.kept():
-            self.gates = {id(p): _opened(p) for p in head.parameters() if p.is_floating_point() and not p.any()}
+            self.gates = {id(p): _open(p) for p in head.parameters() if p.is_floating_point() and not p.any()}
 
     def copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
         """Return a structural copy with buffers of its own, as they were before any call, and some other weights."""
@@ -123,11 +123,11 @@ class Trial:
             params = dict(copy.named_parameters())
             named = {**of_criterion, **given, **params}
             wanted = {name: t for name, t in named.items() if t.requires_grad}
-            before = _written(params, has_custom_nodes(total))
+            before = _write(params, has_custom_nodes(total))
             grads = torch.autograd.grad(total, list(wanted.values()), total.new_tensor(factor), allow_unused=True)
             found = dict(zip(wanted, grads, strict=True))
             del grads
-        after = _written(params, False)
+        after = _write(params, False)
         written = [name for name, version in before.items() if after.get(name) != version]
         written += [name for name in after if name not in before]
         gradients = {}
@@ -142,7 +142,7 @@ class Trial:
             return self.call(copy)
 
 
-def _opened(gate: Tensor) -> Tensor:
+def _open(gate: Tensor) -> Tensor:
     """Return random numbers in the place of zeros, of the size of weights."""
     width = max([1, *gate.shape[-1:]])
     return torch.rand_like(gate).add_(0.5).div_(width**0.5)
@@ -161,7 +161,7 @@ def _in_short(grad: Tensor) -> Tensor:
     return short
 
 
-def _written(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tuple[int, int]]:
+def _write(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tuple[int, int]]:
     """Return which tensors hang on parameters, each with its version.
 
     Args:

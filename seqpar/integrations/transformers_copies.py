@@ -39,7 +39,7 @@ def owners(module: nn.Module) -> list[LeftOut]:
 
 def leave_out_of_copies(module: nn.Module) -> None:
     """Have copies and pickles of a module leave out the hooks of `LeftOut`, until `copy_as_before`."""
-    vars(module)[REDUCE] = partial(_reduced, module)
+    vars(module)[REDUCE] = partial(_reduce, module)
 
 
 def copy_as_before(module: nn.Module) -> None:
@@ -48,7 +48,7 @@ def copy_as_before(module: nn.Module) -> None:
         vars(module).pop(REDUCE, None)
 
 
-def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Return what makes a copy of a module without those hooks."""
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     make, arguments, attributes, *rest = reduced

@@ -57,9 +57,9 @@ class Readings:
     def few_labels(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments with the labels of a few tokens, for a forward whose loss of them is thrown away."""
         rows = window_rows(batch_shape(kwargs)[0])
-        return self._labelled(model, kwargs, torch.zeros(rows, KEPT_LABELS, dtype=torch.long, device="cpu"))
+        return self._label(model, kwargs, torch.zeros(rows, KEPT_LABELS, dtype=torch.long, device="cpu"))
 
-    def _labelled(self, model: PreTrainedModel, kwargs: dict[str, Any], labels_RW: Tensor) -> dict[str, Any]:
+    def _label(self, model: PreTrainedModel, kwargs: dict[str, Any], labels_RW: Tensor) -> dict[str, Any]:
         """Return arguments with these labels, and with the one that gives the outputs their names."""
         labels_RW = labels_RW.to(supported_linear(model).weight.device).contiguous()
         window: dict[str, Any] = {"labels": labels_RW}
@@ -75,19 +75,19 @@ class Readings:
         # Checked once for each combination, because any of them may choose another branch of the forward
         settings = (*key_of(model, self.few_labels(model, kwargs)), window_rows(batch_shape(kwargs)[0]) == 1)
         if gathers_for_any(model, settings not in self.checked):
-            self.checked[settings] = self._checked(model, kwargs)
+            self.checked[settings] = self._check(model, kwargs)
         return self.checked[settings]
 
-    def _checked(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
+    def _check(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
         """Run the model on the window and return what it does to logits and adds to their loss, or raise an error."""
         labels_RW = made_up_labels(kwargs, supported_linear(model).weight, self.vocab_size, self.special)
-        random = self._examined(model, self._labelled(model, kwargs, labels_RW))
+        random = self._examine(model, self._label(model, kwargs, labels_RW))
         if gathers_for_any(model, random.adds):
-            again = self._labelled(model, kwargs, labels_RW[:, :KEPT_LABELS])
-            check_added(type(model).__name__, random, self._examined(model, again, certain=True))
+            again = self._label(model, kwargs, labels_RW[:, :KEPT_LABELS])
+            check_added(type(model).__name__, random, self._examine(model, again, certain=True))
         return random.reading._replace(adds=random.adds)
 
-    def _examined(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
+    def _examine(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
         """Run the model on the window and return what it made of it (`examine`)."""
         name = type(model).__name__
         head = model.get_output_embeddings()

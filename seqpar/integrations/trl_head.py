@@ -92,7 +92,7 @@ def examine(model: PreTrainedModel) -> Reading:
     seen: Seen = defaultdict(list)
     with undisturbed(model, head.weight.device), evaluating(model), torch.no_grad():
         try:
-            with _watched(model, head, text, seen):
+            with _watch(model, head, text, seen):
                 logits = model(**text).logits
         except torch.OutOfMemoryError:
             raise
@@ -125,7 +125,7 @@ def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: Seen) -> Iterator[None]:
+def _watch(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: Seen) -> Iterator[None]:
     """Record the hidden states and logits of the output embeddings, and let them return random logits."""
 
     def after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:

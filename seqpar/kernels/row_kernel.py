@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.core.device_facts import FACTS, current
 from seqpar.core.token_loss import wide
-from seqpar.rows.scores import RowFunction, RowSums, Upstream
+from seqpar.rows.scores import RowFunction, Sums, Upstream
 
 LARGEST_BLOCK = 2048
 """The most classes of a row that a program has in its registers at once; a power of 2."""
@@ -33,12 +33,12 @@ a time."""
 def why_no_kernel(device_type: str) -> str:
     """Return why the kernels are not used on that kind of device; an empty string if they are."""
     if FACTS[device_type].is_host:
-        if os.environ.get("TRITON_INTERPRET") == "1" and _installed():
+        if os.environ.get("TRITON_INTERPRET") == "1" and _is_installed():
             return ""
         return "Triton has none for the CPU"
     if not FACTS[device_type].has_kernels:
         return f"Triton has none for {device_type}"
-    if not _installed():
+    if not _is_installed():
         return "Triton is not installed"
     return ""
 
@@ -51,13 +51,13 @@ def width_for_kernel(width: int, device_type: str) -> int | None:
     return None if FACTS[device_type].is_host or why_no_kernel(device_type) else width
 
 
-def aligned(classes: int) -> int:
+def align(classes: int) -> int:
     """Return the distance in memory between rows of so many classes: the next multiple of `ALIGNED`."""
     return -(-classes // ALIGNED) * ALIGNED
 
 
 @functools.cache
-def _installed() -> bool:
+def _is_installed() -> bool:
     """Return whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
@@ -87,9 +87,9 @@ class RowKernel:
     @staticmethod
     def knows(function: RowFunction) -> bool:
         """Return whether the kernels compute all that is wanted: of the largest classes they know only the first."""
-        return function.top_k <= 1 and not function.rest
+        return function.top_k <= 1 and not function.rest and not function.shifted
 
-    def sums(self, product_KV: Tensor, index_KP: Tensor, target_K: Tensor, temperature_K: Tensor | None) -> RowSums:
+    def sums(self, product_KV: Tensor, index_KP: Tensor, target_K: Tensor, temperature_K: Tensor | None) -> Sums:
         """Return the sums of each row over this rank's classes.
 
         Args:
@@ -107,7 +107,7 @@ class RowKernel:
         launch(self.kernels._row_sums, product_KV, *rows, picked_KP, out_5K, out_5K.stride(0), **flags, **self.settings)
         best_K, log_sum_K, mean_K, argbest_K, sum_K = out_5K
         top = function.top_k > 0
-        return RowSums(
+        return Sums(
             best_K,
             log_sum_K,
             picked_KP,
@@ -133,17 +133,15 @@ class RowKernel:
         product_KV: Tensor,
         index_KP: Tensor,
         temperature_K: Tensor | None,
-        sums: RowSums,
+        sums: Sums,
         upstream: Upstream,
-        out_KV: Tensor,
     ) -> None:
-        """Overwrite `out_KV`, the products or memory of the same strides, by the gradient of the products.
+        """Overwrite the products by their gradient.
 
         Args:
             index_KP: picked classes outside [0, V) get no gradient.
             sums: over the whole vocabulary.
         """
-        assert out_KV.stride() == product_KV.stride()
         factor_KP = upstream.of_picked()
         if factor_KP is None:
             factor_KP = sums.best_N.new_empty((len(product_KV), 0))
@@ -161,7 +159,7 @@ class RowKernel:
             _adjacent(None if upstream.entropy is None else sums.mean_N),
             _adjacent(upstream.entropy),
             _adjacent(upstream.weighted),
-            out_KV,
+            product_KV,
         )
         launch(self.kernels._row_gradient, product_KV, *arguments, PICKS=picks, **self.settings)
 
@@ -177,7 +175,7 @@ def launch(kernel: Any, product_KV: Tensor, *arguments: object, most: int | None
     """Run a kernel with one program per row of the products, which has at most `most` classes at once."""
     rows, classes = product_KV.shape
     # The numbers between the last class and the next row belong to the row, so whole vectors may be read there
-    width = min(product_KV.stride(0), aligned(classes))
+    width = min(product_KV.stride(0), align(classes))
     strided = (product_KV, product_KV.stride(0), classes, width)
     run_programs(kernel, rows, classes, product_KV.device, *strided, *arguments, most=most, **settings)
 

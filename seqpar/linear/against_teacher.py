@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,18 +18,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_floating, check_one_device, check_shapes
-from seqpar.core.chunked_gradient import differentiable_sum, sum_over_chunks
-from seqpar.core.chunks import Chunk, recording
+from seqpar.core.chunked_gradient import differentiable_sum
+from seqpar.core.chunks import Chunk, is_capturing
 from seqpar.core.device_facts import is_on_host
-from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import group_max, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.chunk_loss import BlockLoss, Factor, StoredLoss
-from seqpar.linear.inputs import Checked, Inputs, Settings, planned
+from seqpar.linear.chunk_loss import Block, BlockLoss, Factor
+from seqpar.linear.inputs import Checked, Inputs, Settings, prepare
 from seqpar.linear.projection import Projection
 from seqpar.linear.teachers import slack
 from seqpar.rows.divergences import RowTerms, logits_gradient_
-from seqpar.rows.scores import RowFunction, RowSums
+from seqpar.rows.scores import RowFunction, Sums
 
 
 def loss_against_teacher(
@@ -42,19 +41,17 @@ def loss_against_teacher(
     loss_scale: float | Tensor,
 ) -> TokenLoss:
     """Return the summed divergence of arguments that have been checked."""
-    leaves, chunks, student, target_N, split, ignored = planned(inputs, settings, given)
-    function = RowFunction(shifted=True, correct=True, split=split)
-    rows_loss = AgainstRows(student, function, terms, teacher, given.shard)
-    walk = partial(sum_over_chunks, StoredLoss(student, rows_loss, target_N, ignored))
-    return differentiable_sum(walk, chunks, leaves, loss_scale)
+    call = prepare(inputs, settings, given)
+    # Every class's z - m is needed beside its softmax
+    call.projection.ask_for(RowFunction(shifted=True, correct=True, split=call.split))
+    return differentiable_sum(*call.job(TeacherLoss(call.projection, terms, teacher, given.shard)), loss_scale)
 
 
-class AgainstRows:
-    """The divergence of a row from the teacher's, as a `RowsLoss`.
+class TeacherLoss:
+    """The divergence of a row from the teacher's, as a `ProductLoss`.
 
     Args:
-        student: from hidden to logits.
-        function: the row function, with z - m beside the softmax.
+        student: from hidden to logits; it has been asked for z - m beside the softmax.
         terms: the divergence.
         teacher: whose distribution it is compared with.
         shard: this rank's classes.
@@ -63,54 +60,46 @@ class AgainstRows:
     def __init__(
         self,
         student: Projection,
-        function: RowFunction,
         terms: RowTerms,
         teacher: AgainstHead | AgainstLogProbs,
         shard: VocabShard,
     ) -> None:
-        self.student = student
-        self.function = function
+        self.projection = student
         self.terms = terms
         self.teacher = teacher
         self.group = shard.group
-        self.biased = True
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many of a chunk's rows are compared at once."""
-        # A split vocabulary's collectives cost the same for a block as for the chunk, and ranks must take the same rows
-        if self.function.split is not None:
+        # All at once with a split vocabulary, where ranks must take the same rows
+        if self.projection.function.split is not None:
             return rows
-        return min(self.student.rows_at_once(rows), self.teacher.rows_at_once(rows))
+        return min(self.projection.rows_at_once(rows), self.teacher.rows_at_once(rows))
 
     def of_chunk(self, chunk: Chunk, counted_K: Tensor | None) -> tuple[Tensor, ...]:
         """Return the teacher's tensors for a chunk."""
         return self.teacher.of_chunk(chunk, counted_K, self.group)
 
-    def block_(
-        self,
-        product_KV: Tensor,
-        target_K: Tensor,
-        given: tuple[Tensor, ...],
-        counted_K: Tensor | None,
-        factor: Factor | None,
-    ) -> BlockLoss:
-        """Do as `RowsLoss` says."""
-        target_K1 = target_K.unsqueeze(1)
-        logits_KV, tanh_KV = self.student.logits(product_KV)
-        p, sums = _log_softmax_(self.function, logits_KV.to(wide(logits_KV.dtype)), target_K1)
-        q = self.teacher.distribution(given, self.function, target_K1, p.log_KV.dtype)
+    def block_(self, block: Block, factor: Factor | None) -> BlockLoss:
+        """Do as `ProductLoss` says."""
+        function = self.projection.function
+        target_K1 = block.target_K.unsqueeze(1)
+        logits_KV, tanh_KV = self.projection.logits(block.product_KV)
+        p, sums = _log_softmax_(function, logits_KV, target_K1)
+        q = self.teacher.distribution(block.given, function, target_K1, p.log_KV.dtype)
         mass_K = q.prob_KV.sum(-1)
         terms = self.terms(p.log_KV, p.prob_KV, q.log_KV, q.prob_KV)
         loss_K, slope_K, mass_K = group_sum(torch.stack([terms.loss_K, terms.slope_K, mass_K]), self.group)
-        self.teacher.check(mass_K, given)
-        nll_K = -self.function.scores(sums).log_prob
+        self.teacher.check(mass_K, block.given)
+        nll_K = -function.scores(sums).log_prob
         assert sums.correct_N is not None
         if factor is None:
             return BlockLoss(loss_K, nll_K, sums.correct_N, None)
         grad_KV = logits_gradient_(terms, slope_K, p.prob_KV)
-        if counted_K is not None:
-            grad_KV.masked_fill_(~counted_K.unsqueeze(1), 0)
-        return BlockLoss(loss_K, nll_K, sums.correct_N, self.student.to_product_(grad_KV, tanh_KV, factor, product_KV))
+        if block.counted_K is not None:
+            grad_KV.masked_fill_(~block.counted_K.unsqueeze(1), 0)
+        grad_KV = self.projection.to_product_(grad_KV, tanh_KV, factor, block.product_KV)
+        return BlockLoss(loss_K, nll_K, sums.correct_N, grad_KV)
 
 
 class AgainstHead:
@@ -167,11 +156,11 @@ class AgainstLogProbs:
         """Return the teacher's log-probabilities for a chunk's rows, and the rows' numbers."""
         row_K = self.row_N[chunk]
         try:
-            log_q_KV = self._called(chunk, row_K)
+            log_q_KV = self._call(chunk, row_K)
         except Exception:
-            self._failed_anywhere(True, group)
+            self._has_failed(True, group)
             raise
-        if self._failed_anywhere(False, group):
+        if self._has_failed(False, group):
             raise RuntimeError("teacher.function failed on another rank of the vocabulary's group; see its error")
         return log_q_KV, row_K
 
@@ -188,7 +177,7 @@ class AgainstLogProbs:
         log_q_KV, row_K = given
         _check_mass(mass_K, row_K, log_q_KV.dtype)
 
-    def _called(self, chunk: Chunk, row_K: Tensor) -> Tensor:
+    def _call(self, chunk: Chunk, row_K: Tensor) -> Tensor:
         """Return what the function returns, after checking it."""
         log_q_KV = self.function(chunk)
         named = {"what teacher.function returned": log_q_KV}
@@ -199,9 +188,9 @@ class AgainstLogProbs:
         check_one_device(weight=row_K, **named)
         return log_q_KV.detach()
 
-    def _failed_anywhere(self, here: bool, group: ProcessGroup | None) -> bool:
+    def _has_failed(self, here: bool, group: ProcessGroup | None) -> bool:
         """Return whether the function failed on any rank of the group; every rank asks, so that none waits for long."""
-        if world_size(group) == 1 or recording(self.row_N.device):
+        if world_size(group) == 1 or is_capturing(self.row_N.device):
             return here
         return bool(group_max(torch.full((1,), float(here), device=self.row_N.device), group) > 0)
 
@@ -213,7 +202,7 @@ class Distribution(NamedTuple):
     prob_KV: Tensor
 
 
-def _log_softmax_(function: RowFunction, logits_KV: Tensor, target_K1: Tensor) -> tuple[Distribution, RowSums]:
+def _log_softmax_(function: RowFunction, logits_KV: Tensor, target_K1: Tensor) -> tuple[Distribution, Sums]:
     """Return the distribution of each row, in the logits' memory and another of their size, and the row's sums."""
     made, sums = function.sums_(logits_KV, target_K1)
     # log p = (z - m_r) + (m_r - m) - log S, where a shard has subtracted an m_r of its own
@@ -230,7 +219,7 @@ def _check_mass(mass_K: Tensor, row_K: Tensor, dtype: torch.dtype) -> None:
 
     On an accelerator a device-side assertion checks it, so that the host does not wait for the device.
     """
-    if recording(mass_K.device):
+    if is_capturing(mass_K.device):
         return
     right_K = (mass_K - 1).abs() <= slack(dtype)
     if not is_on_host(mass_K):

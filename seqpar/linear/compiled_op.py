@@ -22,8 +22,8 @@ from seqpar.core.checks import check_plain_products, refuse_second_derivative
 from seqpar.core.chunked_gradient import INSTEAD, THIS
 from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.linear.inputs import Inputs, Settings, checked, plan
-from seqpar.linear.leaves import LinearWanted, loss_and_gradients, product_dtype
+from seqpar.linear.inputs import Inputs, Settings, check_inputs, cross_entropy_job
+from seqpar.linear.leaves import ByLeaf, LinearWanted, loss_and_gradients, product_dtype
 from seqpar.rows.conventions import Convention
 
 
@@ -106,8 +106,8 @@ def _operator(
     # Autocast does not cast float64, and does not accept it as its dtype
     cast_to = None if dtype == torch.float64 else dtype
     with torch.autocast(hidden.device.type, cast_to, enabled=autocast):
-        walk, chunks, leaves = plan(inputs, settings, checked(inputs, settings, None, loss_scale))
-    loss, gradients = loss_and_gradients(walk, chunks, leaves, LinearWanted(*wanted), loss_scale)
+        job = cross_entropy_job(inputs, settings, check_inputs(inputs, settings, None, loss_scale))
+    loss, gradients = loss_and_gradients(*job, _by_leaf(wanted), loss_scale)
     assert loss.nll is not None
     assert loss.correct is not None
     return _Results(
@@ -115,14 +115,20 @@ def _operator(
         loss.tokens,
         loss.nll,
         loss.correct,
-        hidden_grad=_reshaped(gradients.hidden, hidden),
-        weight_grad=_reshaped(gradients.weight, weight),
-        bias_grad=_reshaped(gradients.bias, bias),
-        token_weight_grad=_reshaped(gradients.token_weight, token_weight),
+        hidden_grad=_reshape(gradients.hidden, hidden),
+        weight_grad=_reshape(gradients.weight, weight),
+        bias_grad=_reshape(gradients.bias, bias),
+        token_weight_grad=_reshape(gradients.token_weight, token_weight),
     )
 
 
-def _reshaped(grad: Tensor | None, leaf: Tensor | None) -> Tensor:
+def _by_leaf(wanted: list[bool]) -> LinearWanted:
+    """Return which gradients are wanted, by name."""
+    hidden, weight, bias, token_weight = wanted
+    return ByLeaf(hidden, weight, bias, token_weight)
+
+
+def _reshape(grad: Tensor | None, leaf: Tensor | None) -> Tensor:
     """Return the gradient in the shape of its tensor; an empty tensor if there is none."""
     if grad is None or leaf is None:
         return torch.empty(0, device="cpu")
@@ -133,7 +139,7 @@ def _reshaped(grad: Tensor | None, leaf: Tensor | None) -> Tensor:
 def _shapes(*arguments: Any) -> tuple[Tensor, ...]:
     """Return tensors of the shapes and dtypes of `_Results`, without data, for tracing."""
     given = _Arguments(*arguments)
-    wanted = LinearWanted(*given.wanted)
+    wanted = _by_leaf(given.wanted)
     total = given.hidden.new_empty((), dtype=wide(given.dtype))
     tokens = given.hidden.new_empty((), dtype=torch.int64)
     return _Results(
@@ -148,7 +154,7 @@ def _shapes(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _like(leaf: Tensor | None, wanted: bool) -> Tensor:
+def _like(leaf: Tensor | None, wanted: bool | None) -> Tensor:
     """Return an uninitialised gradient of the tensor; an empty tensor if none is wanted."""
     if leaf is None or not wanted:
         return torch.empty(0, device="cpu")
@@ -159,7 +165,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     """Save the stored gradients and their scale for backward."""
     given = _Arguments(*inputs)
     results = _Results(*output)
-    ctx.wanted = LinearWanted(*given.wanted)
+    ctx.wanted = _by_leaf(given.wanted)
     ctx.save_for_backward(
         given.loss_scale,
         results.tokens,
@@ -181,15 +187,15 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None
         factor = (upstream / loss_scale).where(tokens > 0, 0)
         wanted: LinearWanted = ctx.wanted
         grads = {
-            "hidden": _scaled(hidden_grad, factor, wanted.hidden),
-            "weight": _scaled(weight_grad, factor, wanted.weight),
-            "bias": _scaled(bias_grad, factor, wanted.bias),
-            "token_weight": _scaled(token_weight_grad, factor, wanted.token_weight),
+            "hidden": _scale(hidden_grad, factor, wanted.hidden),
+            "weight": _scale(weight_grad, factor, wanted.weight),
+            "bias": _scale(bias_grad, factor, wanted.bias),
+            "token_weight": _scale(token_weight_grad, factor, wanted.token_weight),
         }
     return tuple(grads.get(name) for name in _Arguments._fields)
 
 
-def _scaled(grad: Tensor, factor: Tensor, wanted: bool) -> Tensor | None:
+def _scale(grad: Tensor, factor: Tensor, wanted: bool | None) -> Tensor | None:
     """Return the stored gradient times the factor; None if it is not wanted."""
     if not wanted:
         return None

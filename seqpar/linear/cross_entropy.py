@@ -5,7 +5,6 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -17,7 +16,15 @@ from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
 from seqpar.linear.few_classes import soft_cross_entropy
-from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
+from seqpar.linear.inputs import (
+    Inputs,
+    Settings,
+    check_inputs,
+    compare_ranks,
+    cross_entropy_job,
+    local_tensors,
+    tell_errors,
+)
 from seqpar.linear.least_memory import check_memory, least_memory
 from seqpar.linear.teachers import SparseTarget
 from seqpar.rows.conventions import Convention
@@ -128,10 +135,10 @@ def linear_cross_entropy(
         return compiled_cross_entropy(inputs, settings, loss_scale)
     if torch.compiler.is_compiling():
         return _between_graphs(inputs, settings, soft_target, loss_scale, vocab, memory, weight_grad)
-    return _chunked(inputs, settings, soft_target, loss_scale, vocab, memory, weight_grad)
+    return _compute(inputs, settings, soft_target, loss_scale, vocab, memory, weight_grad)
 
 
-def _chunked(
+def _compute(
     inputs: Inputs,
     settings: Settings,
     soft_target: SparseTarget | None,
@@ -142,14 +149,18 @@ def _chunked(
 ) -> TokenLoss:
     """Return the loss, chunk by chunk."""
     inputs, vocab = local_tensors(inputs, vocab)
-    if memory is not None or weight_grad is not None:
-        check = partial(check_memory, memory, weight_grad, soft_target, inputs)
-        given = checked(inputs, settings, vocab, loss_scale, further=check, facts=lambda: {"memory": memory})
-        return least_memory(inputs, settings, given, weight_grad)
-    if soft_target is not None:
+    is_least = memory is not None or weight_grad is not None
+    if soft_target is not None and not is_least:
         return soft_cross_entropy(inputs, settings, soft_target, loss_scale, vocab)
-    walk, chunks, leaves = plan(inputs, settings, checked(inputs, settings, vocab, loss_scale))
-    return differentiable_sum(walk, chunks, leaves, loss_scale)
+    with tell_errors(vocab):
+        given = check_inputs(inputs, settings, vocab, loss_scale)
+        if is_least:
+            check_memory(memory, weight_grad, soft_target, inputs)
+    if vocab is not None:
+        compare_ranks(inputs, settings, vocab, {"memory": memory} if is_least else {})
+    if is_least:
+        return least_memory(inputs, settings, given, weight_grad)
+    return differentiable_sum(*cross_entropy_job(inputs, settings, given), loss_scale)
 
 
-_between_graphs = outside_graphs(_chunked)
+_between_graphs = outside_graphs(_compute)

@@ -19,7 +19,7 @@ from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.against_teacher import AgainstHead, AgainstLogProbs, loss_against_teacher
 from seqpar.linear.few_classes import DivergenceOfScores, loss_on_few_classes
-from seqpar.linear.inputs import Inputs, Settings, check_tensors, checked, checksum
+from seqpar.linear.inputs import Inputs, Settings, check_inputs, check_tensors, checksum, compare_ranks, tell_errors
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.projection import Projection
 from seqpar.linear.teachers import (
@@ -111,14 +111,12 @@ def linear_distillation(
     inputs = Inputs(hidden, weight, target, bias, token_weight=token_weight)
     settings = Settings(ignore_index=ignore_index, temperature=temperature, chunk_tokens=chunk_tokens)
 
-    def further(shard: VocabShard) -> None:
+    with tell_errors(vocab):
+        given = check_inputs(inputs, settings, vocab, loss_scale)
         check_divergence(divergence, beta)
-        _check_teacher(teacher, inputs, settings, shard)
-
-    def facts() -> Mapping[str, object]:
-        return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
-
-    given = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts)
+        _check_teacher(teacher, inputs, settings, given.shard)
+    if vocab is not None:
+        compare_ranks(inputs, settings, vocab, {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)})
     terms = row_terms(divergence, beta)
     if isinstance(teacher, TeacherTopK):
         ids_NC = teacher.ids.detach().flatten(0, -2).long()

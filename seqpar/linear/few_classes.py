@@ -14,7 +14,8 @@ Shape suffixes: N rows, C the given classes, or those and the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from seqpar.core.checks import check_type
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.chunk_loss import scored_chunks
-from seqpar.linear.inputs import Checked, Inputs, Settings, checked, checksum, planned
+from seqpar.linear.chunk_loss import ScoreLoss
+from seqpar.linear.inputs import Checked, Inputs, Settings, check_inputs, checksum, compare_ranks, prepare, tell_errors
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.teachers import SparseTarget, check_sparse_target, sparse_probs
 from seqpar.rows.divergences import RowTerms, logits_gradient_
@@ -32,11 +33,10 @@ from seqpar.rows.scores import RowFunction, Scores, Upstream
 from seqpar.rows.smoothing import LossOfScores, RowLosses
 
 
-class SoftTargetOfScores:
+class SoftTargetOfScores(NamedTuple):
     """The cross-entropy with q, the only per-token tensor; a class that has none of it adds 0, whatever its log p."""
 
-    def __init__(self, z_loss: float) -> None:
-        self.z_loss = z_loss
+    z_loss: float
 
     def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
         """Return the loss of each row, with its derivatives."""
@@ -50,11 +50,10 @@ class SoftTargetOfScores:
         return RowLosses(loss_N, Upstream(log_probs_at=-q_NC, lse=lse_N))
 
 
-class DivergenceOfScores:
+class DivergenceOfScores(NamedTuple):
     """A divergence from the distribution whose log q is the only per-token tensor, with or without the rest."""
 
-    def __init__(self, terms: RowTerms) -> None:
-        self.terms = terms
+    terms: RowTerms
 
     def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
         """Return the divergence of each row, with its derivatives."""
@@ -88,11 +87,10 @@ def loss_on_few_classes(
         ids_NC: the given classes of all rows; -1 fills up a row.
         values_NC: the loss's per-token tensor. With a column more than ids_NC it has the rest as one class.
     """
-    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, given)
-    leaves = leaves._replace(per_token=(values_NC,))
-    function = RowFunction(rest=values_NC.size(1) > ids_NC.size(1), gaps=True, split=split)
-    walk = scored_chunks(projection, function, loss, target_N, ignored, ids_NC)
-    return differentiable_sum(walk, chunks, leaves, loss_scale)
+    call = prepare(inputs, settings, given)
+    rest = values_NC.size(1) > ids_NC.size(1)
+    call.projection.ask_for(RowFunction(rest=rest, gaps=True, correct=True, split=call.split))
+    return differentiable_sum(*call.job(ScoreLoss(call.projection, loss, ids_NC), (values_NC,)), loss_scale)
 
 
 def soft_cross_entropy(
@@ -103,22 +101,18 @@ def soft_cross_entropy(
     vocab: VocabShard | None,
 ) -> TokenLoss:
     """Return the loss of `linear_cross_entropy` with a soft target, after checking all arguments."""
-
-    def further(shard: VocabShard) -> None:
+    with tell_errors(vocab):
+        given = check_inputs(inputs, settings, vocab, loss_scale)
         check_type(soft_target, "soft_target", SparseTarget, "a seqpar.SparseTarget, or None")
         others = {"class_weight": inputs.class_weight is not None, "label_smoothing": settings.label_smoothing != 0}
-        for name, given in others.items():
-            if given:
+        for name, is_given in others.items():
+            if is_given:
                 raise ValueError(f"{name} is given with soft_target; put it into the probabilities of soft_target")
-        check_sparse_target(soft_target, inputs.target, settings.ignore_index, shard.vocab_size)
-
-    def facts() -> Mapping[str, object]:
-        return {
-            "soft_target.ids": (*soft_target.ids.shape, checksum(soft_target.ids)),
-            "soft_target.probs": sparse_probs(soft_target),
-        }
-
-    given = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts)
+        check_sparse_target(soft_target, inputs.target, settings.ignore_index, given.shard.vocab_size)
+    if vocab is not None:
+        ids = (*soft_target.ids.shape, checksum(soft_target.ids))
+        facts = {"soft_target.ids": ids, "soft_target.probs": sparse_probs(soft_target)}
+        compare_ranks(inputs, settings, vocab, facts)
     ids_NC = soft_target.ids.detach().flatten(0, -2).long()
     probs_NC = sparse_probs(soft_target).flatten(0, -2)
     q_NC = probs_NC.to(wide(product_dtype(inputs.hidden)))

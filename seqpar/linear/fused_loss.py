@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from seqpar.core.chunked_gradient import Leaves
 from seqpar.core.chunks import Chunk, rows_in
 from seqpar.core.graphs import without_autocast
 from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient, plus_product
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.kernels.row_kernel import aligned
+from seqpar.kernels.row_kernel import align
 from seqpar.kernels.row_loss import RowLoss, count_targets, scale_rows
-from seqpar.linear.leaves import LinearLeaves
 from seqpar.linear.projection import Projection, zero_rows
 from seqpar.rows.smoothing import SoftTarget
 
@@ -71,7 +71,7 @@ class FusedLoss:
         capped = (projection.softcap, projection.temperature)
         self.kernel = RowLoss(q, weight_V, weight_sum, self.ignored, projection.bias_V, *capped)
 
-    def __call__(self, chunks: Sequence[Chunk], leaves: LinearLeaves, gradients: Gradients | None) -> TokenLoss:
+    def __call__(self, chunks: Sequence[Chunk], leaves: Leaves, gradients: Gradients | None) -> TokenLoss:
         """Return the summed loss; store its gradients in `gradients` unless that is None."""
         count = self.count
         if count is None:
@@ -79,12 +79,14 @@ class FusedLoss:
             count = count_targets(self.target_N, 2**62, self.ignore_index)
         dtype = wide(self.projection.weight_VD.dtype)
         token_weight_N = None
-        if leaves.token_weight is not None:
-            token_weight_N = leaves.token_weight.to(dtype).contiguous()
+        hidden_ND, given_weight_N = leaves.of_tokens
+        assert hidden_ND is not None
+        if given_weight_N is not None:
+            token_weight_N = given_weight_N.to(dtype).contiguous()
         rows = sum(map(rows_in, chunks))
         out_RN = self.target_N.new_empty((3 if token_weight_N is None else 4, rows), dtype=dtype)
         with without_autocast(out_RN.device.type):
-            self._walk(chunks, leaves.hidden, token_weight_N, out_RN, gradients)
+            self._walk(chunks, hidden_ND, token_weight_N, out_RN, gradients)
         sums = out_RN.sum(1) if rows <= COUNTED else out_RN.double().sum(1)
         total, nll, correct, *_ = sums.unbind()
         return TokenLoss(total.to(dtype), count, nll.to(dtype), correct.long())
@@ -127,9 +129,9 @@ class FusedLoss:
         """Return memory for so many rows of a product in which each is aligned; None if that is so by itself."""
         weight_VD = self.projection.weight_VD
         classes = len(weight_VD)
-        if aligned(classes) == classes:
+        if align(classes) == classes:
             return None
-        return weight_VD.new_empty((most, aligned(classes)))[:, :classes]
+        return weight_VD.new_empty((most, align(classes)))[:, :classes]
 
 
 class _Stored:

@@ -6,8 +6,9 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from types import NoneType
 from typing import NamedTuple
 
@@ -29,16 +30,17 @@ from seqpar.core.checks import (
     is_dtensor,
     refuse_transforms,
 )
-from seqpar.core.chunked_gradient import Walk
-from seqpar.core.chunks import Chunk, LateNumber, cut_rows, even_slices, recording, rows_per_chunk
-from seqpar.core.token_loss import mark_same_on, wide
+from seqpar.core.chunked_gradient import sum_over_chunks
+from seqpar.core.chunks import Chunk, LateNumber, cut_rows, even_slices, is_capturing, rows_per_chunk
+from seqpar.core.device_sum import Job
+from seqpar.core.token_loss import mark_same_on
 from seqpar.distributed.collectives import copy_to_group, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
 from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
 from seqpar.kernels.row_loss import count_targets
-from seqpar.linear.chunk_loss import scored_chunks
+from seqpar.linear.chunk_loss import ProductLoss, ScoreLoss, chunk_loss
 from seqpar.linear.fused_loss import FusedLoss
-from seqpar.linear.leaves import LinearLeaves, product_dtype
+from seqpar.linear.leaves import ByLeaf, LinearLeaves, flatten, product_dtype
 from seqpar.linear.projection import Projection
 from seqpar.rows.conventions import Convention
 from seqpar.rows.scores import ClassWeights, RowFunction
@@ -80,7 +82,7 @@ def local_tensors(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, Voc
     return inputs._replace(weight=weight, bias=bias, **copies), vocab  # type: ignore[arg-type]
 
 
-class Planned(NamedTuple):
+class PreparedCall(NamedTuple):
     """The rows of a projection, cut into chunks."""
 
     leaves: LinearLeaves
@@ -91,6 +93,12 @@ class Planned(NamedTuple):
     """The classes that this rank has; None if it has all."""
     ignored: int | None
     """The target of rows that a chunk contains but that do not count; None if no chunk contains such rows."""
+
+    def job(self, loss: ProductLoss, per_token: tuple[Tensor, ...] = ()) -> Job:
+        """Return what is added up, given the loss of its rows and the per-token tensors that the loss takes."""
+        leaves = flatten(self.leaves._replace(per_token=per_token), self.chunks)
+        walk = partial(sum_over_chunks, partial(chunk_loss, loss, self.target_N, self.ignored))
+        return walk, self.chunks, leaves
 
 
 class Checked(NamedTuple):
@@ -105,13 +113,13 @@ class Checked(NamedTuple):
     """How many targets are not ignored, below 0 if one of those is no class; None if that has been read."""
 
 
-def planned(
+def prepare(
     inputs: Inputs,
     settings: Settings,
     given: Checked,
     dtype: torch.dtype | None = None,
     chunks: Sequence[Chunk] | None = None,
-) -> Planned:
+) -> PreparedCall:
     """Return the projection, the tensors with one row per token, and the chunks of rows.
 
     Args:
@@ -131,19 +139,19 @@ def planned(
     if chunks is None:
         # Every rank must cut the same chunks, also where ranks have different numbers of classes
         kind = hidden.device.type
-        width = width_for_kernel(hidden.size(-1), kind)
+        width = width_for_kernel(hidden.size(-1), kind) if projection.has_kernels else None
         most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, kind, width)
         chunks = _cut(inputs.target, settings.ignore_index, given, most)
     # Chunks contain ignored rows only while a CUDA graph is captured
-    ignored = settings.ignore_index if recording(hidden.device) else None
+    ignored = settings.ignore_index if is_capturing(hidden.device) else None
     if split is not None:
         # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
         hidden = copy_to_group(hidden, shard.group)
         mark_same_on(hidden, world_size(shard.group))
     hidden_ND = hidden.flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
-    leaves = LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N)
-    return Planned(leaves, chunks, projection, target_N, split, ignored)
+    leaves = ByLeaf(hidden_ND, inputs.weight, inputs.bias, token_weight_N)
+    return PreparedCall(leaves, chunks, projection, target_N, split, ignored)
 
 
 def _cut(target: Tensor, ignore_index: int, given: Checked, most: int) -> Sequence[Chunk]:
@@ -160,34 +168,33 @@ def _cut(target: Tensor, ignore_index: int, given: Checked, most: int) -> Sequen
     return cut_rows(counted.flatten(), most, count)
 
 
-def plan(
-    inputs: Inputs, settings: Settings, given: Checked, chunks: Sequence[Chunk] | None = None
-) -> tuple[Walk, Sequence[Chunk], LinearLeaves]:
-    """Return the walk over the chunks, the chunks of rows, and the tensors with one row per token.
+def cross_entropy_job(inputs: Inputs, settings: Settings, given: Checked, chunks: Sequence[Chunk] | None = None) -> Job:
+    """Return what a cross-entropy adds up.
 
     Args:
         chunks: None cuts those rows that are not ignored.
     """
-    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, given, chunks=chunks)
-    if split is None and not why_no_kernel(target_N.device.type):
-        return _fused(given, projection, target_N, settings.ignore_index, ignored is not None), chunks, leaves
-    weights, gold_weight_N = weights_of_classes(given, target_N, split, wide(projection.weight_VD.dtype))
-    if gold_weight_N is not None:
-        leaves = leaves._replace(per_token=(gold_weight_N,))
-    function = RowFunction(weights=weights, split=split)
-    loss = CrossEntropyOfScores(given.q, weights)
-    return scored_chunks(projection, function, loss, target_N, ignored), chunks, leaves
+    call = prepare(inputs, settings, given, chunks=chunks)
+    projection = call.projection
+    if call.split is None and projection.has_kernels:
+        return _fuse(given, call, settings.ignore_index), call.chunks, flatten(call.leaves, call.chunks)
+    weights, gold_weight_N = weights_of_classes(given, call.target_N, call.split, projection.wide)
+    projection.ask_for(RowFunction(weights=weights, correct=True, split=call.split))
+    loss = ScoreLoss(projection, CrossEntropyOfScores(given.q, weights))
+    return call.job(loss, () if gold_weight_N is None else (gold_weight_N,))
 
 
-def _fused(given: Checked, projection: Projection, target_N: Tensor, ignore_index: int, in_chunks: bool) -> FusedLoss:
+def _fuse(given: Checked, call: PreparedCall, ignore_index: int) -> FusedLoss:
     """Return the walk with one kernel for a chunk's loss and gradient."""
+    projection = call.projection
     weight_V = given.class_weight
     if weight_V is not None:
-        weight_V = weight_V.detach().to(wide(projection.weight_VD.dtype)).contiguous()
+        weight_V = weight_V.detach().to(projection.wide).contiguous()
     weights = class_weights(given.q, weight_V)
     count = None if given.on_its_way is None else given.on_its_way.on_device
     of_all = None if weights is None else weights.total
-    return FusedLoss(projection, given.q, weight_V, of_all, target_N, count, ignore_index, in_chunks)
+    in_chunks = call.ignored is not None
+    return FusedLoss(projection, given.q, weight_V, of_all, call.target_N, count, ignore_index, in_chunks)
 
 
 def weights_of_classes(
@@ -211,42 +218,39 @@ def weights_of_classes(
     return weights, gold_weight_N
 
 
-def checked(
+def check_inputs(
     inputs: Inputs,
     settings: Settings,
     vocab: VocabShard | None,
     loss_scale: float | Tensor,
     *,
     any_dtype: bool = False,
-    further: Callable[[VocabShard], object] = lambda shard: None,
-    facts: Callable[[], Mapping[str, object]] = dict,
 ) -> Checked:
-    """Return the shard, the soft target and the weights of this rank's classes, after checking all arguments.
+    """Return the shard, the soft target and the weights of this rank's classes, after checking the arguments.
 
-    An invalid argument raises an error on every rank of the group.
+    Within `tell_errors`, and before `compare_ranks` where the vocabulary is split.
 
     Args:
         any_dtype: whether weight and bias may have another dtype than hidden without autocast.
-        further: checks the caller's further arguments, given the shard.
-        facts: returns what else must be the same on all ranks of a split vocabulary, by name; floating tensors with one
-            row for each token must be the same up to rounding.
     """
     refuse_transforms(inputs)
+    _check_settings(settings)
+    check_loss_scale(loss_scale)
+    check_tensors(inputs, any_dtype=any_dtype)
+    return _describe(inputs, settings, vocab)
+
+
+@contextlib.contextmanager
+def tell_errors(vocab: VocabShard | None) -> Iterator[None]:
+    """Let an invalid argument raise an error on every rank of the group."""
     check_type(vocab, "vocab", (VocabShard, NoneType), "a seqpar.VocabShard, or None")
     try:
-        _check_settings(settings)
-        check_loss_scale(loss_scale)
-        check_tensors(inputs, any_dtype=any_dtype)
-        found = _found(inputs, settings, vocab)
-        further(found.shard)
+        yield
     except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
             # The other ranks, which would otherwise wait for this one, raise too: RuntimeError where theirs differs
             vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
         raise
-    if vocab is not None:
-        _compare_ranks(inputs, settings, vocab, facts())
-    return found
 
 
 def _check_settings(settings: Settings) -> None:
@@ -272,16 +276,19 @@ def _numbers_are_right(*numbers: object) -> None:
     check_number(settings.temperature, "temperature", above=0)
 
 
-def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Checked:
+def _describe(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Checked:
     """Return what follows from the arguments; raise for a class outside the vocabulary."""
     rows = inputs.weight.size(0)
-    check_shapes(vocab is not None or rows > 0, "of at least one class", weight=inputs.weight)
-    shard = vocab or VocabShard(None, 0, rows)
+    if vocab is None and not rows:
+        check_shapes(False, "of at least one class", weight=inputs.weight)
+    shard = vocab or _whole_vocabulary(rows)
     if shard.start + rows > shard.vocab_size:
         raise ValueError(
             f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
         )
-    weight_V = _local_class_weight(inputs.class_weight, rows, shard)
+    weight_V = inputs.class_weight
+    if weight_V is not None:
+        weight_V = _local_class_weight(weight_V, rows, shard)
     q = _soft_target(
         float(settings.label_smoothing), settings.smoothing_convention, settings.ignore_index, shard.vocab_size
     )
@@ -302,16 +309,24 @@ def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Chec
 _soft_target = lru_cache(typed=True)(soft_target)
 """The target distribution, computed once for each settings and vocabulary."""
 
+_whole_vocabulary = lru_cache(partial(VocabShard, None, 0))
+"""The shard that has all classes of a vocabulary of this size."""
+
 
 def count_late(target: Tensor, vocab_size: int, ignore_index: int) -> LateNumber | None:
     """Return how many targets are not ignored, as `Checked` has it; None where no kernel counts them."""
-    if recording(target.device) or why_no_kernel(target.device.type):
+    if why_no_kernel(target.device.type) or is_capturing(target.device):
         return None
     return LateNumber(count_targets(target.flatten().contiguous(), vocab_size, ignore_index))
 
 
-def _compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:
-    """Raise RuntimeError on every rank unless the ranks of the group agree on everything that they must agree on."""
+def compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:
+    """Raise RuntimeError on every rank unless the ranks of the group agree on everything that they must agree on.
+
+    Args:
+        facts: what must be the same beside the inputs and settings, by name; floating tensors with one row for each
+            token must be the same up to rounding.
+    """
     rows = len(inputs.weight)
     tensors = {name: fact for name, fact in facts.items() if isinstance(fact, Tensor)}
     plain = {name: fact for name, fact in facts.items() if name not in tensors}
@@ -327,7 +342,7 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
 
     Args:
         prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
-        any_dtype: as in `checked`.
+        any_dtype: as in `check_inputs`.
     """
     hidden, weight, target, bias, class_weight, token_weight = inputs
     projection = {f"{prefix}weight": weight, f"{prefix}bias": bias}
@@ -346,11 +361,12 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
     if token_weight is not None:
         check_shapes(token_weight.shape == target.shape, "the same", token_weight=token_weight, target=target)
     check_one_device(**{f"{prefix}hidden": hidden}, target=target, **projection, **weights)
-    for name, tensor in projection.items():
-        check_plain_products(tensor, name)
     is_cast = any_dtype or torch.is_autocast_enabled(hidden.device.type)
     for name, tensor in projection.items():
-        if tensor is not None and tensor.dtype != hidden.dtype and not is_cast:
+        if tensor is None:
+            continue
+        check_plain_products(tensor, name)
+        if tensor.dtype != hidden.dtype and not is_cast:
             dtypes = f"{prefix}hidden has dtype {hidden.dtype} and {name} {tensor.dtype}"
             raise TypeError(f"{dtypes}; cast one, or use autocast")
 
@@ -393,9 +409,9 @@ def _presence(tensor: Tensor | None) -> str:
     return "none" if tensor is None else "given"
 
 
-def _local_class_weight(class_weight: Tensor | None, rows: int, shard: VocabShard) -> Tensor | None:
+def _local_class_weight(class_weight: Tensor, rows: int, shard: VocabShard) -> Tensor:
     """Return the weights of this rank's classes, given those or the weights of the whole vocabulary."""
-    if class_weight is None or class_weight.shape == (rows,):
+    if class_weight.shape == (rows,):
         return class_weight
     if class_weight.shape != (shard.vocab_size,):
         of_all = "" if rows == shard.vocab_size else f" for this rank's classes, or ({shard.vocab_size},) for all"

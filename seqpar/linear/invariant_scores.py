@@ -24,10 +24,9 @@ from seqpar.core.chunks import Chunk
 from seqpar.core.token_loss import wide
 from seqpar.distributed.collectives import gather_numbers, group_gather, rank_in
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.projected_rows import OwnSums, ProjectedRows
-from seqpar.linear.projection import Projection
-from seqpar.linear.recomputed_scores import RecomputedScores, joined
-from seqpar.rows.scores import RowSums
+from seqpar.linear.projection import OwnSums, Projection
+from seqpar.linear.recomputed_scores import RecomputedScores, join
+from seqpar.rows.scores import Sums
 
 INVARIANT_ROWS = 64
 """Rows of every product."""
@@ -54,33 +53,32 @@ class InvariantScores:
     def __init__(self, formula: RecomputedScores, split: VocabShard | None) -> None:
         self.formula = formula
         projection = formula.projection
-        rows = _Rows(projection.weight_VD, projection.bias_V)
-        spans = [_Span(0, len(rows.weight_VD))]
+        linear = _Linear(projection.weight_VD, projection.bias_V)
+        spans = [_Span(0, len(linear.weight_VD))]
         if split is not None:
             spans = [_Span(*span) for span in gather_numbers([split.start, split.start + spans[0].end], split.group)]
         self.all_tiles = _Tiles(None if split is None else split.group, 0, max(s.end for s in spans), tuple(spans))
         starts = self.all_tiles.own()
         if any(span.head for span in spans):
-            rows = _whole_tiles(rows, self.all_tiles)
-        width = rows.weight_VD.size(1)
+            linear = _whole_tiles(linear, self.all_tiles)
+        width = linear.weight_VD.size(1)
         # Rows of other memory, such as a view's, might be rounded otherwise
-        weight_VD = rows.weight_VD.new_zeros((len(rows.weight_VD), width + -width % INVARIANT_WIDTH))
-        weight_VD[:, :width] = rows.weight_VD
-        self.tiles: dict[int, ProjectedRows] = {}
+        weight_VD = linear.weight_VD.new_zeros((len(linear.weight_VD), width + -width % INVARIANT_WIDTH))
+        weight_VD[:, :width] = linear.weight_VD
+        self.tiles: dict[int, Projection] = {}
         buffers: dict[int, dict[str, Tensor]] = {}
         for start in starts:
             here = slice(start - starts[0], start - starts[0] + INVARIANT_CLASSES)
-            bias_V = None if rows.bias_V is None else rows.bias_V[here]
+            bias_V = None if linear.bias_V is None else linear.bias_V[here]
             tile = Projection(weight_VD[here], bias_V, weight_VD.dtype, projection.softcap, projection.temperature)
-            if not formula.rows.function.rank:
+            if not projection.function.rank:
                 # The last tile may have fewer classes
                 tile.buffers = buffers.setdefault(len(tile.weight_VD), {})
             shard = VocabShard(None, start, self.all_tiles.vocab_size)
-            function = formula.rows.function._replace(masked=tile.may_be_masked(), split=shard)
-            self.tiles[start] = ProjectedRows(tile, function)
+            self.tiles[start] = tile.ask_for(projection.function._replace(split=shard))
         self.width = weight_VD.size(1)
 
-    def sums(self, hidden_KD: Tensor, chunk: Chunk) -> RowSums:
+    def sums(self, hidden_KD: Tensor, chunk: Chunk) -> Sums:
         """Return the sums of at most INVARIANT_ROWS rows, without this rank's share."""
         formula = self.formula
         given_KD = formula.prepared(hidden_KD, chunk)
@@ -94,23 +92,23 @@ class InvariantScores:
             temperature_K = pad(formula.temperature_N[chunk], (0, missing), value=1.0)
         with torch.autocast(hidden_KD.device.type, enabled=False):
             sums = self._sums(hidden_KD, picked_KP, temperature_K)
-        return sums._replace(share_N=None).rows(slice(0, rows))
+        return sums._replace(share_N=None).select(slice(0, rows))
 
-    def _sums(self, hidden_KD: Tensor, picked_KP: Tensor, temperature_K: Tensor | None) -> RowSums:
+    def _sums(self, hidden_KD: Tensor, picked_KP: Tensor, temperature_K: Tensor | None) -> Sums:
         """Return the sums of all tiles."""
-        function = self.formula.rows.function
+        function = self.formula.projection.function
         # A rank may have no tile
         nothing = hidden_KD.new_zeros((0, 0), dtype=wide(hidden_KD.dtype))
         _, sums, here_KP = function._replace(split=self.all_tiles).own_sums_(nothing, picked_KP[:0])
-        parts = [self._numbered(sums, 0)]
+        parts = [self._number(sums, 0)]
         here = [here_KP]
         own: dict[int, OwnSums] = {}
         for start, tile in self.tiles.items():
             own[start] = tile.own_sums(tile.product(hidden_KD), picked_KP, temperature_K, again=False)
-            parts.append(self._numbered(own[start].sums, start))
+            parts.append(self._number(own[start].sums, start))
             here.append(own[start].here_KP)
         here_TP = torch.cat([t for t in here if t is not None])
-        sums = function._replace(split=self.all_tiles).over_parts(joined(parts), picked_KP, here_TP)
+        sums = function._replace(split=self.all_tiles).over_parts(join(parts), picked_KP, here_TP)
         if not function.rank:
             return sums
         before_K = torch.zeros_like(picked_KP[:, 0])
@@ -118,15 +116,15 @@ class InvariantScores:
             before_K += tile.before(own[start], picked_KP[:, 0], sums.picked_NP[:, 0], temperature_K)
         return sums._replace(rank_N=function.over_ranks(before_K))
 
-    def _numbered(self, sums: RowSums, start: int) -> RowSums:
+    def _number(self, sums: Sums, start: int) -> Sums:
         """Return the sums with as many top classes as are wanted, by their numbers in the whole vocabulary."""
         if sums.top_NT is None or sums.top_ids_NT is None:
             return sums
-        top_NT, top_ids_NT = self.formula.rows.function.filled_top(sums.top_NT, sums.top_ids_NT + start)
+        top_NT, top_ids_NT = self.formula.projection.function.filled_top(sums.top_NT, sums.top_ids_NT + start)
         return sums._replace(top_NT=top_NT, top_ids_NT=top_ids_NT)
 
 
-class _Rows(NamedTuple):
+class _Linear(NamedTuple):
     """Some rows of the weight, and their bias."""
 
     weight_VD: Tensor
@@ -184,12 +182,12 @@ def _border(number: int) -> int:
     return -(-number // INVARIANT_CLASSES) * INVARIANT_CLASSES
 
 
-def _whole_tiles(rows: _Rows, tiles: _Tiles) -> _Rows:
+def _whole_tiles(linear: _Linear, tiles: _Tiles) -> _Linear:
     """Return the rows of this rank's tiles: its own after the head, then others' heads to the end of the last tile."""
     own = tiles.spans[rank_in(tiles.group)]
-    lines_VC = rows.weight_VD
-    if rows.bias_V is not None:
-        lines_VC = torch.cat([lines_VC, rows.bias_V.unsqueeze(1)], 1)
+    lines_VC = linear.weight_VD
+    if linear.bias_V is not None:
+        lines_VC = torch.cat([lines_VC, linear.bias_V.unsqueeze(1)], 1)
     most = max(span.head for span in tiles.spans)
     head_VC = lines_VC[: own.head]
     heads = group_gather(pad(head_VC, (0, 0, 0, most - len(head_VC))), tiles.group)
@@ -200,5 +198,5 @@ def _whole_tiles(rows: _Rows, tiles: _Tiles) -> _Rows:
             parts.append(head[: span.head])
             reached += span.head
     lines_VC = torch.cat(parts)
-    width = rows.weight_VD.size(1)
-    return _Rows(lines_VC[:, :width], None if rows.bias_V is None else lines_VC[:, width])
+    width = linear.weight_VD.size(1)
+    return _Linear(lines_VC[:, :width], None if linear.bias_V is None else lines_VC[:, width])

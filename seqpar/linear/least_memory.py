@@ -21,20 +21,18 @@ from seqpar.core.checks import check_choice, check_like, check_type, refuse_seco
 from seqpar.core.chunks import CPU_BUDGET, Chunk, cover
 from seqpar.core.device_facts import is_on_host
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.inputs import Checked, Inputs, Planned, Settings, planned, weights_of_classes
-from seqpar.linear.leaves import LinearLeaves, LinearWanted
-from seqpar.linear.projected_rows import ProjectedRows
-from seqpar.linear.recomputed_scores import RecomputedScores, joined
+from seqpar.linear.inputs import Checked, Inputs, PreparedCall, Settings, prepare, weights_of_classes
+from seqpar.linear.leaves import ByLeaf
+from seqpar.linear.recomputed_scores import RecomputedScores, join
 from seqpar.linear.vocab_tiles import KnownRows, VocabTiles
-from seqpar.rows.scores import RowFunction, RowSums
+from seqpar.rows.scores import RowFunction, Sums
 from seqpar.rows.smoothing import CrossEntropyOfScores, RowLosses
 
 LEAST_BUDGET = 128 * 2**20
 """Bytes of a chunk's or a tile's logits on an accelerator: enough for products of 512 rows, or 8,192 classes."""
 
 
-def check_memory(memory: object, weight_grad: object, soft_target: object, inputs: Inputs, shard: VocabShard) -> None:
+def check_memory(memory: object, weight_grad: object, soft_target: object, inputs: Inputs) -> None:
     """Raise unless `memory` and `weight_grad` are what `linear_cross_entropy` says."""
     if memory is not None:
         check_choice(memory, "memory", ("least",))
@@ -46,8 +44,7 @@ def check_memory(memory: object, weight_grad: object, soft_target: object, input
         raise ValueError(
             "weight_grad is given without memory='least', which alone knows the gradient's factor when it adds it"
         )
-    check_type(weight_grad, "weight_grad", Tensor, "a tensor of weight's shape, or None")
-    assert isinstance(weight_grad, Tensor)
+    weight_grad = check_type(weight_grad, "weight_grad", Tensor, "a tensor of weight's shape, or None")
     check_like(weight_grad, "weight_grad", weight=inputs.weight)
     if weight_grad.dtype != wide(inputs.weight.dtype) or weight_grad.requires_grad:
         found = f"has dtype {weight_grad.dtype}" if not weight_grad.requires_grad else "requires a gradient itself"
@@ -61,10 +58,10 @@ def least_memory(inputs: Inputs, settings: Settings, given: Checked, weight_grad
     if settings.chunk_tokens is None:
         row_bytes = max(1, given.shard.largest_even_part * wide(inputs.hidden.dtype).itemsize)
         settings = settings._replace(chunk_tokens=max(1, _budget(inputs.hidden) // row_bytes))
-    rows = _Rows(planned(inputs, settings, given), given, weight_grad)
-    leaves = rows.leaves
+    call = _Call(prepare(inputs, settings, given), given, weight_grad)
+    leaves = call.leaves
     tensors = (leaves.hidden, leaves.weight, leaves.bias, leaves.token_weight)
-    return TokenLoss(*_LeastMemory.apply(rows, *tensors))
+    return TokenLoss(*_LeastMemory.apply(call, *tensors))
 
 
 def _budget(hidden: Tensor) -> int:
@@ -72,11 +69,11 @@ def _budget(hidden: Tensor) -> int:
     return CPU_BUDGET if is_on_host(hidden) else LEAST_BUDGET
 
 
-class _Rows:
-    """The rows of one call."""
+class _Call:
+    """One call, and the function that computes the sums of its rows."""
 
-    def __init__(self, plan: Planned, given: Checked, weight_grad: Tensor | None) -> None:
-        self.leaves, self.chunks, projection, target_N, split, ignored = plan
+    def __init__(self, call: PreparedCall, given: Checked, weight_grad: Tensor | None) -> None:
+        self.leaves, self.chunks, projection, target_N, split, ignored = call
         self.vocab_size = given.shard.vocab_size
         self.weight_grad = weight_grad
         counted_N = None if ignored is None else target_N != ignored
@@ -91,15 +88,15 @@ class _Rows:
         self.counted_M = None if counted_N is None else counted_N[self.which]
         # The same
         picked_N = target_N.clone() if counted_N is None else target_N.where(counted_N, 0)
-        function = RowFunction(weights=weights, correct=True, split=split)
-        self.formula = RecomputedScores(ProjectedRows(projection, function), picked_N.unsqueeze(1), None, counted_N)
+        projection.ask_for(RowFunction(weights=weights, correct=True, split=split))
+        self.formula = RecomputedScores(projection, picked_N.unsqueeze(1), None, counted_N)
 
-    def losses(self, hidden_ND: Tensor) -> tuple[RowLosses, RowSums, TokenLoss]:
+    def losses(self, hidden_ND: Tensor) -> tuple[RowLosses, Sums, TokenLoss]:
         """Return the loss of each row, what backward needs, and their sums without token weights."""
         parts = [self.formula.sums(hidden_ND[chunk], chunk) for chunk in self.chunks]
         self.formula.projection.buffers.clear()
-        sums = joined(parts)
-        scores = self.formula.rows.function.scores(sums)
+        sums = join(parts)
+        scores = self.formula.projection.function.scores(sums)
         found = self.loss(scores, self.gold_weight_M, True)
         assert sums.correct_N is not None
         columns = (found.loss_N, -scores.log_prob, sums.correct_N)
@@ -122,21 +119,21 @@ class _LeastMemory(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: _Rows, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None, token_weight_N: Tensor | None
+        ctx: Any, call: _Call, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None, token_weight_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.rows = rows
+        ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.found = None
         ctx.save_for_backward(hidden_ND, weight, bias, token_weight_N)
-        if not rows.chunks:
-            loss = TokenLoss.zero(rows.formula.projection.weight_VD.dtype, hidden_ND.device, tells=True)
+        if not call.chunks:
+            loss = TokenLoss.zero(call.formula.projection.weight_VD.dtype, hidden_ND.device, tells=True)
         else:
-            losses, sums, loss = rows.losses(hidden_ND)
+            losses, sums, loss = call.losses(hidden_ND)
             # What is picked and whether it is right are not needed again
             ctx.found = losses, sums._replace(picked_NP=sums.picked_NP[:, :0], correct_N=None)
             total_M = loss.total
             if token_weight_N is not None:
-                total_M = total_M * token_weight_N[rows.which]
+                total_M = total_M * token_weight_N[call.which]
             loss = loss._replace(total=total_M.sum())
         ctx.mark_non_differentiable(*[t for t in loss[1:] if t is not None])
         return tuple(loss)
@@ -144,7 +141,7 @@ class _LeastMemory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_cross_entropy with memory='least'", "the plain, un-chunked loss")
-        rows: _Rows = ctx.rows
+        call: _Call = ctx.call
         hidden_ND, weight, bias, token_weight_N = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         if upstream is None:
@@ -156,20 +153,20 @@ class _LeastMemory(torch.autograd.Function):
         token_weight = None
         factor = upstream
         if token_weight_N is not None:
-            factor = upstream * token_weight_N[rows.which]
-            token_weight = _spread(losses.loss_N * upstream, rows.which, token_weight_N)
-        formula = rows.formula
+            factor = upstream * token_weight_N[call.which]
+            token_weight = _spread(losses.loss_N * upstream, call.which, token_weight_N)
+        formula = call.formula
         known = KnownRows(
-            formula.prepared(hidden_ND[rows.which], rows.which),
-            formula.picked_NP[rows.which],
+            formula.prepared(hidden_ND[call.which], call.which),
+            formula.picked_NP[call.which],
             None,
             sums,
-            losses.upstream.times(factor, rows.counted_M),
+            losses.upstream.times(factor, call.counted_M),
         )
-        tiles = VocabTiles(formula.projection, formula.rows.function, rows.vocab_size, _budget(hidden_ND))
-        leaves = LinearLeaves(hidden_ND, weight, bias)
-        found = tiles.gradients(leaves, known, LinearWanted(*wanted), rows.weight_grad)
-        hidden = None if found.hidden is None else _spread(found.hidden, rows.which, hidden_ND)
+        tiles = VocabTiles(formula.projection, formula.projection.function, call.vocab_size, _budget(hidden_ND))
+        leaves = ByLeaf(hidden_ND, weight, bias)
+        found = tiles.gradients(leaves, known, ByLeaf(*wanted), call.weight_grad)
+        hidden = None if found.hidden is None else _spread(found.hidden, call.which, hidden_ND)
         return None, hidden, found.weight, found.bias, token_weight if wanted[3] else None
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import Walk
+from seqpar.core.chunked_gradient import Leaves, Walk
 from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient
 from seqpar.core.token_loss import TokenLoss
@@ -22,90 +22,69 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-class LinearLeaves(NamedTuple):
-    """The tensors that gradients flow into; all but weight and bias have one row for each token."""
+OfTokens = TypeVar("OfTokens")
+OfParams = TypeVar("OfParams")
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    token_weight: Tensor | None = None
-    per_token: tuple[Tensor, ...] = ()
+
+class ByLeaf(NamedTuple, Generic[OfTokens, OfParams]):
+    """One thing for each tensor that gradients flow into; all but weight and bias have one row for each token."""
+
+    hidden: OfTokens
+    weight: OfParams
+    bias: OfParams | None = None
+    token_weight: OfTokens | None = None
+    per_token: tuple[OfTokens, ...] = ()
     """What the loss of a row takes beside its scores."""
 
-    @property
-    def of_tokens(self) -> tuple[Tensor | None, ...]:
-        """Return those with one row for each token, in the order of `LinearSlots.of`."""
-        return (self.hidden, self.token_weight, *self.per_token)
 
-    @property
-    def params(self) -> tuple[Tensor | None, ...]:
-        """Return the others, in that order."""
-        return (self.weight, self.bias)
+LinearLeaves = ByLeaf[Tensor, Tensor]
+"""The tensors themselves."""
 
-    def first(self, chunks: int) -> Sequence[TokenLoss]:
-        """Return the loss of no tokens if there are no chunks; a chunk of a projection has every field."""
-        return [] if chunks else [TokenLoss.zero(product_dtype(self.hidden), self.hidden.device, tells=True)]
+LinearSlots = ByLeaf[RowGradient | None, SummedGradient | None]
+"""Where a gradient is stored; None where none is wanted."""
 
+LinearWanted = ByLeaf[bool, bool]
+"""Which of them want a gradient."""
 
-class LinearSlots(NamedTuple):
-    """The slot in which each leaf's gradient times `scale` is stored; None where no gradient is wanted."""
-
-    hidden: RowGradient | None
-    weight: SummedGradient | None
-    bias: SummedGradient | None
-    token_weight: RowGradient | None
-    per_token: tuple[RowGradient | None, ...]
-    scale: float | Tensor
-
-    @classmethod
-    def of(cls, gradients: Gradients) -> LinearSlots:
-        """Return the slots by name, in the order of `LinearLeaves`."""
-        hidden, token_weight, *per_token = gradients.per_token
-        weight, bias = gradients.params
-        return cls(hidden, weight, bias, token_weight, tuple(per_token), gradients.scale)
+LinearGradients = ByLeaf[Tensor | None, Tensor | None]
+"""Their gradients; None where none was wanted."""
 
 
-class LinearWanted(NamedTuple):
-    """Which leaves want a gradient."""
+def flatten(leaves: LinearLeaves, chunks: Sequence[Chunk]) -> Leaves:
+    """Return the leaves in the order of `slots_of`, and the loss of no tokens if there are no chunks."""
+    hidden, weight, bias, token_weight, per_token = leaves
+    # A chunk of a projection has every sum
+    empty = None if chunks else TokenLoss.zero(product_dtype(hidden), hidden.device, tells=True)
+    return Leaves((hidden, token_weight, *per_token), (weight, bias), empty)
 
-    hidden: bool
-    weight: bool
-    bias: bool
-    token_weight: bool = False
 
-
-class LinearGradients(NamedTuple):
-    """The gradient of each leaf; None where it was not wanted."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    token_weight: Tensor | None
+def slots_of(gradients: Gradients) -> LinearSlots:
+    """Return the slots by name."""
+    hidden, token_weight, *per_token = gradients.per_token
+    weight, bias = gradients.params
+    return ByLeaf(hidden, weight, bias, token_weight, tuple(per_token))
 
 
 def loss_and_gradients(
-    walk: Walk,
-    chunks: Sequence[Chunk],
-    leaves: LinearLeaves,
-    wanted: LinearWanted,
-    scale: float | Tensor = 1.0,
+    walk: Walk, chunks: Sequence[Chunk], leaves: Leaves, wanted: LinearWanted, scale: float | Tensor = 1.0
 ) -> tuple[TokenLoss, LinearGradients]:
     """Return the summed loss of all chunks and its gradients times `scale`, outside autograd."""
-    constants = (False,) * len(leaves.per_token)
-    wanted_in_order = (wanted.hidden, wanted.token_weight, *constants, wanted.weight, wanted.bias)
-    gradients = Gradients(leaves.of_tokens, leaves.params, wanted_in_order, chunks, scale)
-    stored = gradients if any(wanted) else None
-    loss = walk(chunks, leaves, stored)
-    slots = LinearSlots.of(gradients)
-    return loss, LinearGradients(
-        hidden=_released(slots.hidden, leaves.hidden),
-        weight=_released(slots.weight, leaves.weight),
-        bias=_released(slots.bias, leaves.bias),
-        token_weight=_released(slots.token_weight, leaves.token_weight),
+    of_tokens = (wanted.hidden, bool(wanted.token_weight), *(False for _ in leaves.of_tokens[2:]))
+    in_order = (*of_tokens, wanted.weight, bool(wanted.bias))
+    gradients = Gradients(leaves.of_tokens, leaves.params, in_order, chunks, scale)
+    loss = walk(chunks, leaves, gradients if any(in_order) else None)
+    slots = slots_of(gradients)
+    hidden, token_weight, *_ = leaves.of_tokens
+    weight, bias = leaves.params
+    return loss, ByLeaf(
+        hidden=_release(slots.hidden, hidden),
+        weight=_release(slots.weight, weight),
+        bias=_release(slots.bias, bias),
+        token_weight=_release(slots.token_weight, token_weight),
     )
 
 
-def _released(slot: RowGradient | SummedGradient | None, leaf: Tensor | None) -> Tensor | None:
+def _release(slot: RowGradient | SummedGradient | None, leaf: Tensor | None) -> Tensor | None:
     """Return the gradient stored in a slot: zeros if no chunk has written to it."""
     if slot is None or leaf is None:
         return None

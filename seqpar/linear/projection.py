@@ -1,40 +1,68 @@
-"""Compute logits from hidden states, and the gradients of a projection from the logits' gradient.
+"""Compute logits and scores from hidden states, and the gradients of a projection from theirs.
 
     product = hidden @ weight.T + bias                                   (K, V)
     logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
 
-Backward, with G = d loss / d product, which overwrites the product:
+`rows/scores.py` has the scores of a row of logits and their gradient, which torch or Triton kernels compute. Backward,
+with G = d loss / d product, which overwrites the product:
 
     d hidden = G @ weight,  d weight = G.T @ hidden,  d bias = sum of G's rows
 
 Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V vocabulary (this rank's
-classes, if it is split).
+classes, if it is split), P picked classes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk
-from seqpar.core.device_facts import FACTS, is_on_host
+from seqpar.core.device_facts import FACTS
 from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import wide
-from seqpar.kernels.row_kernel import aligned, why_no_kernel
+from seqpar.kernels.row_kernel import RowKernel, align, why_no_kernel
 from seqpar.linear.leaves import LinearSlots
+from seqpar.rows.scores import RowFunction, Softmax, Sums, Upstream
 
 CACHE = 2**23
 """Bytes of logits, for each CPU thread, that go through the softmax's dozen passes in one block: few enough to stay in
 a cache, enough that the calls themselves cost little (measured from 2^18 to a whole chunk)."""
 
 
+class Read(NamedTuple):
+    """What is in memory after some rows' logits have been read; a kernel reads them again."""
+
+    softmax: Softmax | None
+    tanh_KV: Tensor | None
+    """tanh(product / softcap) with a softcap."""
+    share_N: Tensor | None = None
+    """This rank's share of the probability, where the sums do not have it."""
+
+
+class OwnSums(NamedTuple):
+    """The sums of some rows over this rank's classes alone."""
+
+    read: Read
+    sums: Sums
+    """As `RowFunction.over_parts` takes them."""
+    here_KP: Tensor | None
+    """Which picked classes are here; None if all are."""
+    numbers_KV: Tensor
+    """What `before` counts: the logits, or for a kernel the products."""
+
+
 class Projection:
-    """Compute logits from hidden states, and gradients back from theirs, in buffers that all chunks reuse.
+    """Compute logits and scores from hidden states, and gradients back from theirs, in buffers that all chunks reuse.
 
     logits = cap(hidden @ weight.T + bias) / temperature, where cap(x) is softcap * tanh(x / softcap).
+
+    Args:
+        temperature: the same for all rows.
     """
 
     def __init__(
@@ -50,54 +78,146 @@ class Projection:
         self.bias_V = bias if bias is None or bias.dtype == dtype else bias.detach().to(dtype)
         self.softcap = softcap
         self.temperature = temperature
-        self.in_place = FACTS[self.weight_VD.device.type].has_softmax_in_place
-        self.widen = self.in_place and wide(dtype) != dtype
+        kind = weight.device.type
+        self.has_kernels = not why_no_kernel(kind)
+        self.in_place = FACTS[kind].has_softmax_in_place
+        self.wide = wide(dtype)
+        """The dtype of the logits."""
+        self.widen = self.in_place and self.wide != dtype
         self.buffers: dict[str, Tensor] = {}
+        self.function = RowFunction()
+        self.kernel: RowKernel | None = None
 
-    def product(self, hidden_KD: Tensor, biased: bool = True) -> Tensor:
-        """Return hidden @ weight.T, with the bias if `biased`.
+    def ask_for(self, function: RowFunction) -> Projection:
+        """Return this projection, which from now on computes these scores of its rows.
 
-        A product that `logits` will widen has no bias: it is added there, before the sum is rounded.
+        Args:
+            function: its class weights, if any, have the products' dtype or a wider one.
+        """
+        if function.entropy:
+            function = function._replace(masked=self._may_be_masked())
+        self.function = function
+        self.kernel = None
+        if self.has_kernels and len(self.weight_VD) and RowKernel.knows(function):
+            self.kernel = RowKernel(function, self.bias_V, self.softcap, self.temperature)
+        return self
+
+    def product(self, hidden_KD: Tensor) -> Tensor:
+        """Return hidden @ weight.T, with the bias.
+
+        A product whose logits are computed in float32 has no bias: it is added there, before the sum is rounded.
         """
         out = self.buffer("product", len(hidden_KD), hidden_KD.dtype)
-        if self.bias_V is None or self.widen or not biased:
+        if self.bias_V is None or self.widen or self.kernel is not None:
             return torch.mm(hidden_KD, self.weight_VD.t(), out=out)
         return torch.addmm(self.bias_V, hidden_KD, self.weight_VD.t(), out=out)
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many rows make a block of the softmax, at least 1: on the CPU as many as fit in its cache."""
-        if not self.in_place:
+        # A kernel needs no cache, and a split vocabulary's all-gathers cost the same for a block as for the chunk
+        if not self.in_place or self.kernel is not None or self.function.split is not None:
             return max(1, rows)
-        row_bytes = len(self.weight_VD) * wide(self.weight_VD.dtype).itemsize
+        row_bytes = len(self.weight_VD) * self.wide.itemsize
         return max(1, min(rows, CACHE * torch.get_num_threads() // max(1, row_bytes)))
 
-    def logits(self, product_KV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of some rows, and tanh(product / softcap) if there is a softcap.
+    def logits(self, product_KV: Tensor, temperature_K: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of some rows in float32 or wider, and tanh(product / softcap) if there is a softcap.
 
-        The logits may use the product's memory.
+        The logits may use the product's memory, and may be overwritten.
+
+        Args:
+            temperature_K: a temperature for each row, by which the logits are divided further.
         """
-        x_KV = product_KV
-        dtype = wide(product_KV.dtype)
-        plain = self.softcap is None and self.temperature == 1
-        # Softcap and temperature are computed in float32. A plain product stays narrow on an accelerator, whose softmax
-        # widens it in registers; the CPU's passes are several times as fast on a wide copy
-        if self.widen or (x_KV.dtype != dtype and not plain):
-            x_KV = self.buffer("wide", len(x_KV), dtype).copy_(x_KV)
+        x_KV, tanh_KV = product_KV, None
+        if x_KV.dtype != self.wide:
+            x_KV = self.buffer("wide", len(x_KV), self.wide).copy_(x_KV)
             if self.bias_V is not None and self.widen:
                 x_KV += self.bias_V
-        if plain:
-            return x_KV, None
-        if self.softcap is None:
-            return x_KV.div_(self.temperature), None
-        tanh_KV = x_KV.div_(self.softcap).tanh_()
-        capped = self.buffer("capped", len(x_KV), dtype)
-        return torch.mul(tanh_KV, self.softcap / self.temperature, out=capped), tanh_KV
+        if self.softcap is not None:
+            tanh_KV = x_KV.div_(self.softcap).tanh_()
+            capped = self.buffer("capped", len(x_KV), self.wide)
+            x_KV = torch.mul(tanh_KV, self.softcap / self.temperature, out=capped)
+        elif self.temperature != 1:
+            x_KV.div_(self.temperature)
+        if temperature_K is not None:
+            x_KV /= temperature_K.unsqueeze(1)
+        return x_KV, tanh_KV
 
-    def may_be_masked(self) -> bool:
-        """Return whether logits may be -inf: only where the bias is. On an accelerator that is not read."""
-        if self.bias_V is None:
-            return False
-        return not is_on_host(self.bias_V) or bool((self.bias_V == -math.inf).any())
+    def sums(
+        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool
+    ) -> tuple[Read, Sums]:
+        """Return the sums of some rows, and what `gradient_` needs unless `again` is false.
+
+        Args:
+            temperature_K: as `logits`.
+        """
+        own = self.own_sums(product_KV, picked_KP, temperature_K, again)
+        sums = own.sums
+        if own.here_KP is not None:
+            sums = self.function.over_parts(sums, picked_KP, own.here_KP)
+        if self.function.rank:
+            before_K = self.before(own, picked_KP[:, 0], sums.picked_NP[:, 0], temperature_K)
+            sums = sums._replace(rank_N=self.function.over_ranks(before_K))
+        return own.read, sums
+
+    def own_sums(self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool) -> OwnSums:
+        """Return the sums over this rank's classes; the arguments are those of `sums`."""
+        if self.kernel is not None:
+            index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
+            own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
+            return OwnSums(Read(None, None), own, here_KP, product_KV)
+        logits_KV, tanh_KV = self.logits(product_KV, temperature_K)
+        # The softmax takes their place, and no class may come before another by its rounding
+        kept_KV = logits_KV.clone() if self.function.rank else logits_KV
+        scratch = logits_KV
+        if self.function.entropy and again:
+            # z - m is needed once more in the gradient, but not by the sums alone
+            scratch = self._memory("terms", logits_KV)
+        out = self._softmax_memory(logits_KV, self.function.entropy)
+        softmax, own, here_KP = self.function.own_sums_(logits_KV, picked_KP, out=out, scratch=scratch)
+        return OwnSums(Read(softmax, tanh_KV), own, here_KP, kept_KV)
+
+    def before(self, own: OwnSums, target_K: Tensor, gold_K: Tensor, temperature_K: Tensor | None) -> Tensor:
+        """Return how many of this rank's classes come before the target, whose logit is `gold_K`."""
+        if self.kernel is not None:
+            return self.kernel.before(own.numbers_KV, target_K, gold_K, temperature_K)
+        return self.function.before(own.numbers_KV, target_K, gold_K)
+
+    def read(self, product_KV: Tensor, sums: Sums, temperature_K: Tensor | None, entropy: bool) -> Read:
+        """Return what `gradient_` needs of products that have been computed again; `entropy` is whether its arrives."""
+        if self.kernel is not None:
+            return Read(None, None)
+        logits_KV, tanh_KV = self.logits(product_KV, temperature_K)
+        share_N = None
+        if self.function.split is not None and sums.share_N is None:
+            share_N = ((logits_KV.logsumexp(-1) - sums.best_N) - sums.log_sum_N).exp()
+        function = self.function._replace(entropy=entropy)
+        softmax = function.softmax_(logits_KV, sums.best_N, self._softmax_memory(logits_KV, entropy))
+        return Read(softmax, tanh_KV, share_N)
+
+    def gradient_(
+        self,
+        read: Read,
+        product_KV: Tensor,
+        picked_KP: Tensor,
+        temperature_K: Tensor | None,
+        sums: Sums,
+        upstream: Upstream,
+    ) -> Tensor:
+        """Overwrite the products by their gradient; return it, without a kernel not yet rounded."""
+        if read.softmax is None:
+            assert self.kernel is not None
+            index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
+            if here_KP is not None:
+                index_KP = index_KP.where(here_KP, -1)
+            self.kernel.gradient_(product_KV, index_KP, temperature_K, sums, upstream)
+            return product_KV
+        if read.share_N is not None:
+            sums = sums._replace(share_N=read.share_N)
+        grad_KV = self.function.gradient_(read.softmax, picked_KP, sums, upstream)
+        # The derivative of the logits by the capped product
+        slope = 1.0 if temperature_K is None else temperature_K.reciprocal()
+        return self.to_product_(grad_KV, read.tanh_KV, slope, product_KV)
 
     def to_product_(
         self, grad_KV: Tensor, tanh_KV: Tensor | None, row_factor: float | Tensor, product_KV: Tensor
@@ -121,12 +241,7 @@ class Projection:
         return grad_KV
 
     def back(
-        self,
-        product_KV: Tensor,
-        hidden_KD: Tensor,
-        chunk: Chunk,
-        bias_grads: Sequence[Tensor | None],
-        gradients: LinearSlots,
+        self, product_KV: Tensor, hidden_KD: Tensor, chunk: Chunk, bias_grads: Sequence[Tensor], gradients: LinearSlots
     ) -> None:
         """Store the gradients of hidden, weight and bias.
 
@@ -140,22 +255,15 @@ class Projection:
         # d weight = G.T @ hidden
         if gradients.weight is not None:
             gradients.weight.add_product(product_KV.t(), hidden_KD)
-        block_grads = [grad for grad in bias_grads if grad is not None]
-        if gradients.bias is not None and block_grads:
-            gradients.bias.add(block_grads[0] if len(block_grads) == 1 else torch.stack(block_grads).sum(0))
-
-    def bias_gradient(self, grad_KV: Tensor, gradients: LinearSlots) -> Tensor | None:
-        """Return the bias's gradient from some rows; None if it is not wanted."""
-        if gradients.bias is None:
-            return None
-        return grad_KV.sum(0, dtype=wide(grad_KV.dtype))
+        if gradients.bias is not None:
+            gradients.bias.add(bias_grads[0] if len(bias_grads) == 1 else torch.stack([*bias_grads]).sum(0))
 
     def buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         """Return memory for some rows' products or logits; it is the same memory at every call with the same name."""
         buffer = self.buffers.get(name)
         if buffer is None or len(buffer) < rows:
             classes = len(self.weight_VD)
-            width = classes if why_no_kernel(self.weight_VD.device.type) else aligned(classes)
+            width = align(classes) if self.has_kernels else classes
             # The sizes of chunks differ by at most one row, so this buffer is large enough for all of them
             padded = self.weight_VD.new_empty((rows + 1, width), dtype=dtype)
             buffer = padded
@@ -165,6 +273,24 @@ class Projection:
                 buffer = padded[:, :classes]
             self.buffers[name] = buffer
         return buffer[:rows]
+
+    def _softmax_memory(self, logits_KV: Tensor, entropy: bool) -> Tensor | None:
+        """Return memory for the softmax: beside z - m for the entropy, else in its place if that works."""
+        if entropy:
+            return self._memory("softmax", logits_KV)
+        return logits_KV if self.in_place else None
+
+    def _memory(self, name: str, logits_KV: Tensor) -> Tensor:
+        """Return memory of the logits' size beside them."""
+        if not self.in_place:
+            return torch.empty_like(logits_KV)
+        return self.buffer(name, len(logits_KV), logits_KV.dtype)
+
+    def _may_be_masked(self) -> bool:
+        """Return whether logits may be -inf: only where the bias is. On an accelerator that is not read."""
+        if self.bias_V is None:
+            return False
+        return not FACTS[self.bias_V.device.type].is_host or bool((self.bias_V == -math.inf).any())
 
 
 def zero_rows(hidden_KD: Tensor, ignored_K: Tensor) -> Tensor:

@@ -31,9 +31,8 @@ from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import RowGradient
 from seqpar.core.token_loss import wide
 from seqpar.linear.leaves import LinearSlots
-from seqpar.linear.projected_rows import ProjectedRows
-from seqpar.linear.projection import zero_rows
-from seqpar.rows.scores import RowSums, Upstream
+from seqpar.linear.projection import Projection, zero_rows
+from seqpar.rows.scores import Sums, Upstream
 
 
 class HiddenSlots(NamedTuple):
@@ -49,42 +48,41 @@ class RecomputedScores:
     """The scores of one chunk, and their gradient, for which the chunk's product is computed again.
 
     Args:
-        rows: the row function behind the projection.
+        projection: it has been asked for the scores.
         picked_NP: of all rows, the target and the given classes.
         temperature_N: a temperature for each row, by which the projection's logits are divided further; None is 1.
         counted_N: which rows count; None if no chunk contains rows that do not.
     """
 
     def __init__(
-        self, rows: ProjectedRows, picked_NP: Tensor, temperature_N: Tensor | None, counted_N: Tensor | None
+        self, projection: Projection, picked_NP: Tensor, temperature_N: Tensor | None, counted_N: Tensor | None
     ) -> None:
-        self.rows = rows
-        self.projection = rows.projection
+        self.projection = projection
         self.picked_NP = picked_NP
         self.temperature_N = temperature_N
         self.counted_N = counted_N
 
-    def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> RowSums:
+    def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> Sums:
         """Return the sums of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
         hidden_KD = self.prepared(hidden_KD, chunk)
         with torch.autocast(hidden_KD.device.type, enabled=False):
-            product_KV = self.rows.product(hidden_KD)
-            together = joined([self._block_sums(block, kept is not None) for block in self._blocks(product_KV, chunk)])
+            product_KV = self.projection.product(hidden_KD)
+            together = join([self._block_sums(block, kept is not None) for block in self._blocks(product_KV, chunk)])
             if kept is not None:
                 kept.slope_NP[chunk] = self._slope(chunk, together.picked_NP)
                 kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
         return together
 
-    def _block_sums(self, block: _Block, own_gradients: bool) -> RowSums:
+    def _block_sums(self, block: _Block, own_gradients: bool) -> Sums:
         """Return the sums of some rows; with `own_gradients`, overwrite their products by d log_prob / d product."""
         rows = (block.product, block.picked, block.temperature)
-        read, sums = self.rows.sums(*rows, again=False)
+        read, sums = self.projection.sums(*rows, again=False)
         if own_gradients:
-            self.rows.gradient_(read, *rows, sums, Upstream(log_prob=torch.ones_like(sums.best_N)))
+            self.projection.gradient_(read, *rows, sums, Upstream(log_prob=torch.ones_like(sums.best_N)))
         return sums
 
     def store_gradients(
-        self, hidden_KD: Tensor, chunk: Chunk, sums: RowSums, upstream: Upstream, slots: LinearSlots
+        self, hidden_KD: Tensor, chunk: Chunk, sums: Sums, upstream: Upstream, slots: LinearSlots
     ) -> None:
         """Compute the chunk's product again, and store the gradients of hidden, weight and bias.
 
@@ -92,17 +90,18 @@ class RecomputedScores:
             sums, upstream: of all rows.
         """
         hidden_KD = self.prepared(hidden_KD, chunk)
-        sums = sums.rows(chunk)
-        upstream = upstream.rows(chunk)
+        sums = sums.select(chunk)
+        upstream = upstream.select(chunk)
         bias_grads = []
         with torch.autocast(hidden_KD.device.type, enabled=False):
-            product_KV = self.rows.product(hidden_KD)
+            product_KV = self.projection.product(hidden_KD)
             for block in self._blocks(product_KV, chunk):
-                own = sums.rows(block.rows)
-                factors = upstream.rows(block.rows)
-                read = self.rows.read(block.product, own, block.temperature, factors.entropy is not None)
-                grad_KV = self.rows.gradient_(read, block.product, block.picked, block.temperature, own, factors)
-                bias_grads.append(self.projection.bias_gradient(grad_KV, slots))
+                own = sums.select(block.rows)
+                factors = upstream.select(block.rows)
+                read = self.projection.read(block.product, own, block.temperature, factors.entropy is not None)
+                grad_KV = self.projection.gradient_(read, block.product, block.picked, block.temperature, own, factors)
+                if slots.bias is not None:
+                    bias_grads.append(grad_KV.sum(0, dtype=self.projection.wide))
             self.projection.back(product_KV, hidden_KD, chunk, bias_grads, slots)
 
     def slots(self, hidden_ND: Tensor) -> HiddenSlots:
@@ -131,7 +130,7 @@ class RecomputedScores:
         if g_NJ is not None:
             # sum_j g_j (c_j weight_(id_j) - c_y weight_y)
             factor_NP = torch.cat([-g_NJ.sum(1, keepdim=True), g_NJ], 1) * slope_NP
-            index_NP, here_NP = self.rows.function.locate(self.picked_NP, len(weight_VD))
+            index_NP, here_NP = self.projection.function.locate(self.picked_NP, len(weight_VD))
             if here_NP is not None:
                 factor_NP = factor_NP.where(here_NP, 0)
             if len(weight_VD):
@@ -160,7 +159,7 @@ class RecomputedScores:
     def _blocks(self, product_KV: Tensor, chunk: Chunk) -> Iterator[_Block]:
         """Yield the blocks of a chunk that go through the softmax one after the other."""
         rows = len(product_KV)
-        size = self.rows.rows_at_once(rows)
+        size = self.projection.rows_at_once(rows)
         picked_KP = self.picked_NP[chunk]
         temperature_K = None
         if self.temperature_N is not None:
@@ -185,9 +184,9 @@ class _Block(NamedTuple):
     temperature: Tensor | None
 
 
-def joined(blocks: list[RowSums]) -> RowSums:
+def join(blocks: list[Sums]) -> Sums:
     """Return the sums of all blocks."""
     if len(blocks) == 1:
         return blocks[0]
     columns = zip(*blocks, strict=True)
-    return RowSums(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+    return Sums(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ Shape suffixes: N rows (batch x time), J given classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from seqpar.core.checks import (
     check_classes,
     check_entries,
     check_floating,
+    check_function,
     check_integer,
     check_one_device,
     check_per_token,
@@ -24,7 +25,17 @@ from seqpar.core.checks import (
 )
 from seqpar.core.token_loss import wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.inputs import Inputs, Planned, Settings, checked, checksum, local_tensors, planned
+from seqpar.linear.inputs import (
+    Inputs,
+    PreparedCall,
+    Settings,
+    check_inputs,
+    checksum,
+    compare_ranks,
+    local_tensors,
+    prepare,
+    tell_errors,
+)
 
 
 class ScoreRequest(NamedTuple):
@@ -40,10 +51,10 @@ class ScoreRequest(NamedTuple):
     rank: bool = False
 
 
-class ScoreRows(NamedTuple):
-    """The rows of a call, and what was asked for, with one row for each token."""
+class ScoreCall(NamedTuple):
+    """A call, prepared, and what was asked for, with one row for each token."""
 
-    plan: Planned
+    prepared: PreparedCall
     shape: torch.Size
     """Target's."""
     counted_N: Tensor
@@ -55,7 +66,7 @@ class ScoreRows(NamedTuple):
     """Of the whole vocabulary."""
 
 
-def score_rows(
+def prepare_scores(
     inputs: Inputs,
     settings: Settings,
     request: ScoreRequest,
@@ -63,42 +74,40 @@ def score_rows(
     loss_scale: float | Tensor = 1.0,
     *,
     per_token: Mapping[str, Tensor] | None = None,
-    further: Callable[[], object] = lambda: None,
-) -> ScoreRows:
-    """Return the rows, after checking all arguments on every rank of a split vocabulary.
+    loss: object = None,
+) -> ScoreCall:
+    """Return the call, after checking all arguments on every rank of a split vocabulary.
 
     Args:
         settings: without the temperature, which is the request's.
         per_token: further tensors with one row for each token.
-        further: checks the caller's further arguments.
+        loss: the function of the scores, if the call has one.
     """
     per_token = per_token or {}
     temperature = request.temperature
     if not isinstance(temperature, Tensor):
         settings = settings._replace(temperature=temperature)
     inputs, vocab = local_tensors(inputs, vocab)
-
-    def check(shard: VocabShard) -> None:
-        further()
-        _check_request(request, inputs.target, settings.ignore_index, shard.vocab_size)
+    with tell_errors(vocab):
+        given = check_inputs(inputs, settings, vocab, loss_scale, any_dtype=request.product_dtype is not None)
+        if loss is not None:
+            check_function(loss, "loss", "a function of scores that returns (rows,)")
+        _check_request(request, inputs.target, settings.ignore_index, given.shard.vocab_size)
         check_per_token(per_token, inputs.target)
         check_one_device(target=inputs.target, **per_token)
-
-    def facts() -> Mapping[str, object]:
-        return _facts(request, per_token, inputs.target, settings.ignore_index)
-
-    any_dtype = request.product_dtype is not None
-    given = checked(inputs, settings, vocab, loss_scale, any_dtype=any_dtype, further=check, facts=facts)
-    plan = planned(inputs, settings, given, request.product_dtype)
-    counted_N = plan.target_N != settings.ignore_index
+    if vocab is not None:
+        facts = _facts(request, per_token, inputs.target, settings.ignore_index)
+        compare_ranks(inputs, settings, vocab, facts)
+    prepared = prepare(inputs, settings, given, request.product_dtype)
+    counted_N = prepared.target_N != settings.ignore_index
     temperature_N = None
     if isinstance(temperature, Tensor):
-        dtype = wide(plan.projection.weight_VD.dtype)
+        dtype = wide(prepared.projection.weight_VD.dtype)
         temperature_N = temperature.flatten().to(dtype).where(counted_N, 1.0)
     ids_NJ = None if request.ids is None else request.ids.flatten(0, -2).long()
     lead = inputs.target.dim()
-    rows = {name: tensor.flatten(0, lead - 1) for name, tensor in per_token.items()}
-    return ScoreRows(plan, inputs.target.shape, counted_N, temperature_N, ids_NJ, rows, given.shard.vocab_size)
+    flat = {name: tensor.flatten(0, lead - 1) for name, tensor in per_token.items()}
+    return ScoreCall(prepared, inputs.target.shape, counted_N, temperature_N, ids_NJ, flat, given.shard.vocab_size)
 
 
 def _facts(

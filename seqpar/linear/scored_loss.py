@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_floating, check_function, check_shapes, refuse_unknown_leaves
+from seqpar.core.checks import check_floating, check_shapes, refuse_unknown_leaves
 from seqpar.core.chunked_gradient import differentiable_sum
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import is_capturing
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.row_independence import (
     Answer,
@@ -26,9 +26,9 @@ from seqpar.core.row_independence import (
 from seqpar.core.structures import each
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.chunk_loss import scored_chunks
+from seqpar.linear.chunk_loss import ScoreLoss
 from seqpar.linear.inputs import Inputs, Settings
-from seqpar.linear.score_inputs import ScoreRequest, score_rows
+from seqpar.linear.score_inputs import ScoreRequest, prepare_scores
 from seqpar.rows.scores import RowFunction, Scores, Upstream
 from seqpar.rows.smoothing import RowLosses
 
@@ -109,22 +109,22 @@ def scored_loss(
         >>> torch.allclose(loss.total, surrogate(scores, old, advantage).sum())
         True
     """
-    rows = score_rows(
+    call = prepare_scores(
         Inputs(hidden, weight, target, bias),
         Settings(ignore_index=ignore_index, softcap=softcap, chunk_tokens=chunk_tokens),
         ScoreRequest(temperature=temperature, entropy=entropy, ids=ids),
         vocab,
         loss_scale,
         per_token=per_token,
-        further=lambda: check_function(loss, "loss", "a function of scores that returns (rows,)"),
+        loss=loss,
     )
-    leaves, chunks, projection, target_N, split, ignored = rows.plan
-    tensors = tuple(rows.per_token.values())
+    tensors = tuple(call.per_token.values())
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
-    function = RowFunction(entropy, masked=projection.may_be_masked(), split=split)
+    prepared = call.prepared
+    prepared.projection.ask_for(RowFunction(entropy, correct=True, split=prepared.split))
     own_loss = _LossByAutograd(loss, list(per_token), wanted)
-    walk = scored_chunks(projection, function, own_loss, target_N, ignored, rows.ids_NJ, rows.temperature_N)
-    return differentiable_sum(walk, chunks, leaves._replace(per_token=tensors), loss_scale)
+    score_loss = ScoreLoss(prepared.projection, own_loss, call.ids_NJ, call.temperature_N)
+    return differentiable_sum(*prepared.job(score_loss, tensors), loss_scale)
 
 
 class _LossByAutograd:
@@ -149,9 +149,9 @@ class _LossByAutograd:
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
         # A graph that begins and ends here is not the caller's
         with torch.set_grad_enabled(wanted), graph_of_its_own():
-            loss_K = self._called(scores, rows)
+            loss_K = self._call(scores, rows)
             # One row cannot be mixed with others; while a CUDA graph is captured no number can be read
-            if not self.is_checked and len(loss_K) > 1 and not recording(loss_K.device):
+            if not self.is_checked and len(loss_K) > 1 and not is_capturing(loss_K.device):
                 self._check(loss_K, scores, rows, leaves)
                 self.is_checked = True
         if not wanted:
@@ -165,7 +165,7 @@ class _LossByAutograd:
         zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(rows, of_rows, strict=True))
         return RowLosses(loss_K.detach(), upstream, tuple(zeros))
 
-    def _called(self, scores: Scores, rows: Sequence[Tensor]) -> Tensor:
+    def _call(self, scores: Scores, rows: Sequence[Tensor]) -> Tensor:
         """Return the function's result in the dtype of the scores, after checking it."""
         loss_K = self.function(scores, **dict(zip(self.names, rows, strict=True)))
         check_floating(loss_K, "what loss returned")
@@ -204,17 +204,17 @@ class _LossByAutograd:
 
         def called(tensors: Sequence[Tensor]) -> Tensor:
             some_scores = scores._replace(**dict(zip(given, tensors, strict=False)))
-            return self._called(some_scores, tensors[len(given) :])
+            return self._call(some_scores, tensors[len(given) :])
 
         with torch_random_kept(loss_K.device):
             alone = ask_alone(called, [t[some] for t in (*given.values(), *rows)])
             change = change_in_company(together, alone)
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
             turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)
-            turned = self._called(*_rows(scores, rows, turned_K))
+            turned = self._call(*_rows(scores, rows, turned_K))
             change = change._replace(value=max(change.value, largest_difference(loss_K[turned_K], turned)))
             # A random loss has other values in every call
-            if change.is_rounding or largest_difference(loss_K, self._called(scores, rows)) > change.rounding:
+            if change.is_rounding or largest_difference(loss_K, self._call(scores, rows)) > change.rounding:
                 return ""
         return str(change)
 

@@ -20,7 +20,7 @@ from seqpar.core.checks import (
     check_floating,
     check_like,
 )
-from seqpar.core.chunks import Chunk, recording
+from seqpar.core.chunks import Chunk, is_capturing
 from seqpar.core.token_loss import wide
 
 Rest = Literal["renormalize", "one_class"]
@@ -152,7 +152,7 @@ def check_top_k(teacher: TeacherTopK, target: Tensor, ignore_index: int, vocab_s
     kept = target.long() != ignore_index
     _check_classes(teacher.ids, "teacher.ids", target, kept, vocab_size)
     _check_values(teacher.log_probs, "teacher.log_probs", teacher.ids, "teacher.ids")
-    if recording(target.device):
+    if is_capturing(target.device):
         return
     sums = probabilities(teacher.ids, teacher.log_probs).sum(-1)
     good = ~kept | ((sums > 0) & (sums <= 1 + slack(teacher.log_probs.dtype)))
@@ -165,7 +165,7 @@ def check_sparse_target(soft_target: SparseTarget, target: Tensor, ignore_index:
     kept = target.long() != ignore_index
     _check_classes(soft_target.ids, "soft_target.ids", target, kept, vocab_size)
     _check_values(soft_target.probs, "soft_target.probs", soft_target.ids, "soft_target.ids")
-    if recording(target.device):
+    if is_capturing(target.device):
         return
     probs = sparse_probs(soft_target)
     negative = kept.unsqueeze(-1) & ~(probs >= 0)
@@ -195,7 +195,7 @@ def _check_values(values: Tensor, name: str, ids: Tensor, ids_name: str) -> None
 def _check_classes(ids: Tensor, name: str, target: Tensor, kept: Tensor, vocab_size: int) -> None:
     """Raise unless ids are classes for each target, or -1, and no row that counts has a class twice."""
     check_classes(ids, name, target, kept, range(-1, vocab_size), "-1 fills up a row with fewer classes")
-    if recording(target.device):
+    if is_capturing(target.device):
         return
     ordered = ids.detach().long().sort(-1).values
     twice = kept.unsqueeze(-1) & (ordered == ordered.roll(1, -1)) & (ordered >= 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import refuse_second_derivative, refuse_transforms
-from seqpar.core.chunked_gradient import Rows, sum_over_chunks
+from seqpar.core.chunked_gradient import ChunkTensors, sum_over_chunks
 from seqpar.core.chunks import ACCELERATOR_BUDGET, Chunk, cover, cut_rows
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.stored_gradients import Gradients
@@ -22,12 +22,19 @@ from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Inputs, Settings
 from seqpar.linear.invariant_scores import INVARIANT_ROWS, InvariantScores
-from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
-from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.leaves import (
+    ByLeaf,
+    LinearGradients,
+    LinearLeaves,
+    LinearWanted,
+    flatten,
+    loss_and_gradients,
+    slots_of,
+)
 from seqpar.linear.recomputed_scores import HiddenSlots, RecomputedScores
-from seqpar.linear.score_inputs import ScoreRequest, ScoreRows, score_rows
+from seqpar.linear.score_inputs import ScoreCall, ScoreRequest, prepare_scores
 from seqpar.linear.vocab_tiles import KnownRows, VocabTiles, worth_tiles
-from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
+from seqpar.rows.scores import RowFunction, Sums, Upstream, as_column
 
 
 class TokenScores(NamedTuple):
@@ -150,41 +157,38 @@ def token_scores(
         batch_invariant=batch_invariant,
         rank=rank,
     )
-    rows = score_rows(Inputs(hidden, weight, target, bias), settings, request, vocab)
-    hidden_ND, projection_weight, projection_bias, *_ = rows.plan.leaves
-    tokens = _ScoredTokens(rows, request)
+    call = prepare_scores(Inputs(hidden, weight, target, bias), settings, request, vocab)
+    hidden_ND, projection_weight, projection_bias, *_ = call.prepared.leaves
+    tokens = _ScoredTokens(call, request)
     found = TokenScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
-    return each(lambda t: t.reshape(*rows.shape, *t.shape[1:]), found)
+    return each(lambda t: t.reshape(*call.shape, *t.shape[1:]), found)
 
 
 class _ScoredTokens:
     """The rows of one call, and the function that computes a chunk's scores."""
 
-    def __init__(self, rows: ScoreRows, request: ScoreRequest) -> None:
-        plan = rows.plan
-        self.chunks = plan.chunks
-        self.vocab_size = rows.vocab_size
-        self.projection = plan.projection
+    def __init__(self, call: ScoreCall, request: ScoreRequest) -> None:
+        prepared = call.prepared
+        self.chunks = prepared.chunks
+        self.vocab_size = call.vocab_size
+        self.projection = prepared.projection
         self.request = request
-        self.counted_N = rows.counted_N
+        self.counted_N = call.counted_N
         # Any class will do where the target is ignored: such a row is in no chunk, or its results are set to 0
-        picked_NP = plan.target_N.where(self.counted_N, 0).unsqueeze(1)
-        if rows.ids_NJ is not None:
-            picked_NP = torch.cat([picked_NP, rows.ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
+        picked_NP = prepared.target_N.where(self.counted_N, 0).unsqueeze(1)
+        if call.ids_NJ is not None:
+            picked_NP = torch.cat([picked_NP, call.ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
         self.picked_NP = picked_NP
-        self.in_every_row = plan.ignored is not None
-        masked = plan.projection.may_be_masked()
-        function = RowFunction(
-            request.entropy, top_k=request.top_k or 0, rank=request.rank, masked=masked, split=plan.split
-        )
-        projected = ProjectedRows(plan.projection, function)
+        self.in_every_row = prepared.ignored is not None
+        function = RowFunction(request.entropy, top_k=request.top_k or 0, rank=request.rank, split=prepared.split)
+        projection = prepared.projection.ask_for(function)
         counted_N = self.counted_N if self.in_every_row else None
-        self.formula = RecomputedScores(projected, picked_NP, rows.temperature_N, counted_N)
+        self.formula = RecomputedScores(projection, picked_NP, call.temperature_N, counted_N)
         self.invariant_formula = None
         if request.batch_invariant:
-            self.invariant_formula = InvariantScores(self.formula, plan.split)
+            self.invariant_formula = InvariantScores(self.formula, prepared.split)
 
-    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[TokenScores, RowSums]:
+    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[TokenScores, Sums]:
         """Return the scores of all rows (0, and classes -1, where the target is ignored) and what backward needs."""
         scores = self._scores_of_ignored()
         sums = self._sums_of_ignored()
@@ -208,9 +212,9 @@ class _ScoredTokens:
                     score.copy_(score.where(as_column(self.counted_N, score), ignored))
         return scores, sums
 
-    def _of_sums(self, sums: RowSums) -> TokenScores:
+    def _of_sums(self, sums: Sums) -> TokenScores:
         """Return the scores of some rows."""
-        function = self.formula.rows.function
+        function = self.projection.function
         found = function.scores(sums)
         top_log_probs = None if sums.top_NT is None else function.log_probs(sums, sums.top_NT)
         return TokenScores(
@@ -231,12 +235,12 @@ class _ScoredTokens:
             rank=torch.full((rows,), -1, device=zero_N.device) if self.request.rank else None,
         )
 
-    def _sums_of_ignored(self) -> RowSums:
+    def _sums_of_ignored(self) -> Sums:
         """Return sums of all rows as if all targets were ignored; nothing is picked."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
         # Tiles are not a rank's part of the vocabulary, whose share is found in backward
-        whole = self.formula.rows.function.split is None or self.request.batch_invariant
-        return RowSums(
+        whole = self.projection.function.split is None or self.request.batch_invariant
+        return Sums(
             zero_N.clone(),
             zero_N.clone(),
             zero_N.new_zeros((len(zero_N), 0)),
@@ -253,28 +257,26 @@ class _ScoredTokens:
         upstream = Upstream(log_prob, entropy=entropy, log_probs_at=log_probs_at)
         return upstream.times(1.0, self.counted_N if self.in_every_row else None)
 
-    def gradients(
-        self, leaves: LinearLeaves, sums: RowSums, upstream: Upstream, wanted: LinearWanted
-    ) -> LinearGradients:
+    def gradients(self, leaves: LinearLeaves, sums: Sums, upstream: Upstream, wanted: LinearWanted) -> LinearGradients:
         """Return the gradients of all leaves, the product computed again: tile by tile, or on a CPU chunk by chunk."""
         if worth_tiles(leaves.hidden.device.type):
             return self._over_tiles(leaves, sums, upstream, wanted)
         nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
 
-        def chunk_gradient(rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+        def chunk_gradient(rows: ChunkTensors, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
             hidden_KD = rows[0]
             assert hidden_KD is not None
             assert gradients is not None
-            self.formula.store_gradients(hidden_KD, chunk, sums, upstream, LinearSlots.of(gradients))
+            self.formula.store_gradients(hidden_KD, chunk, sums, upstream, slots_of(gradients))
             return nothing
 
         walk = partial(sum_over_chunks, chunk_gradient)
-        _, found = loss_and_gradients(walk, self.chunks, leaves, wanted)
+        _, found = loss_and_gradients(walk, self.chunks, flatten(leaves, self.chunks), wanted)
         self.projection.buffers.clear()
         return found
 
     def _over_tiles(
-        self, leaves: LinearLeaves, sums: RowSums, upstream: Upstream, wanted: LinearWanted
+        self, leaves: LinearLeaves, sums: Sums, upstream: Upstream, wanted: LinearWanted
     ) -> LinearGradients:
         """Return the gradients of all leaves, over tiles of the vocabulary with all rows that count."""
         hidden_ND = leaves.hidden
@@ -287,10 +289,10 @@ class _ScoredTokens:
             formula.prepared(hidden_ND[which], which),
             self.picked_NP[which],
             temperature_M,
-            sums.rows(which),
-            upstream.rows(which),
+            sums.select(which),
+            upstream.select(which),
         )
-        tiles = VocabTiles(self.projection, formula.rows.function, self.vocab_size, ACCELERATOR_BUDGET)
+        tiles = VocabTiles(self.projection, self.projection.function, self.vocab_size, ACCELERATOR_BUDGET)
         found = tiles.gradients(leaves, rows, wanted)
         if found.hidden is None or isinstance(which, slice):
             return found
@@ -339,8 +341,8 @@ class _Scores(torch.autograd.Function):
         hidden_ND, weight, bias = ctx.saved_tensors
         # The first two arguments are not tensors
         _, _, *needs_gradient = ctx.needs_input_grad
-        leaves = LinearLeaves(hidden_ND, weight, bias)
-        found = tokens.gradients(leaves, ctx.sums, factors, LinearWanted(*needs_gradient))
+        leaves = ByLeaf(hidden_ND, weight, bias)
+        found = tokens.gradients(leaves, ctx.sums, factors, ByLeaf(*needs_gradient))
         return None, None, found.hidden, found.weight, found.bias
 
 

@@ -21,10 +21,9 @@ from seqpar.core.graphs import without_autocast
 from seqpar.core.stored_gradients import plus_product
 from seqpar.core.token_loss import wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearWanted
-from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.leaves import ByLeaf, LinearGradients, LinearLeaves, LinearWanted
 from seqpar.linear.projection import Projection
-from seqpar.rows.scores import ClassWeights, RowFunction, RowSums, Upstream
+from seqpar.rows.scores import ClassWeights, RowFunction, Sums, Upstream
 
 TILE_CLASSES = 128
 """Tiles have a multiple of so many classes, so that rows of the weight's gradient begin at whole vectors."""
@@ -41,7 +40,7 @@ class KnownRows(NamedTuple):
     hidden_MD: Tensor
     picked_MP: Tensor
     temperature_M: Tensor | None
-    sums: RowSums
+    sums: Sums
     upstream: Upstream
 
 
@@ -94,10 +93,10 @@ class VocabTiles:
                     bias_V[tile] = grad_MT.sum(0, dtype=rows.sums.best_N.dtype)
         self.buffers.clear()
         if not wanted.hidden:
-            return LinearGradients(None, weight_V, bias_V, None)
+            return ByLeaf(None, weight_V, bias_V, None)
         if hidden_sum is None:
             hidden_sum = leaves.hidden.new_zeros(hidden_MD.shape)
-        return LinearGradients(hidden_sum.to(leaves.hidden.dtype), weight_V, bias_V, None)
+        return ByLeaf(hidden_sum.to(leaves.hidden.dtype), weight_V, bias_V, None)
 
     def _tiles(self, rows: int) -> list[slice]:
         """Return the classes of each tile."""
@@ -118,16 +117,17 @@ class VocabTiles:
         if weights is not None:
             weights = _weights_of_tile(weights, tile, len(weight_TD))
         shard = VocabShard(None, first, self.vocab_size)
-        projected = ProjectedRows(own, self.function._replace(split=shard, weights=weights))
-        product_MT = projected.product(rows.hidden_MD)
-        size = own.rows_at_once(len(product_MT))
+        # As a part of the vocabulary it would take all rows at once
+        size = own.rows_at_once(len(rows.hidden_MD))
+        own.ask_for(self.function._replace(split=shard, weights=weights))
+        product_MT = own.product(rows.hidden_MD)
         for start in range(0, len(product_MT), size):
             some = slice(start, start + size)
-            sums = rows.sums.rows(some)
-            upstream = rows.upstream.rows(some)
+            sums = rows.sums.select(some)
+            upstream = rows.upstream.select(some)
             temperature_K = None if rows.temperature_M is None else rows.temperature_M[some]
-            read = projected.read(product_MT[some], sums, temperature_K, upstream.entropy is not None)
-            projected.gradient_(read, product_MT[some], rows.picked_MP[some], temperature_K, sums, upstream)
+            read = own.read(product_MT[some], sums, temperature_K, upstream.entropy is not None)
+            own.gradient_(read, product_MT[some], rows.picked_MP[some], temperature_K, sums, upstream)
         return product_MT
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import is_capturing
 from seqpar.core.device_facts import FACTS, accelerators_among
 
 Device = int | str | torch.device
@@ -86,10 +86,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=not FACTS[device.type].is_host)
 
 
-def refuse_recording(devices: Sequence[torch.device]) -> None:
+def refuse_capturing(devices: Sequence[torch.device]) -> None:
     """Raise RuntimeError while a CUDA graph is captured on one of several accelerators: it would hold one's work."""
     distinct = accelerators_among(devices)
-    if len(distinct) > 1 and any(map(recording, distinct)):
+    if len(distinct) > 1 and any(map(is_capturing, distinct)):
         names = ", ".join(map(str, distinct))
         raise RuntimeError(
             f"a CUDA graph is being captured, and this call computes on {len(distinct)} devices ({names}); a graph is "

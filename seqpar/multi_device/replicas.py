@@ -30,7 +30,7 @@ from seqpar.core.streams import current_streams, selected
 from seqpar.core.structures import describe, leaves, rebuild
 from seqpar.core.token_loss import wide
 from seqpar.distributed.wrappers import structural_copy
-from seqpar.multi_device.devices import Device, check_devices, moved, refuse_recording
+from seqpar.multi_device.devices import Device, check_devices, moved, refuse_capturing
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -287,7 +287,7 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
         [2, 2, 1, 1]
     """
     devices = check_devices(device_ids, "device_ids")
-    refuse_recording(devices)
+    refuse_capturing(devices)
     check_integer(dim, "dim")
     rows = batch_rows(inputs, dim)
     # How many rows each shard gets; without rows every device gets the whole input

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_integer, check_mask, check_shapes, checked_scores
+from seqpar.core.checks import check_integer, check_mask, check_scores, check_shapes
 from seqpar.core.token_loss import TokenLoss
 from seqpar.objectives.sequences import sequence_means
 
@@ -43,7 +43,7 @@ def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
         >>> torch.allclose(loss.mean, losses[mask].mean())
         True
     """
-    (losses,) = checked_scores(losses=losses)
+    (losses,) = check_scores(losses=losses)
     check_mask(mask, "mask", losses=losses)
     return TokenLoss(torch.where(mask, losses, 0).sum(), mask.sum())
 
@@ -67,7 +67,7 @@ def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLo
         >>> torch.allclose(loss.mean, ((losses * mask).sum(1) / mask.sum(1)).mean(), atol=1e-6)
         True
     """
-    (losses,) = checked_scores(losses=losses)
+    (losses,) = check_scores(losses=losses)
     total = sequence_means(losses, segment_ids, sequences).sum()
     return TokenLoss(total, torch.tensor(sequences, device=total.device))
 
@@ -91,7 +91,7 @@ def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
         >>> torch.allclose(loss.mean, losses.mean()), loss.tokens
         (True, tensor(2))
     """
-    (losses,) = checked_scores(losses=losses)
+    (losses,) = check_scores(losses=losses)
     check_shapes(losses.dim() == 1, "a vector, one loss per item", losses=losses)
     if mask is None:
         mask = torch.ones_like(losses, dtype=torch.bool)

@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_groups, check_number, checked_scores
+from seqpar.core.checks import check_groups, check_number, check_scores
 
 LARGEST = 80.0
 """A log-ratio whose exponential float32 can hold."""
@@ -62,7 +62,7 @@ def clipped_surrogate(
         >>> clipped_surrogate(log_ratio, advantages, eps_low=0.2, eps_high=0.2)
         tensor([-1.0000, -1.2000, -0.6065])
     """
-    log_ratio, advantages = checked_scores(log_ratio=log_ratio, advantages=advantages)
+    log_ratio, advantages = check_scores(log_ratio=log_ratio, advantages=advantages)
     check_number(eps_low, "eps_low", at_least=0, below=1)
     check_number(eps_high, "eps_high", at_least=0)
     largest = None
@@ -101,7 +101,7 @@ def soft_surrogate(
         >>> soft_surrogate(torch.tensor([0.0, 0.5, -0.5]), torch.ones(3))
         tensor([-2.0000, -2.6269, -1.6115])
     """
-    log_ratio, advantages = checked_scores(log_ratio=log_ratio, advantages=advantages)
+    log_ratio, advantages = check_scores(log_ratio=log_ratio, advantages=advantages)
     check_number(temperature, "temperature", above=0)
     check_number(negative_temperature, "negative_temperature", above=0)
     advantages = advantages.detach()
@@ -133,7 +133,7 @@ def weighted_policy_gradient(log_prob: Tensor, weights: Tensor, advantages: Tens
         >>> weighted_policy_gradient(log_prob, truncated_weights(log_ratio, max_weight=5.0), torch.ones(2))
         tensor([ 1., 10.])
     """
-    log_prob, weights, advantages = checked_scores(log_prob=log_prob, weights=weights, advantages=advantages)
+    log_prob, weights, advantages = check_scores(log_prob=log_prob, weights=weights, advantages=advantages)
     return -(weights * advantages).detach() * log_prob
 
 
@@ -167,7 +167,7 @@ def gamma_weights(
         >>> gamma_weights(torch.tensor([0.0, 1.0, -1.0]), torch.ones(3))
         tensor([1.0000, 0.0426, 0.9016])
     """
-    log_ratio, advantages = checked_scores(log_ratio=log_ratio, advantages=advantages)
+    log_ratio, advantages = check_scores(log_ratio=log_ratio, advantages=advantages)
     given = {"power": power, "decay": decay, "negative_power": negative_power, "negative_decay": negative_decay}
     for name, number in given.items():
         check_number(number, name, above=0)
@@ -208,7 +208,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
         >>> group_advantages(torch.tensor([1.0, 0.0, 0.5, 0.5]), group_size=2, divide_by_std=False)
         tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
     """
-    (rewards,) = checked_scores(rewards=rewards)
+    (rewards,) = check_scores(rewards=rewards)
     check_groups(group_size, 2, rewards=rewards)
     check_number(eps, "eps", above=0)
     grouped = rewards.detach().view(-1, group_size)

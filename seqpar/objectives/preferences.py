@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.core.checks import check_choice, check_mask, check_number, check_scalar, checked_scores
+from seqpar.core.checks import check_choice, check_mask, check_number, check_scalar, check_scores
 
 Variant = Literal["sigmoid", "hinge", "ipo", "robust"]
 
@@ -55,7 +55,7 @@ def dpo(
         >>> torch.allclose(dpo(chosen, rejected, beta=0.1), -F.logsigmoid(0.1 * (chosen - rejected)))
         True
     """
-    chosen, rejected = checked_scores(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    chosen, rejected = check_scores(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     check_number(beta, "beta", above=0)
     _check_variant(variant, label_smoothing)
     margin = chosen - rejected
@@ -120,7 +120,7 @@ def kto(
         >>> torch.allclose(loss, 1 - torch.tensor([0.1 * (0.5 - 0.2), 0.1 * (0.2 + 1.0)]).sigmoid())
         True
     """
-    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    (log_ratio,) = check_scores(log_ratio=log_ratio)
     check_mask(desirable, "desirable", log_ratio=log_ratio)
     check_number(beta, "beta", above=0)
     check_number(desirable_weight, "desirable_weight", at_least=0)
@@ -177,10 +177,10 @@ def orpo(
         >>> torch.allclose(orpo(chosen, rejected, weight=0.1), -chosen - 0.1 * F.logsigmoid(log_odds))
         True
     """
-    chosen, rejected = checked_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
+    chosen, rejected = check_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
     nll = -chosen
     if chosen_nll is not None:
-        _, nll = checked_scores(chosen_mean=chosen_mean, chosen_nll=chosen_nll)
+        _, nll = check_scores(chosen_mean=chosen_mean, chosen_nll=chosen_nll)
     check_number(weight, "weight", above=0)
     check_number(nll_weight, "nll_weight", at_least=0)
     return nll_weight * nll - weight * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
@@ -211,7 +211,7 @@ def simpo(chosen_mean: Tensor, rejected_mean: Tensor, *, beta: float, gamma: flo
         >>> torch.allclose(simpo(chosen, rejected, beta=2.0, gamma=0.5), -F.logsigmoid(2.0 * (chosen - rejected) - 0.5))
         True
     """
-    chosen, rejected = checked_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
+    chosen, rejected = check_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
     check_number(beta, "beta", above=0)
     check_number(gamma, "gamma", at_least=0)
     return -F.logsigmoid(beta * (chosen - rejected) - gamma)
@@ -236,7 +236,7 @@ def cpo(chosen_sum: Tensor, rejected_sum: Tensor, *, beta: float, nll_weight: fl
         >>> torch.allclose(cpo(chosen, rejected, beta=0.1), -F.logsigmoid(0.1 * (chosen - rejected)) - chosen)
         True
     """
-    chosen, rejected = checked_scores(chosen_sum=chosen_sum, rejected_sum=rejected_sum)
+    chosen, rejected = check_scores(chosen_sum=chosen_sum, rejected_sum=rejected_sum)
     check_number(beta, "beta", above=0)
     check_number(nll_weight, "nll_weight", at_least=0)
     return -F.logsigmoid(beta * (chosen - rejected)) - nll_weight * chosen

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_choice, check_mask, check_number, check_segments, checked_scores
+from seqpar.core.checks import check_choice, check_mask, check_number, check_scores, check_segments
 from seqpar.objectives.sequences import sequence_means
 
 Estimator = Literal["k1", "k3"]
@@ -43,7 +43,7 @@ def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> T
         >>> token_log_ratio(log_prob, other_log_prob, mask=torch.tensor([True, True, False]))
         tensor([1., 3., 0.])
     """
-    log_prob, other_log_prob = checked_scores(log_prob=log_prob, other_log_prob=other_log_prob)
+    log_prob, other_log_prob = check_scores(log_prob=log_prob, other_log_prob=other_log_prob)
     check_mask(mask, "mask", log_prob=log_prob)
     # Masked here, before any exponential: 0 times the gradient of an infinite or undefined ratio is nan in backward
     return torch.where(mask, log_prob - other_log_prob.detach(), 0)
@@ -71,7 +71,7 @@ def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Te
         >>> sequence_log_ratio(log_prob, other_log_prob, segment_ids, sequences=2)
         tensor([ 2., -1.])
     """
-    (log_prob,) = checked_scores(log_prob=log_prob)
+    (log_prob,) = check_scores(log_prob=log_prob)
     check_segments(segment_ids, sequences, log_prob=log_prob)
     log_ratio = token_log_ratio(log_prob, other_log_prob, segment_ids >= 0)
     return sequence_means(log_ratio, segment_ids, sequences)
@@ -98,7 +98,7 @@ def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
         >>> truncated_weights(torch.tensor([0.0, 0.5, 3.0]), max_weight=2.0)
         tensor([1.0000, 1.6487, 2.0000])
     """
-    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    (log_ratio,) = check_scores(log_ratio=log_ratio)
     check_number(max_weight, "max_weight", above=0)
     return log_ratio.detach().clamp(max=math.log(max_weight)).exp()
 
@@ -122,7 +122,7 @@ def masked_weights(log_ratio: Tensor, *, min_weight: float, max_weight: float) -
         >>> masked_weights(torch.tensor([0.0, 0.5, 3.0, -3.0]), min_weight=0.5, max_weight=2.0)
         tensor([1.0000, 1.6487, 0.0000, 0.0000])
     """
-    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    (log_ratio,) = check_scores(log_ratio=log_ratio)
     check_number(min_weight, "min_weight", above=0)
     check_number(max_weight, "max_weight", at_least=min_weight)
     log_ratio = log_ratio.detach()
@@ -154,7 +154,7 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
         >>> kl_estimate(log_ratio, "k1"), kl_estimate(log_ratio, "k3")
         (tensor([ 0.0000,  0.5000, -0.5000]), tensor([0.0000, 0.1065, 0.1487]))
     """
-    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    (log_ratio,) = check_scores(log_ratio=log_ratio)
     check_choice(estimator, "estimator", get_args(Estimator))
     if estimator == "k1":
         return log_ratio

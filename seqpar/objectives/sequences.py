@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_mask, check_one_device, check_segments, check_shapes, checked_scores
+from seqpar.core.checks import check_mask, check_one_device, check_scores, check_segments, check_shapes
 
 
 def padded_segments(mask: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor
         >>> sequence_sums(log_prob, padded_segments(mask), sequences=2)
         tensor([-3., -6.])
     """
-    (values,) = checked_scores(values=values)
+    (values,) = check_scores(values=values)
     check_segments(segment_ids, sequences, values=values)
     return _sums(values, segment_ids, sequences)
 
@@ -135,7 +135,7 @@ def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
         tensor([[ 0.5000,  0.5000,  0.0000],
                 [-0.5000, -0.5000, -0.5000]])
     """
-    (values,) = checked_scores(values=values)
+    (values,) = check_scores(values=values)
     check_shapes(values.dim() == 1, "(sequences,), one number per sequence", values=values)
     check_segments(segment_ids, len(values))
     check_one_device(values=values, segment_ids=segment_ids)

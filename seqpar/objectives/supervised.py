@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_groups, check_mask, check_number, checked_scores
+from seqpar.core.checks import check_groups, check_mask, check_number, check_scores
 
 
 def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
         >>> dft(log_prob, mask=torch.tensor([True, True, True]))
         tensor([0.3466, 0.3466, 0.2599])
     """
-    (log_prob,) = checked_scores(log_prob=log_prob)
+    (log_prob,) = check_scores(log_prob=log_prob)
     check_mask(mask, "mask", log_prob=log_prob)
     log_prob = torch.where(mask, log_prob, 0)
     finite = log_prob.clamp(min=torch.finfo(log_prob.dtype).min)
@@ -65,7 +65,7 @@ def minimum_risk(
         >>> minimum_risk(scores, costs, group_size=2, alpha=1.0)
         tensor([0.3000, 0.1003])
     """
-    scores, costs = checked_scores(scores=scores, costs=costs)
+    scores, costs = check_scores(scores=scores, costs=costs)
     check_groups(group_size, 1, scores=scores)
     check_number(alpha, "alpha", above=0)
     if candidates is None:

@@ -39,7 +39,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import Chunk, recording
+from seqpar.core.chunks import Chunk, is_capturing
 from seqpar.core.device_facts import is_on_host, may_read
 from seqpar.core.structures import each
 
@@ -77,12 +77,14 @@ class Upstream(NamedTuple):
     weighted: Tensor | None = None
     log_rest: Tensor | None = None
 
-    def rows(self, which: Chunk) -> Upstream:
+    def select(self, which: Chunk) -> Upstream:
         """Return the gradients of some rows."""
         return each(lambda t: t[which], self)
 
     def times(self, factor: float | Tensor, counted_N: Tensor | None = None) -> Upstream:
         """Return them times a factor, of all rows or of each; 0 in rows that do not count, whatever they are."""
+        if counted_N is None and not isinstance(factor, Tensor) and factor == 1:
+            return self
         return each(lambda t: times(t, factor, counted_N), self)
 
     def of_picked(self) -> Tensor | None:
@@ -95,7 +97,10 @@ class Upstream(NamedTuple):
     def of_every_logit(self, weights: ClassWeights | None) -> Tensor | None:
         """Return r - u - sum_j g_j - v W - f, the factor of p_k without the entropy's; None where nothing arrives."""
         terms = [] if self.lse is None else [self.lse]
-        terms += [-t for t in (self.log_prob, self.log_rest) if t is not None]
+        if self.log_prob is not None:
+            terms.append(-self.log_prob)
+        if self.log_rest is not None:
+            terms.append(-self.log_rest)
         if self.log_probs_at is not None:
             terms.append(-self.log_probs_at.sum(-1))
         if self.weighted is not None and weights is not None:
@@ -133,7 +138,7 @@ class ClassWeights(NamedTuple):
             grad_NV[:, self.excluded] -= v_N
 
 
-class RowSums(NamedTuple):
+class Sums(NamedTuple):
     """What the scores of a row, and their gradient, need from its classes."""
 
     best_N: Tensor
@@ -161,7 +166,7 @@ class RowSums(NamedTuple):
     rank_N: Tensor | None = None
     """How many classes come before the target; None unless asked for."""
 
-    def rows(self, which: Chunk) -> RowSums:
+    def select(self, which: Chunk) -> Sums:
         """Return the sums of some rows."""
         return each(lambda t: t[which], self)
 
@@ -234,7 +239,7 @@ class RowFunction(NamedTuple):
         *,
         out: Tensor | None = None,
         scratch: Tensor | None = None,
-    ) -> tuple[Softmax, RowSums]:
+    ) -> tuple[Softmax, Sums]:
         """Return the softmax over this rank's part, and the sums over all classes; the arguments are `own_sums_`'s."""
         made, own, here_NP = self.own_sums_(logits_NV, picked_NP, out=out, scratch=scratch)
         return made, self.over_parts(own, picked_NP, here_NP)
@@ -246,7 +251,7 @@ class RowFunction(NamedTuple):
         *,
         out: Tensor | None = None,
         scratch: Tensor | None = None,
-    ) -> tuple[Softmax, RowSums, Tensor | None]:
+    ) -> tuple[Softmax, Sums, Tensor | None]:
         """Return the softmax over this rank's part, its sums as `over_parts` takes them, and which classes are here.
 
         Args:
@@ -280,7 +285,7 @@ class RowFunction(NamedTuple):
         if self.entropy:
             # Added in a tree, by `sum`: a product of vectors adds from left to right, five times as far from the truth
             mean_N = torch.mul(made.shifted_NV, made.p_NV, out=scratch).sum(-1)
-        own = RowSums(
+        own = Sums(
             own_best_N, log_sum_N, picked_logits_NP, mean_N, sum_N,
             rest_N=best_N if self.rest else None, correct_N=correct_N, top_NT=top_NT, top_ids_NT=top_ids_NT,
         )  # fmt: skip
@@ -297,7 +302,7 @@ class RowFunction(NamedTuple):
             return picked_NP.clamp(min=0), picked_NP >= 0
         return picked_NP, None
 
-    def over_parts(self, own: RowSums, picked_NP: Tensor, here_NP: Tensor | None) -> RowSums:
+    def over_parts(self, own: Sums, picked_NP: Tensor, here_NP: Tensor | None) -> Sums:
         """Return the sums over all ranks' classes, given those over this rank's: one all-gather, two more with top_k.
 
         Each rank adds the ranks' numbers in rank order, so that a row's sums do not depend on its place in the batch,
@@ -312,7 +317,7 @@ class RowFunction(NamedTuple):
             return own
         assert here_NP is not None
         own = own._replace(picked_NP=own.picked_NP.where(here_NP, torch.zeros_like(own.picked_NP)))
-        every = _stacked(own, self.split)
+        every = _stack(own, self.split)
         rank = 0 if self.split is None else self.split.rank()
         picked_logits_NP = every.picked_NP.sum(0)
         if self.gaps:
@@ -344,7 +349,7 @@ class RowFunction(NamedTuple):
             rest_N = others_RN.logsumexp(0)
             rest_share_N = (others_RN[rank] - rest_N).exp().masked_fill(empty_RN[rank], 0)
         top_NT, top_ids_NT = self._top_of_all(own)
-        return RowSums(
+        return Sums(
             best_N,
             sum_N.log(),
             picked_logits_NP,
@@ -375,7 +380,7 @@ class RowFunction(NamedTuple):
         """Return how many of all ranks' classes come before the target, given how many of this rank's."""
         return before_N if self.split is None else self.split.gather(before_N).sum(0)
 
-    def scores(self, sums: RowSums) -> Scores:
+    def scores(self, sums: Sums) -> Scores:
         """Return the scores that follow from the sums."""
         log_p_NP = self.log_probs(sums, sums.picked_NP)
         lse_N = sums.best_N + sums.log_sum_N
@@ -389,12 +394,12 @@ class RowFunction(NamedTuple):
             None if sums.rest_N is None else sums.rest_N - sums.log_sum_N,
         )
 
-    def log_probs(self, sums: RowSums, logits_NP: Tensor) -> Tensor:
+    def log_probs(self, sums: Sums, logits_NP: Tensor) -> Tensor:
         """Return log p of classes with these logits."""
         # z - m is taken first: both may be in the hundreds, and their difference near 0
         return (logits_NP - sums.best_N.unsqueeze(1)) - sums.log_sum_N.unsqueeze(1)
 
-    def gradient_(self, made: Softmax, picked_NP: Tensor, sums: RowSums, upstream: Upstream) -> Tensor:
+    def gradient_(self, made: Softmax, picked_NP: Tensor, sums: Sums, upstream: Upstream) -> Tensor:
         """Overwrite z - m, if a gradient of the entropy arrives, else the softmax, by the gradient of the logits."""
         a_N = upstream.of_every_logit(self.weights)
         grad_NV = self._gradient_of_every_logit_(made, sums, upstream, a_N)
@@ -418,7 +423,7 @@ class RowFunction(NamedTuple):
             factor_NP = factor_NP.where(here_NP, torch.zeros_like(factor_NP))
         return grad_NV.scatter_add_(1, index_NP, factor_NP.to(grad_NV.dtype))
 
-    def _gradient_of_every_logit_(self, made: Softmax, sums: RowSums, upstream: Upstream, a_N: Tensor | None) -> Tensor:
+    def _gradient_of_every_logit_(self, made: Softmax, sums: Sums, upstream: Upstream, a_N: Tensor | None) -> Tensor:
         """Return p_k (a - h (log p_k + H)), with f p_k / R, in the memory that `gradient_` overwrites."""
         h_N = upstream.entropy
         if h_N is not None:
@@ -436,7 +441,7 @@ class RowFunction(NamedTuple):
         if upstream.log_rest is not None and sums.rest_share_N is not None:
             # f p_k / R = f (softmax of this rank's others) x its share of them, which is exact where p_k is 0
             factor_N = factor_N + upstream.log_rest * sums.rest_share_N
-        return _scaled_(made.p_NV, factor_N)
+        return _scale_(made.p_NV, factor_N)
 
     def _best(
         self, logits_NV: Tensor, picked_NP: Tensor, index_NP: Tensor, gold_N: Tensor, may_overwrite: bool
@@ -464,11 +469,11 @@ class RowFunction(NamedTuple):
             return argbest_N == target_N
         return (argbest_N == target_N).long() - (argbest_N < target_N).long()
 
-    def _no_classes(self, lowest_N: Tensor, picked_NP: Tensor) -> RowSums:
+    def _no_classes(self, lowest_N: Tensor, picked_NP: Tensor) -> Sums:
         """Return the sums of a rank without classes: an empty maximum is -inf, an empty sum 0."""
         zero_N = torch.zeros_like(lowest_N)
         nothing_NT = zero_N.new_zeros((len(zero_N), 0))
-        return RowSums(
+        return Sums(
             lowest_N,
             zero_N,
             zero_N.new_zeros(picked_NP.shape),
@@ -480,7 +485,7 @@ class RowFunction(NamedTuple):
             top_ids_NT=nothing_NT.long() if self.top_k else None,
         )
 
-    def _top_of_all(self, own: RowSums) -> tuple[Tensor | None, Tensor | None]:
+    def _top_of_all(self, own: Sums) -> tuple[Tensor | None, Tensor | None]:
         """Return the `top_k` largest of all ranks' top logits, and their classes."""
         if own.top_NT is None or own.top_ids_NT is None or self.split is None:
             return own.top_NT, own.top_ids_NT
@@ -499,7 +504,7 @@ class RowFunction(NamedTuple):
         return filled_NT, torch.nn.functional.pad(top_ids_NT, (0, missing), value=last)
 
 
-def _stacked(own: RowSums, split: SplitVocabulary | None) -> RowSums:
+def _stack(own: Sums, split: SplitVocabulary | None) -> Sums:
     """Return every rank's sums but the top classes, (R, N), after one all-gather; R = 1 if nothing is split."""
     own = own._replace(top_NT=None, top_ids_NT=None)
     if split is None:
@@ -514,7 +519,7 @@ def _stacked(own: RowSums, split: SplitVocabulary | None) -> RowSums:
         name: columns_RCN.movedim(1, 2) if given[name].dim() > 1 else columns_RCN.squeeze(1)
         for name, columns_RCN in zip(given, everyone, strict=True)
     }
-    return RowSums(**every)
+    return Sums(**every)
 
 
 def _times(factor_N: Tensor, share_N: Tensor | None) -> Tensor:
@@ -522,7 +527,7 @@ def _times(factor_N: Tensor, share_N: Tensor | None) -> Tensor:
     return factor_N if share_N is None else factor_N * share_N
 
 
-def _scaled_(p_NV: Tensor, factor_N: Tensor) -> Tensor:
+def _scale_(p_NV: Tensor, factor_N: Tensor) -> Tensor:
     """Return p times the factor of its row, in place; on the CPU a pass is saved if all factors are 1, up to rounding.
 
     Those of every cross-entropy without class weights are: its q sums to 1. On other devices reading them would wait,
@@ -580,7 +585,7 @@ def _best_(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, 
 
 def top_classes(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits in descending order, and their classes; of equal logits the lower class first."""
-    if recording(logits_NV.device):
+    if is_capturing(logits_NV.device):
         # While a CUDA graph is captured no number can be read
         in_order = logits_NV.sort(dim=-1, descending=True, stable=True)
         return in_order.values[:, :top_k], in_order.indices[:, :top_k]

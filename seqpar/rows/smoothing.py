@@ -63,19 +63,16 @@ class SoftTarget(NamedTuple):
     z_loss: float = 0.0
 
 
-class CrossEntropyOfScores:
+class CrossEntropyOfScores(NamedTuple):
     """The loss of a row and its derivatives.
-
-    Args:
-        q: the target distribution.
-        weights: w of the classes, with W over all ranks; None without smoothing.
 
     The only per-token tensor is w_y, the weight of the target's class; there is none without class weights.
     """
 
-    def __init__(self, q: SoftTarget, weights: ClassWeights | None) -> None:
-        self.q = q
-        self.weights = weights
+    q: SoftTarget
+    """The target distribution."""
+    weights: ClassWeights | None
+    """w of the classes, with W over all ranks; None without smoothing."""
 
     def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
         """Return the loss of each row; if `wanted`, with its derivatives."""

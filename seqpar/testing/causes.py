@@ -269,7 +269,7 @@ def _uses(e: Evidence) -> str | None:
     return None
 
 
-def _accumulated(e: Evidence) -> str | None:
+def _accumulate(e: Evidence) -> str | None:
     """Recognise a whole number of losses as a factor too many or too few."""
     times = e.ratio()
     # k micro-batches added up without a division give k times the gradient, a division too many gives 1/k
@@ -472,7 +472,7 @@ CAUSES: tuple[Cause, ...] = (
     head.weight = embed.weight                             # one parameter: its gradient is the sum of all uses""",
     ),
     Cause(
-        _accumulated,
+        _accumulate,
         """
     for batch in batches: loss_of(batch).backward()        # .grad adds up: k calls, k times as large
     optimizer.zero_grad()                                  # between steps; within one, divide by all its tokens""",

@@ -68,7 +68,7 @@ class _Leaves(NamedTuple):
     def tensors(self) -> dict[str, Tensor]:
         """Return what gradients are compared of, by name."""
         extra = {name: t for name, t in self.extra.items() if t.requires_grad}
-        return {"hidden": self.hidden, **extra, **{n: p for key in self.head for n, p in _named(self.head, key)}}
+        return {"hidden": self.hidden, **extra, **{n: p for key in self.head for n, p in _name(self.head, key)}}
 
 
 class _Compared(NamedTuple):
@@ -111,15 +111,15 @@ class Comparison:
         """Return the likely cause and what differs; empty if nothing does."""
         if self.ranks is not None:
             return self._over_ranks(self.ranks, with_cause=is_shown())
-        return self._said(with_cause=is_shown())
+        return self._say(with_cause=is_shown())
 
     def is_off(self) -> bool:
         """Return whether anything differs, without a look for the cause."""
         if self.ranks is not None:
             return bool(self._over_ranks(self.ranks, with_cause=False))
-        return bool(self._said(with_cause=False))
+        return bool(self._say(with_cause=False))
 
-    def _said(self, with_cause: bool) -> str:
+    def _say(self, with_cause: bool) -> str:
         """Return what differs here, after its likely cause; empty if nothing does."""
         compared = self._compare()
         if not compared.off or not with_cause:
@@ -140,16 +140,16 @@ class Comparison:
         whole = gather_objects((truth.hidden, truth.target, truth.per_token), self.group)
 
         def candidate() -> Tensor:
-            return self._scaled(self.loss(*leaves.modules, leaves.hidden, self.target, **leaves.extra))
+            return self._scale(self.loss(*leaves.modules, leaves.hidden, self.target, **leaves.extra))
 
         plain = partial(truth._plain, true, whole)
         # Before the loss under test, which may leave hooks on the parameters
         expected = value_and_gradients(plain, true.tensors)
         plain_eighth = value_and_gradients(partial(_times, FACTOR, plain), true.tensors)
         with proving():
-            got = self._reduced(candidate, leaves.tensors)
+            got = self._reduce(candidate, leaves.tensors)
         refuse_no_gradients(got, expected, true.tensors)
-        eighth = self._reduced(partial(_times, FACTOR, candidate), leaves.tensors)
+        eighth = self._reduce(partial(_times, FACTOR, candidate), leaves.tensors)
         off = self._difference(got, expected, whole, 1)
         if not off and (off := self._difference(eighth, plain_eighth, whole, FACTOR)):
             off += f", where both losses are multiplied by {FACTOR}"
@@ -182,12 +182,12 @@ class Comparison:
             compared.plain_eighth,
             uses=gradients_by_use(plain, compared.true.tensors),
             per_token=frozenset({"hidden"}),
-            tokens=self._counted(self.target),
+            tokens=self._count(self.target),
             rows=self.target.numel(),
             ignored=self._is_ignored(self.target).flatten(),
             divisor=self.tokens,
             rank=rank_in(self.group),
-            counts=[(self._counted(target), target.numel()) for _, target, _ in whole],
+            counts=[(self._count(target), target.numel()) for _, target, _ in whole],
             again=repeated(plain, dict(truth.head.items())),
             imagined=[
                 *imagine(partial(truth._mistaken, whole, plain_loss)),
@@ -268,7 +268,7 @@ class Comparison:
                 f"target has shape {tuple(self.target.shape)} and ranks is {world}; its first dimension is divided "
                 "among the ranks, so it must be at least as long"
             )
-        counts = {part._counted(part.target) for part in self.parts(world)}
+        counts = {part._count(part.target) for part in self.parts(world)}
         if len(counts) == 1:
             raise ValueError(
                 f"each of {world} ranks has {counts.pop()} tokens that count, and with equal counts a mean of means is "
@@ -295,13 +295,13 @@ class Comparison:
         extra = {name: t[at] for name, t in self.per_token.items()}
         return replace(self, hidden=self.hidden[at], target=self.target[at], per_token=extra, **changed)
 
-    def _scaled(self, loss: Tensor | TokenLoss) -> Tensor:
+    def _scale(self, loss: Tensor | TokenLoss) -> Tensor:
         """Return the tensor to call `backward()` on: the sum over the tokens of a step, times the ranks of its mean."""
         if isinstance(loss, TokenLoss):
             return loss.total * world_size(self.group) / self.tokens
         return loss
 
-    def _reduced(self, loss: Callable[[], Tensor], tensors: dict[str, Tensor]) -> Result:
+    def _reduce(self, loss: Callable[[], Tensor], tensors: dict[str, Tensor]) -> Result:
         """Return value and gradients of the whole step: the mean over the ranks, as DDP takes it.
 
         Per-token tensors belong to one rank, so their gradients are divided by the number of ranks without a sum.
@@ -328,7 +328,7 @@ class Comparison:
             return torch.zeros_like(target, dtype=torch.bool)
         return target == ignored
 
-    def _counted(self, target: Tensor) -> int:
+    def _count(self, target: Tensor) -> int:
         """Return the number of targets that are not ignored."""
         return int((~self._is_ignored(target)).sum())
 
@@ -374,7 +374,7 @@ class Comparison:
             part = self._rows(*(slice(n) for n in corner))
             # The step's number of tokens is not that of a part of it
             if self.tokens != 1 and corner != list(sizes):
-                part = replace(part, tokens=max(1, part._counted(part.target)))
+                part = replace(part, tokens=max(1, part._count(part.target)))
             yield part
 
 
@@ -389,7 +389,7 @@ def in_dtype(modules: nn.ModuleDict, dtype: torch.dtype) -> nn.ModuleDict:
     return copy.deepcopy(modules).to(dtype)
 
 
-def _named(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _name(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the parameters of one of the two modules, under names that say which one."""
     return ((f"{key}.{name}", parameter) for name, parameter in head[key].named_parameters())
 
@@ -401,4 +401,4 @@ def _times(factor: float, loss: Callable[[], Tensor]) -> Tensor:
 
 def _failure_of_a_rank(rank: int, world: int, parts: Sequence[Comparison], with_cause: bool) -> str:
     """Return what differs in a rank of the default group."""
-    return replace(parts[rank], group=dist.group.WORLD)._said(with_cause)
+    return replace(parts[rank], group=dist.group.WORLD)._say(with_cause)

@@ -16,11 +16,11 @@ Mistake = Callable[..., Tensor]
 
 def shifts() -> Iterator[tuple[str, Mistake]]:
     """Yield the ways to shift the targets, as a sentence and the plain loss with the mistake."""
-    yield "targets shifted by one: each token is held against the next one's target", partial(_shifted, first=1)
-    yield "targets shifted by one: each token is held against the target before it", partial(_shifted, first=-1)
+    yield "targets shifted by one: each token is held against the next one's target", partial(_shift, first=1)
+    yield "targets shifted by one: each token is held against the target before it", partial(_shift, first=-1)
     rolled = "targets shifted by one, and those of the end are at the beginning"
-    yield rolled, partial(_rolled, by=-1)
-    yield "targets shifted by one, and those of the beginning are at the end", partial(_rolled, by=1)
+    yield rolled, partial(_roll, by=-1)
+    yield "targets shifted by one, and those of the beginning are at the end", partial(_roll, by=1)
 
 
 def with_criterion(
@@ -30,14 +30,14 @@ def with_criterion(
     return plain_loss(generator, other, hidden, target, **per_token)
 
 
-def _rolled(
+def _roll(
     generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, by: int, **per_token: Any
 ) -> Tensor:
     """Return the plain loss against targets that are rolled over time."""
     return plain_loss(generator, criterion, hidden, target.roll(by, -1), **per_token)
 
 
-def _shifted(
+def _shift(
     generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, first: int, **per_token: Any
 ) -> Tensor:
     """Return the plain loss of all tokens that have a target `first` steps further."""

@@ -68,7 +68,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
         try:
             torch.autograd.gradcheck(of_one, (tensor,), fast_mode=True)
         except GradcheckError as error:
-            raise AssertionError(f"the gradient of {name} is not the derivative of the loss: {_said(error)}") from None
+            raise AssertionError(f"the gradient of {name} is not the derivative of the loss: {_say(error)}") from None
 
 
 class _Once(torch.autograd.Function):
@@ -89,6 +89,6 @@ class _Once(torch.autograd.Function):
         return None, None, upstream * ctx.gradient
 
 
-def _said(error: GradcheckError) -> str:
+def _say(error: GradcheckError) -> str:
     """Return gradcheck's message in one line, without its advice."""
     return " ".join(str(error).split("\n\n")[0].split())

@@ -44,9 +44,9 @@ def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result
     `plain` are draws of the same numbers, of which the farthest counts. Two units in the last place are always allowed,
     because of a few tokens plain PyTorch's own sum may be right to the last bit by luck.
     """
-    right = _named(truth)
-    own = [_named(one) for one in plain]
-    for name, found in _named(got).items():
+    right = _name(truth)
+    own = [_name(one) for one in plain]
+    for name, found in _name(got).items():
         off = _error(found, right[name])
         plainly = max(_error(one[name], right[name]) for one in own)
         # Not `off > allowed`, which is false for nan
@@ -75,7 +75,7 @@ def as_float64(result: Result) -> Result:
     return value.cpu().double(), {name: g if g is None else g.cpu().double() for name, g in gradients.items()}
 
 
-def _named(result: Result) -> dict[str, Tensor | None]:
+def _name(result: Result) -> dict[str, Tensor | None]:
     """Return the loss and its gradients by what a message calls them."""
     value, gradients = as_float64(result)
     return {"the loss": value, **{f"the gradient of {name}": g for name, g in gradients.items()}}

@@ -19,7 +19,7 @@ MOST_RUNS = 4
 """How many runs of rows are written out."""
 
 
-class Rows(NamedTuple):
+class RowRatios(NamedTuple):
     """The ratio of each row's gradient, or each time step's, to the plain one, where there is a plain one."""
 
     name: str
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     of: int
 
 
-def rows_of(e: Evidence) -> list[Rows]:
+def rows_of(e: Evidence) -> list[RowRatios]:
     """Return the ratios of every per-token tensor whose rows, or time steps, are multiples of the plain ones."""
     found = []
     for name, got, plain in e.pairs():
@@ -45,7 +45,7 @@ def rows_of(e: Evidence) -> list[Rows]:
             times = [ratio(got_view[i], plain_view[i]) for i in at]
             ratios = [r for r in times if r is not None]
             if len(ratios) == len(at):
-                found.append(Rows(name, what, ratios, at, len(plain_view)))
+                found.append(RowRatios(name, what, ratios, at, len(plain_view)))
     return found
 
 
@@ -126,7 +126,7 @@ def _multiple(r: float) -> str:
     return f"{spelt(r)} times the plain one"
 
 
-def _pairs_of_ratios(rows: Rows) -> list[tuple[float, float]]:
+def _pairs_of_ratios(rows: RowRatios) -> list[tuple[float, float]]:
     """Return the two ratios that the rows have, in both orders, if they have two."""
     kinds: list[float] = []
     for r in rows.ratios:
@@ -137,7 +137,7 @@ def _pairs_of_ratios(rows: Rows) -> list[tuple[float, float]]:
     return [(kinds[0], kinds[1]), (kinds[1], kinds[0])]
 
 
-def _one_run(rows: Rows, odd: float) -> tuple[str, str] | None:
+def _one_run(rows: RowRatios, odd: float) -> tuple[str, str] | None:
     """Return where the rows with that ratio are, if they are a run as a chunk is: first, last or between, and which."""
     found = [i for i, r in zip(rows.at, rows.ratios, strict=True) if r == odd or close(r, odd)]
     # The engine cuts rows or time steps, so a chunk is a run of one of these

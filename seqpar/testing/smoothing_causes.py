@@ -43,11 +43,11 @@ def other_smoothing(e: Evidence) -> str | None:
     theirs = _smoothings(e, e.got)
     if not theirs:
         return None
-    own = _chosen(_smoothings(e, e.expected), e.smoothing)
+    own = _choose(_smoothings(e, e.expected), e.smoothing)
     if own is None:
-        found = _chosen(theirs, e.smoothing)
+        found = _choose(theirs, e.smoothing)
         return f"the plain cross-entropy with {found}, where the criterion is another one, or has class weights"
-    found = _chosen(theirs, (own.convention, own.eps))
+    found = _choose(theirs, (own.convention, own.eps))
     assert found is not None
     if found.is_same(own):
         return None
@@ -78,7 +78,7 @@ def _flat(of: Result, like: Result) -> Tensor:
     return torch.cat([(torch.zeros_like(g) if own is None else own).flatten() for own, g in pairs])
 
 
-def _chosen(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothing | None:
+def _choose(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothing | None:
     """Return the likeliest: the known one, one with its eps, one with an eps that somebody would choose, or any."""
 
     def unlikely(one: Smoothing) -> tuple[bool, bool, bool]:
@@ -99,9 +99,9 @@ class OtherSmoothing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.cross_entropy:
             return func(*args, **(kwargs or {}))
-        return self._smoothed(*args, **(kwargs or {}))
+        return self._smooth(*args, **(kwargs or {}))
 
-    def _smoothed(
+    def _smooth(
         self,
         logits: Tensor,
         target: Tensor,

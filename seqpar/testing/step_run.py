@@ -147,7 +147,7 @@ class Watch:
             for hook in hooks:
                 hook.remove()
 
-    def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    def _name(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         """Yield name, parameter and group of what an optimizer trains."""
         names = {id(p): name for name, p in named(self.model)}
         group: dict[str, Any]
@@ -163,7 +163,7 @@ class Watch:
     def _before(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Keep the gradients that an optimizer is about to use, unless a closure is still to compute them."""
         has_closure = any(callable(one) for one in (*arguments[1:], *keywords.values()))
-        for name, parameter, _ in self._named(optimizer):
+        for name, parameter, _ in self._name(optimizer):
             if name in self.stepped:
                 raise ValueError(f"{name} was stepped twice; make_trainer's function must train for one step")
             self.stepped.add(name)
@@ -177,7 +177,7 @@ class Watch:
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep an optimizer's state and settings, and gradients of a closure, in which Lightning runs backward."""
-        for name, parameter, settings in self._named(optimizer):
+        for name, parameter, settings in self._name(optimizer):
             self._keep(name, parameter)
             values: dict[str, Any] = {**settings, **optimizer.state.get(parameter, {})}
             for key, value in values.items():
@@ -221,7 +221,7 @@ def run(make_trainer: Callable[[Layout], Trainer], *runs: Run) -> list[list[Ran]
         importlib.import_module(module)
     pool = Pool(runs[0].layout.ranks)
     try:
-        return [pool.call(_ran, _sent(make_trainer), one) for one in runs]
+        return [pool.call(_ran, _send(make_trainer), one) for one in runs]
     except RankError as error:
         raise AssertionError(f"{runs[0].layout}: {error}") from None
     finally:
@@ -232,7 +232,7 @@ _making: list[Callable[[Layout], Trainer]] = []
 """What builds the trainer; a fork inherits it, also where another process could not find it by its name."""
 
 
-def _sent(make_trainer: Callable[[Layout], Trainer]) -> Callable[[Layout], Trainer] | None:
+def _send(make_trainer: Callable[[Layout], Trainer]) -> Callable[[Layout], Trainer] | None:
     """Return what builds the trainer, if it can be sent to another process."""
     try:
         pickle.dumps(make_trainer)
@@ -252,7 +252,7 @@ def _ran(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: R
     gc.freeze()
     _given.clear()
     torch.manual_seed(SEED)
-    model, step = _checked(make_trainer(run.layout))
+    model, step = _check(make_trainer(run.layout))
     if run.other_weights:
         _shake(model)
     before = {name: _whole(p) for name, p in named(model)}
@@ -267,7 +267,7 @@ def _ran(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: R
     return Ran(loss, watch.gradients, watch.state, {n: before[n] for n in after if n in before}, after, sentences)
 
 
-def _checked(made: Any) -> Trainer:
+def _check(made: Any) -> Trainer:
     """Return a model and its step, as make_trainer is asked for."""
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise TypeError(

@@ -100,7 +100,7 @@ def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: i
         >>> find(targets((1, 3), vocab_size=11, padding=0), lambda target: not target.any())
         tensor([[0, 0, 0]])
     """
-    return _unequal(_padded(shape, vocab_size, padding, draw(SEEDS)), draw(masks(shape)), padding, ranks)
+    return _unequal(_pad(shape, vocab_size, padding, draw(SEEDS)), draw(masks(shape)), padding, ranks)
 
 
 def device_lists(device: str = "cpu", most: int = MOST_DEVICES) -> st.SearchStrategy[list[str] | None]:
@@ -208,7 +208,7 @@ class Case:
     def targets(self) -> Tensor:
         """Return targets (batch, time) in [0, vocab_size), of which a fraction of `padding_share` is ignored."""
         shape = (self.batch, self.time)
-        drawn = _padded(shape, self.vocab_size, self.padding, self.seed)
+        drawn = _pad(shape, self.vocab_size, self.padding, self.seed)
         mask = torch.rand(shape, generator=_random(self.seed + 2)) >= self.padding_share
         return _unequal(drawn, mask, self.padding, self.ranks)
 
@@ -271,7 +271,7 @@ def _unequal(drawn: Tensor, mask: Tensor, padding: int, ranks: int) -> Tensor:
     return drawn.where(mask, padding)
 
 
-def _padded(shape: tuple[int, int], vocab_size: int, padding: int, seed: int) -> Tensor:
+def _pad(shape: tuple[int, int], vocab_size: int, padding: int, seed: int) -> Tensor:
     """Return random classes, none of them the padding (unless it is the only class)."""
     drawn = torch.randint(vocab_size, shape, generator=_random(seed))
     if vocab_size > 1 and 0 <= padding < vocab_size:

@@ -1,4 +1,4 @@
-"""How deep a reader has to go: from a public function to its first matrix product, and to its softmax's gradient."""
+"""How far a reader has to go: from a public function to its first matrix product, its softmax's gradient, and back."""
 
 import sys
 from collections.abc import Callable
@@ -60,12 +60,31 @@ def test_from_a_public_function_to_the_matrix_product_are_at_most_six_frames(cal
     assert 0 < frames_at_the_first(PRODUCTS, call) <= most
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "LossCompute"])
-def test_from_a_public_function_to_the_gradient_of_the_softmax_are_at_most_nine_frames(name):
+@pytest.mark.parametrize(("name", "most"), [("linear_cross_entropy", 8), ("LossCompute", 8)])
+def test_from_a_public_function_to_the_gradient_of_the_softmax_are_at_most_eight_frames(name, most):
     call, _ = CALLS[name]
     call()
-    assert 0 < frames_at_the_first(("scatter_add_",), call) <= 9
+    assert 0 < frames_at_the_first(("scatter_add_",), call) <= most
 
 
 def test_a_product_outside_the_library_is_not_counted():
     assert frames_at_the_first(PRODUCTS, lambda: LINEAR(torch.ones(16))) == 0
+
+
+def test_a_loss_with_its_backward_makes_at_most_120_calls_in_16_files():
+    package = str(Path(seqpar.__file__).parent)
+    called: list[str] = []
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            called.append(frame.f_code.co_filename)
+
+    call, _ = CALLS["linear_cross_entropy"]
+    call().total.backward()
+    sys.setprofile(seen)
+    try:
+        call().total.backward()
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(called) <= 120
+    assert len(set(called)) <= 16

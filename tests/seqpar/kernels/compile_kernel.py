@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, aligned
+from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, align
 
 VOCAB = 50_257
 SETTINGS = {
-    "excluded": 7, "softcap": None, "temperature": 1.0, "V": VOCAB, "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK,
+    "excluded": 7, "softcap": None, "temperature": 1.0, "V": VOCAB, "WIDTH": align(VOCAB), "BLOCK": LARGEST_BLOCK,
     "PICKS": 3, "ENTROPY": True, "ARGBEST": True, "WEIGHTED": True, "ignored": -100, "SMOOTH": True, "Z_LOSS": True,
     "KL": True, "GRADIENT": True, "D": 512,
 }  # fmt: skip

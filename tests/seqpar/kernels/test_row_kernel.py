@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
-from seqpar.core.stored_gradients import in_own_precision, narrowed
+from seqpar.core.stored_gradients import in_own_precision, narrow
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import why_no_kernel
-from seqpar.linear.projected_rows import ProjectedRows
 from seqpar.linear.projection import Projection
 from seqpar.rows.conventions import CONVENTIONS
-from seqpar.rows.scores import RowFunction, Upstream
+from seqpar.rows.scores import Upstream
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
@@ -170,7 +169,7 @@ def test_the_engine_takes_the_kernel_and_says_so():
 def test_where_there_is_no_kernel_the_reason_is_known():
     assert why_no_kernel("mps") == "Triton has none for mps"
     assert why_no_kernel("cpu") == "Triton has none for the CPU"
-    with patch("seqpar.kernels.row_kernel._installed", lambda: False):
+    with patch("seqpar.kernels.row_kernel._is_installed", lambda: False):
         assert why_no_kernel("cuda") == "Triton is not installed"
         assert why_no_kernel("xpu") == "Triton is not installed"
     assert why_no_kernel("cuda") == ""
@@ -205,7 +204,7 @@ def test_rows_that_cannot_be_left_out_count_for_nothing(case, by_kernel):
     with torch.no_grad():
         tensors["hidden"][~kept] = torch.nan
     names = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
-    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projection.why_no_kernel", lambda _: "not asked for"):
         loss = seqpar.linear_cross_entropy(**tensors, **case.options)
         got = torch.autograd.grad(loss.total, [tensors[n] for n in names]) if names else ()
     reference = plain_loss(**plain, **case.options)
@@ -226,7 +225,7 @@ def test_the_engine_can_be_recorded_after_its_first_call(by_kernel, own, chunks)
     engine = seqpar.LossCompute(Own(linear) if own else linear, criterion, **chunks)
     hidden = torch.randn(3, 5, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
     target = torch.randint(9, (3, 5), device=DEVICE)
-    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projection.why_no_kernel", lambda _: "not asked for"):
         if own:
             with pytest.raises(RuntimeError, match="first call of the engine is being captured"):
                 engine(hidden, target)
@@ -255,7 +254,7 @@ def test_the_memory_between_two_rows_is_zero_before_and_after_the_kernel(dtype):
     """The CPU's bfloat16 products may read whole tiles, beyond the end of a row."""
     hidden, weight = (torch.randn(n, 8, device=DEVICE, dtype=dtype) for n in (5, 123))
     with kernels():
-        rows = ProjectedRows(Projection(weight, None, dtype, softcap=None, temperature=1.0), RowFunction())
+        rows = Projection(weight, None, dtype, softcap=None, temperature=1.0)
         product = rows.product(hidden)
         padded = product.as_strided((5, product.stride(0)), product.stride())
         assert padded.size(1) == 128
@@ -288,14 +287,14 @@ def test_a_gradient_that_is_written_over_half_of_its_own_sum_is_the_rounded_sum(
         for dtype in (torch.bfloat16, torch.float16):
             sums = torch.randn(shape)
             halves = [half.clone() for half in sums.chunk(2)]
-            found = narrowed(halves, dtype)
+            found = narrow(halves, dtype)
             assert torch.equal(found, sums.to(dtype))
             assert found.data_ptr() == halves[0].data_ptr()
             factor = torch.full((1,) * sums.dim(), 0.37)
-            found = narrowed([half.clone() for half in sums.chunk(2)], dtype, factor)
+            found = narrow([half.clone() for half in sums.chunk(2)], dtype, factor)
             assert torch.equal(found, (sums * factor).to(dtype))
             across = [half.clone(memory_format=torch.preserve_format) for half in sums.mT.contiguous().mT.chunk(2)]
-            assert torch.equal(narrowed(across, dtype), sums.to(dtype))
+            assert torch.equal(narrow(across, dtype), sums.to(dtype))
 
 
 NEVER = (7, 8)
@@ -317,7 +316,7 @@ def in_shards(rank, world, tensors, options, by_kernel):
     start, rows = [(0, 5), (5, 4)][rank]
     tensors = tensors | {name: tensors[name][start : start + rows] for name in ("weight", "class_weight")}
     leaves = [tensors[name].requires_grad_() for name in ("hidden", "weight")]
-    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projection.why_no_kernel", lambda _: "not asked for"):
         vocab = seqpar.VocabShard(torch.distributed.group.WORLD, start, 9)
         loss = seqpar.linear_cross_entropy(**tensors, **options, vocab=vocab)
         return float(loss.total.detach()), [g.numpy() for g in torch.autograd.grad(loss.total, leaves)]
@@ -335,7 +334,7 @@ def test_the_weight_of_a_class_that_no_row_has_is_never_multiplied(convention, b
     loss = nn.functional.cross_entropy(hidden @ weight.t(), tensors["target"], tensors["class_weight"], **plain)
     expected = loss.detach(), dict(zip(LEAVES, torch.autograd.grad(loss, (hidden, weight)), strict=False))
     assert all(g.isfinite().all() for g in expected[1].values())
-    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projection.why_no_kernel", lambda _: "not asked for"):
         got = seqpar.linear_cross_entropy(**tensors, **options).total
         grads = torch.autograd.grad(got, (hidden, weight))
     assert_same_results((got.detach(), dict(zip(LEAVES, grads, strict=False))), expected)

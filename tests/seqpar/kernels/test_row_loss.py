@@ -161,7 +161,7 @@ def test_a_larger_vocabulary_has_larger_blocks_up_to_four_times(classes, expecte
     with (
         kernels(),
         patch.object(row_kernel, "LARGEST_BLOCK", 8),
-        patch("seqpar.linear.inputs.recording", lambda _: True),
+        patch("seqpar.linear.inputs.is_capturing", lambda _: True),
         patch.object(row_kernel, "run_programs", run),
     ):
         seqpar.linear_cross_entropy(hidden, weight, target)

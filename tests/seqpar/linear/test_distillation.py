@@ -10,7 +10,7 @@ from hypothesis import given
 from torch.overrides import TorchFunctionMode
 
 import seqpar
-from seqpar.kernels.row_kernel import aligned, why_no_kernel
+from seqpar.kernels.row_kernel import align, why_no_kernel
 from seqpar.testing import assert_same_gradients
 from tests.seqpar.distributed.vocab_cases import PLAIN
 from tests.seqpar.linear.distillation_cases import (
@@ -288,7 +288,7 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(kind):
             options = {"divergence": divergence, "beta": BETA.get(divergence), "chunk_tokens": chunk}
             seqpar.linear_distillation(hidden, weight, teacher, target, **options).total.backward()
     # A buffer has one row more than a chunk; for the kernels its rows begin at multiples of 16 numbers
-    width = classes if why_no_kernel(hidden.device.type) else aligned(classes)
+    width = classes if why_no_kernel(hidden.device.type) else align(classes)
     assert (chunk - 1) * classes < seen.numbers <= (chunk + 1) * width
 
 

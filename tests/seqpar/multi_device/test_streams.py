@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import is_capturing
 from seqpar.core.streams import current_streams, selected
 from tests import emulated
 from tests.emulated.races import Judge
@@ -198,7 +198,7 @@ def capturing():
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_device_that_is_given(capturing):
-    assert [recording(device) for device in [*TWO, torch.device("cpu")]] == [False, True, False]
+    assert [is_capturing(device) for device in [*TWO, torch.device("cpu")]] == [False, True, False]
     assert torch.accelerator.current_device_index() == 0
 
 

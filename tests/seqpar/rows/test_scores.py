@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
-from seqpar.linear.projected_rows import ProjectedRows
 from seqpar.linear.projection import Projection
 from seqpar.rows.scores import FEW, RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, plain_linear_cross_entropy
@@ -63,7 +62,7 @@ def test_factors_of_rows_that_are_almost_1_are_not_taken_for_1(apart, every):
 
 def test_a_row_function_computes_nothing_that_was_not_asked_for():
     hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
-    rows = ProjectedRows(Projection(weight, None, torch.float32, softcap=None, temperature=1.0), RowFunction())
+    rows = Projection(weight, None, torch.float32, softcap=None, temperature=1.0)
     read, sums = rows.sums(rows.product(hidden), torch.tensor([[0], [1], [4]]), None, again=True)
     assert {name for name, t in sums._asdict().items() if t is not None} == {"best_N", "log_sum_N", "picked_NP"}
     assert read.softmax.shifted_NV is read.softmax.p_NV
