@@ -1,8 +1,8 @@
 """Compute the engine's loss over its devices: scatter the batch, cut each shard into chunks, add the devices' losses.
 
-    loss_over_devices   check the batch, scatter it over the devices, cut each shard into chunks
-    _linear_job         what one device adds up, with gradients in closed form
-    _autograd_job       what one device adds up, with gradients by autograd, chunk by chunk
+    loss_over_devices   check the batch, scatter it over the devices, choose the way, add up
+    _ByFormula          what each device adds up, with gradients in closed form
+    _ByAutograd         what each device adds up, with gradients by autograd, chunk by chunk
 
 Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
 """
@@ -88,57 +88,130 @@ def loss_over_devices(
         formulas: likewise, whether the pair gives the loss of its closed form.
         hidden, target, loss_scale, per_token: as `LossCompute`.
     """
-    criterion = head["criterion"]
     given = {name: value for name, value in per_token.items() if value is not None}
-    shards = scattered(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(criterion))
+    shards = scattered(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(head["criterion"]))
     if given:
         shards = _with_takers(head, shards)
     parts = parts_of(head)
     match, count = _match(head, parts, shards, cut, formulas)
+    way: _ByFormula | _ByAutograd
     if isinstance(match, FormulaMatch):
+        way = _ByFormula(head, parts, match, count, shards, cut)
+    else:
+        way = _ByAutograd(head, parts, shards, cut, known, loss_scale)
+    jobs = [way.job(replica, shard) for replica, shard in zip(way.heads, way.shards, strict=True)]
+    if cut.devices is None and way.heads[0] is head:
+        return differentiable_sum(*jobs[0], loss_scale)
+    return sum_over_devices(jobs, way.parameters, loss_scale, way.run)
+
+
+class _ByFormula:
+    """The loss in closed form.
+
+    Args:
+        count: as in `Checked`.
+    """
+
+    def __init__(
+        self,
+        head: nn.ModuleDict,
+        parts: Parts,
+        match: FormulaMatch,
+        count: LateNumber | None,
+        shards: list[Shard],
+        cut: Cut,
+    ) -> None:
         # Time steps are cut from (B, T), which joining shards would flatten
         if cut.chunk_size is None and len(shards) > 1:
             shards = one_for_each_device(shards)
-        heads = heads_on(head, parts.parameters, shards)
-        adds_up = False
-    else:
+        self.match = match
+        self.count = count
+        self.cut = cut
+        self.shards = shards
+        self.heads = heads_on(head, parts.parameters, shards)
+        self.parameters = match.parameters
+
+    def job(self, replica: nn.ModuleDict, shard: Shard) -> Job:
+        """Return what a device adds up; the caller's whole batch has been checked before it was scattered."""
+        here = self.match.of_replica(replica)
+        inputs = Inputs(shard.hidden, here.projection.weight, shard.target, here.projection.bias)
+        settings = Settings(
+            here.ignore_index, here.label_smoothing, here.smoothing_convention, chunk_tokens=self.cut.chunk_tokens
+        )
+        given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight, self.count)
+        chunks = None if self.cut.chunk_size is None else cut_time(shard.counted, self.cut.chunk_size)
+        return cross_entropy_job(inputs, settings, given, chunks)
+
+    def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> list[TokenLoss]:
+        """Return the loss of each walk; an accelerator's reads nothing and goes on by itself, so the CPU comes last."""
+        found: dict[int, TokenLoss] = {}
+        for i in sorted(range(len(walks)), key=lambda i: FACTS[self.shards[i].hidden.device.type].is_host):
+            found[i] = walks[i](*arguments[i])
+        return [found[i] for i in range(len(walks))]
+
+
+class _ByAutograd:
+    """The loss with autograd's gradients, chunk by chunk.
+
+    Args:
+        known: what earlier calls have found out about the logits; this call adds to it.
+    """
+
+    def __init__(
+        self,
+        head: nn.ModuleDict,
+        parts: Parts,
+        shards: list[Shard],
+        cut: Cut,
+        known: dict[Situation, LogitFacts],
+        loss_scale: float | Tensor,
+    ) -> None:
         refuse_cached(parts)
         situation = situation_of(parts, shards[0], loss_scale)
         found = facts_in(known, situation)
         if found is None:
             refuse_sharded(head)
             check_parts_replicable(parts.modules)
-        heads = heads_on(head, parts.parameters, shards)
+        self.head = head
+        self.parts = parts
+        self.cut = cut
+        self.shards = shards
+        self.heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
-        facts = logit_facts(known, situation, found, head, heads, shards)
-        adds_up = facts.adds_up
-    jobs = []
-    for replica, shard in zip(heads, shards, strict=True):
-        if isinstance(match, FormulaMatch):
-            jobs.append(_linear_job(match.of_replica(replica), shard, cut, count))
-        else:
-            chunks = _chunks(shard.counted, facts, cut)
-            params = parts.parameters if replica is head else parts_of(replica).parameters
-            call_itself = replica is head and facts.keeps_nothing and not _fires_hooks(head, params)
-            jobs.append(_autograd_job(replica, params, shard, chunks, call_itself))
-    if cut.devices is None and heads[0] is head:
-        return differentiable_sum(*jobs[0], loss_scale)
-    devices = [shard.hidden.device for shard in shards]
-    if isinstance(match, FormulaMatch):
-        return sum_over_devices(jobs, match.parameters, loss_scale, partial(_in_turn, devices))
-    # The caller's modules have a thread for each device
-    with _adding_up(parts.buffers if adds_up else [], heads):
-        return sum_over_devices(jobs, parts.parameters, loss_scale, partial(parallel_apply, devices=devices))
+        self.facts = logit_facts(known, situation, found, head, self.heads, shards)
+        self.parameters = parts.parameters
 
+    def job(self, replica: nn.ModuleDict, shard: Shard) -> Job:
+        """Return what a device adds up."""
+        # A tied parameter is listed once, and its gradient is the sum over all of its uses
+        params = self.parameters if replica is self.head else parts_of(replica).parameters
+        # A structural copy costs as much as the layers of a small generator
+        call_itself = replica is self.head and self.facts.keeps_nothing and not _fires_hooks(replica, params)
+        names = tuple(shard.per_token)
+        weights = tuple(shard.of_criterion)
+        target_N = shard.target.flatten()
+        ends = params if call_itself else leaf_copies(params)
 
-def _in_turn(
-    devices: Sequence[torch.device], walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]
-) -> list[TokenLoss]:
-    """Return the loss of each walk; an accelerator's reads nothing and goes on by itself, so the CPU comes last."""
-    found: dict[int, TokenLoss] = {}
-    for i in sorted(range(len(walks)), key=lambda i: FACTS[devices[i].type].is_host):
-        found[i] = walks[i](*arguments[i])
-    return [found[i] for i in range(len(walks))]
+        def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
+            bound = replica
+            if not call_itself:
+                # A copy of the head whose parameters are the leaves of this chunk's graph
+                bound = bind(replica, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+            # As many dimensions as hidden had: the generator may expect (batch, time, D)
+            shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
+            logits_KV = project(bound["generator"], names, shape, rows[: 1 + len(names)])
+            own = dict(zip(weights, rows[1 + len(names) :], strict=True))
+            return criterion_loss(bound["criterion"], logits_KV, target_N[chunk], own)
+
+        empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(replica["criterion"]))
+        rows = (*rows_of(shard), *criterion_rows_of(shard))
+        walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, ends))
+        return walk, _chunks(shard.counted, self.facts, self.cut), Leaves(rows, params, empty)
+
+    def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> Sequence[TokenLoss]:
+        """Return the loss of each walk; the caller's modules have a thread for each device."""
+        with _adding_up(self.parts.buffers if self.facts.adds_up else [], self.heads):
+            return parallel_apply(walks, arguments, devices=[shard.hidden.device for shard in self.shards])
 
 
 def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
@@ -243,52 +316,8 @@ def linear_loss(
     )
 
 
-def _linear_job(here: FormulaMatch, shard: Shard, cut: Cut, count: LateNumber | None) -> Job:
-    """Return what a device adds up in closed form, given the match of its replica; `count` as in `Checked`."""
-    # The caller's whole batch has been checked before it was scattered
-    inputs = Inputs(shard.hidden, here.projection.weight, shard.target, here.projection.bias)
-    settings = Settings(
-        here.ignore_index, here.label_smoothing, here.smoothing_convention, chunk_tokens=cut.chunk_tokens
-    )
-    given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight, count)
-    chunks = None if cut.chunk_size is None else cut_time(shard.counted, cut.chunk_size)
-    return cross_entropy_job(inputs, settings, given, chunks)
-
-
 def _fires_hooks(head: nn.ModuleDict, params: Sequence[Tensor]) -> bool:
     """Return whether a call of the head, or a gradient of these parameters, would run hooks that belong to the step."""
     # `inside_unit` has run a unit's, and calls this loss as its forward. Those that run once a parameter's gradient has
     # been accumulated, as DDP's, do not run for `torch.autograd.grad`; those of the tensor itself do
     return is_fsdp_unit(head["generator"]) or any(p._backward_hooks or not p.is_leaf for p in params)
-
-
-def _autograd_job(
-    head: nn.ModuleDict, params: Sequence[Tensor], shard: Shard, chunks: list[Chunk], call_itself: bool
-) -> Job:
-    """Return what a device adds up with autograd's gradients.
-
-    Args:
-        params: the head's parameters. A tied one is listed once, and its gradient is the sum over all of its uses.
-        call_itself: whether to call the head for each chunk, and not a structural copy of it, which costs as much as
-            the layers of a small generator.
-    """
-    names = tuple(shard.per_token)
-    weights = tuple(shard.of_criterion)
-    target_N = shard.target.flatten()
-    ends = params if call_itself else leaf_copies(params)
-
-    def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
-        bound = head
-        if not call_itself:
-            # A copy of the head whose parameters are the leaves of this chunk's graph
-            bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
-        # As many dimensions as hidden had: the generator may expect (batch, time, D)
-        shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
-        logits_KV = project(bound["generator"], names, shape, rows[: 1 + len(names)])
-        own = dict(zip(weights, rows[1 + len(names) :], strict=True))
-        return criterion_loss(bound["criterion"], logits_KV, target_N[chunk], own)
-
-    empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
-    rows = (*rows_of(shard), *criterion_rows_of(shard))
-    walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, ends))
-    return walk, chunks, Leaves(rows, params, empty)
