@@ -18,9 +18,8 @@ from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.pair import counts_itself, criterion_loss
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
+from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial, in_float32
 from seqpar.linear.leaves import product_dtype
-from seqpar.multi_device.replicas import bind
 from seqpar.rows.criteria import ignored_target
 
 MOST_COMPANY = 128
@@ -161,8 +160,7 @@ def _widen(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tu
     if rows[0].dtype.itemsize >= 4:
         return criterion, rows
     wide = [rows[0].float(), *rows[1:]]
-    tensors = [*criterion.parameters(), *criterion.buffers()]
-    copy = bind(criterion, {id(t): t.detach().float() for t in tensors if t.is_floating_point()})
+    copy = in_float32(criterion)
     # A tensor that is neither a parameter nor a buffer keeps its dtype
     with contextlib.suppress(Exception):
         _loss_of_rows(copy, wide, names)

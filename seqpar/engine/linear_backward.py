@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.core.graphs import without_autocast
 from seqpar.core.row_independence import largest_difference
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
-from seqpar.multi_device.replicas import bind
+from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial, in_float32, widen
 
 HALVES = "the gradient of a half of the rows plus that of the other"
 
@@ -96,19 +95,12 @@ def _is_off_in_float32(trial: Trial, copy: nn.ModuleDict) -> bool:
     if all(t.dtype.itemsize >= 4 for t in narrow):
         return False
     widened = shallow_copy(trial)
-    widened.rows = [_wide(t) for t in trial.rows]
-    widened.of_criterion = {name: _wide(t) for name, t in trial.of_criterion.items()}
-    tensors = [*copy.parameters(), *copy.buffers()]
-    wide = bind(copy, {id(t): _wide(t).requires_grad_(t.requires_grad) for t in tensors})
+    widened.rows = [widen(t) for t in trial.rows]
+    widened.of_criterion = {name: widen(t) for name, t in trial.of_criterion.items()}
+    wide = in_float32(copy)
     with contextlib.suppress(Exception), without_autocast(trial.target_K.device.type):
         return bool(_changed_by_halves(widened, wide, _outcome(widened, wide)))
     return False
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return a floating-point tensor in float32 or wider, without its graph."""
-    tensor = tensor.detach()
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
 
 
 def _outcome(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:

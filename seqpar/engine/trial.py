@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from seqpar.engine.effects import Held, random_states_kept
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
 from seqpar.multi_device.replicas import bind
+
+Module = TypeVar("Module", bound=nn.Module)
 
 PROBE_ROWS = 4
 """Two sequences of two time steps."""
@@ -176,3 +178,15 @@ def _write(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tup
             if isinstance(value, Tensor):
                 found[f"{name}.{attribute}"] = (id(value), value._version)
     return found
+
+
+def in_float32(module: Module) -> Module:
+    """Return a copy whose parameters and buffers are in float32 or wider; a tensor that is neither keeps its dtype."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return bind(module, {id(t): widen(t).requires_grad_(t.requires_grad) for t in tensors})
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in float32 or wider, and any other as it is, without its graph."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
