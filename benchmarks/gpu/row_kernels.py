@@ -38,7 +38,7 @@ class Chunk:
 
     def __init__(self, rows: int, classes: int, smoothing: float, device: str) -> None:
         torch.manual_seed(0)
-        drawn = torch.randn(rows, row_kernel.aligned(classes), device=device, dtype=torch.bfloat16)
+        drawn = torch.randn(rows, row_kernel.align(classes), device=device, dtype=torch.bfloat16)
         self.first_KV = drawn[:, :classes]
         # Whole rows of memory, since a kernel writes up to a row's end
         self.product_KV = drawn.clone()[:, :classes]

@@ -80,9 +80,10 @@ def prepare_scores(
 
     Args:
         settings: without the temperature, which is the request's.
-        per_token: further tensors with one row for each token.
-        loss: the function of the scores, if the call has one.
+        per_token: further tensors with one row for each token; None if the call has no loss.
+        loss: the function of the scores.
     """
+    has_loss = per_token is not None
     per_token = per_token or {}
     temperature = request.temperature
     if not isinstance(temperature, Tensor):
@@ -90,7 +91,7 @@ def prepare_scores(
     inputs, vocab = local_tensors(inputs, vocab)
     with tell_errors(vocab):
         given = check_inputs(inputs, settings, vocab, loss_scale, any_dtype=request.product_dtype is not None)
-        if loss is not None:
+        if has_loss:
             check_function(loss, "loss", "a function of scores that returns (rows,)")
         _check_request(request, inputs.target, settings.ignore_index, given.shard.vocab_size)
         check_per_token(per_token, inputs.target)

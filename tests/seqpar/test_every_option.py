@@ -117,7 +117,12 @@ def public_parameters() -> dict[str, set[str]]:
         for method in methods:
             called = getattr(public, method)
             shown = not method.startswith("_") or method == "__call__"
-            if shown and inspect.isroutine(called) and not {method, f"{name}.{method}"} & NOT_FOR_CALLERS:
+            if (
+                shown
+                and inspect.isroutine(called)
+                and callable(called)
+                and not {method, f"{name}.{method}"} & NOT_FOR_CALLERS
+            ):
                 found[f"{name}.{method}"] = parameters_of(called)
     return found
 
