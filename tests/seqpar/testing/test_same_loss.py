@@ -192,6 +192,7 @@ class Gated(nn.Module):
         return self.out(hidden) * gate.unsqueeze(-1)
 
 
+@pytest.mark.unswitched
 def test_a_per_token_tensor_belongs_to_one_rank_as_hidden_does():
     gate, hidden, target = torch.rand(3, 3), torch.randn(3, 3, 4), torch.randint(5, (3, 3))
     assert_same_loss(Gated(), nn.CrossEntropyLoss(reduction="sum"), hidden, target, ranks=2, gate=gate)
