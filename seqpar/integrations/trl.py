@@ -204,7 +204,7 @@ class AppliedScores:
         bases = [base_of(model) for model in models]
         self.whole = {id(base): model for base, model in zip(bases, models, strict=True)}
         for base in bases:
-            gather_in_model(base, base.get_output_embeddings())
+            gather_in_model(base, scored_head(base))
             self.models.reading(base)
         self.hooks: list[Any] = []
         for base in bases:
