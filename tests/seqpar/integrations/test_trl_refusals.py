@@ -141,6 +141,13 @@ def test_a_model_that_runs_out_of_memory_says_so_itself():
         AppliedScores([model], None)
 
 
+def test_a_model_without_output_embeddings_is_refused_by_name():
+    model = tiny("llama")
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(TypeError, match=r"^the output embeddings of LlamaForCausalLM are a"):
+        AppliedScores([model], None)
+
+
 def test_trained_tokens_of_tied_embeddings_are_refused_by_name():
     model = tiny("llama-tied")
     tokens = {"embed_tokens": [5, 6]}
