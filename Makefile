@@ -64,12 +64,12 @@ test-formats: .venv/dev  ## check imports from and exports to other programs' fo
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes
 
-test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams, and Triton's kernels with every option (about 7 minutes on 2 cores)
+test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams, and Triton's kernels with every option (about 6 minutes on 2 cores)
 	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
 	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations=5 -m accelerator tests/seqpar/kernels
 
-test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 5 minutes on 2 cores)
+test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 3 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
 
@@ -93,7 +93,7 @@ TRAINER_TESTS := $(patsubst %,tests/seqpar/integrations/test_%_itself.py,axolotl
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .trainers axolotl==0.19.0 ms-swift==4.6.0 nemo-automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2 py-rattler-build==0.73.0 addict==2.4.0 deepspeed==0.19.8 docstring_parser==0.18.0 einops==0.8.2 hjson==3.1.0 json_repair==0.64.6 llvmlite==0.50.0 modelscope==1.40.2 modelscope_hub==0.5.1 msgpack==1.2.4 ninja==1.13.2 numba==0.68.1 py-cpuinfo==9.0.0 spmd_types==0.3.1 torchao==0.17.0 torchdata==0.11.0 tyro==1.0.17
 	@touch $@
 
-test-trainers: .trainers/made  ## run the loss in the trainers of other projects, from their wheels, on the CPU, and what a release hands to kernels and conda (about 3 minutes on 2 cores)
+test-trainers: .trainers/made  ## run the loss in the trainers of other projects, from their wheels, on the CPU, and what a release hands to kernels and conda (about 4 minutes on 2 cores)
 	@$(BIN)/python -m pip list --path .trainers 2>/dev/null | grep -E 'axolotl|deepspeed|swift|nemo|torchtitan|kernels|rattler'
 # A process each: importing one of them changes transformers' classes for all
 	@for tests in $(TRAINER_TESTS) tests/seqpar/distributed/test_spmd_types.py 'tests/test_release.py -k itself'; do \
