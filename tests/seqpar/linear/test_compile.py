@@ -1,5 +1,6 @@
 """`torch.compile(fullgraph=True)` around the loss, and `torch.func.functional_call`: the numbers of the eager loss."""
 
+import sys
 from functools import partial
 from types import MethodType
 
@@ -7,12 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import seqpar
 from seqpar.testing import assert_same_gradients
 from tests.seqpar.linear.linear_loss import linear_cases, plain_loss
 
 LEAVES = ("hidden", "weight", "bias", "token_weight")
+NOTICES_ATTRIBUTES = pytest.mark.xfail(
+    sys.version_info[:3] == (3, 13, 0) and TorchVersion(torch.__version__) < "2.12",
+    reason="on Python 3.13.0 the graphs of torch 2.11 do not notice what is set on a module, seqpar's or not",
+    strict=True,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +128,7 @@ def test_no_gradient_is_computed_where_none_is_wanted():
         assert compiled(tokens, tokens).total.grad_fn is None
 
 
+@NOTICES_ATTRIBUTES
 def test_a_list_of_hiddens_own_device_is_one_operator_too():
     model = Tagger(CRITERIA["fairseq"]()).double()
     tokens, target = torch.randint(30, (2, 9)), torch.randint(30, (2, 9))
@@ -202,6 +210,7 @@ def doubled(generator, hidden):
     return 2 * nn.Linear.forward(generator, hidden)
 
 
+@NOTICES_ATTRIBUTES
 @pytest.mark.parametrize("bound", [MethodType, partial])
 def test_a_forward_that_is_set_after_compiling_is_called(bound):
     generator, criterion = nn.Linear(4, 9).double(), seqpar.CrossEntropy()
