@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import signal
@@ -183,13 +184,20 @@ class TokenBatches:
         Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
         target lengths still has similar source lengths as well.
         """
-        sources, source_place = _distinct(source_lengths, self._slices())
-        targets, target_place = _distinct(target_lengths, self._slices())
+
+        def lengths(of_side: Lengths, start: int, end: int) -> Array:
+            """Return the lengths of one side; of pairs that are left out only that they are, as a table has each."""
+            if self.max_length == math.inf:
+                return of_side(start, end)
+            return numpy.minimum(of_side(start, end), int(self.max_length) + 1)
+
+        sources, source_place = _distinct(functools.partial(lengths, source_lengths), self._slices())
+        targets, target_place = _distinct(functools.partial(lengths, target_lengths), self._slices())
 
         def keys(start: int, end: int) -> Array:
             """Return one number for both lengths of a pair."""
-            key: Array = target_place[target_lengths(start, end)] * len(sources)
-            return key + source_place[source_lengths(start, end)]
+            key: Array = target_place[lengths(target_lengths, start, end)] * len(sources)
+            return key + source_place[lengths(source_lengths, start, end)]
 
         occurs = numpy.zeros(len(targets) * len(sources), bool)
         for start, end in self._slices():

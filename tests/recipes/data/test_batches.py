@@ -2,6 +2,7 @@
 
 import os
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from recipes.translation.data import batches as batches_module
 from recipes.translation.data.batches import Batch, TokenBatches, order_of
 from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.data.token_store import IDS, Flat
 from recipes.translation.settings.config import DataConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 
@@ -212,3 +214,20 @@ def test_equal_random_numbers_are_in_the_order_of_a_stable_sort() -> None:
     assert (order_of(ties) == numpy.argsort(ties, kind="stable")).all()
     apart = numpy.random.default_rng(1).random(2_000)
     assert (order_of(apart) == numpy.argsort(apart, kind="stable")).all()
+
+
+def test_lengths_of_pairs_that_are_left_out_take_no_memory() -> None:
+    """A table has a number for each length of one side beside each of the other."""
+    draw = numpy.random.default_rng(1)
+    lengths = [flat_of(draw.integers(1, 20_000, 20_000)) for _ in range(2)]
+    tracemalloc.start()
+    batches = TokenBatches(*lengths, batch_tokens=4_096, seed=1, max_length=256)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0 < len(batches.pairs_short_enough) < 20
+    assert peak < 20e6
+
+
+def flat_of(lengths: numpy.ndarray) -> Flat[list[int]]:
+    """Sentences of these lengths, whose ids take no memory."""
+    return Flat(numpy.broadcast_to(numpy.int32(5), int(lengths.sum())), numpy.cumsum(lengths), IDS)
