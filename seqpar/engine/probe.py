@@ -71,7 +71,7 @@ def logit_facts(
     """
     hidden = shards[0].hidden
     if is_capturing(hidden.device):
-        found = _facts_while_recording(known, situation)
+        found = _facts_while_capturing(known, situation)
     if found is not None and found.criterion_is_checked:
         check_targets(shards, found.vocab_size)
         return found
@@ -131,7 +131,7 @@ def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Ten
     return logits_KV, has_same_attributes(copy, trial.head)
 
 
-def _facts_while_recording(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
+def _facts_while_capturing(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
     """Return the facts found in any mode or dtype: no number can be read while a CUDA graph is captured."""
     for earlier, facts in known.items():
         if earlier.shapes == situation.shapes and facts.criterion_is_checked:

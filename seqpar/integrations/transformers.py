@@ -110,7 +110,7 @@ def apply_seqpar_loss(
         before = "apply the loss before torch.compile, to the model inside (model._orig_mod)"
         raise TypeError(f"this {type(model._orig_mod).__name__} is compiled; {before}")
     supported_linear(model)
-    if _apply_to(model):
+    if _losses_on(model):
         raise ValueError(f"this {type(model).__name__} has the loss already; remove_seqpar_loss(model) removes it")
     applied = AppliedLoss(model, label_smoothing, chunk_tokens)
     if trainer is not None:
@@ -118,7 +118,7 @@ def apply_seqpar_loss(
     return applied
 
 
-def _apply_to(model: Any) -> list[AppliedLoss]:
+def _losses_on(model: Any) -> list[AppliedLoss]:
     """Return the losses that were applied to a model and not removed."""
     return [owner for owner in owners(model) if isinstance(owner, AppliedLoss)]
 
@@ -136,7 +136,7 @@ def remove_seqpar_loss(model: PreTrainedModel | Any) -> None:
         >>> model(tokens, labels=tokens).logits.shape
         torch.Size([2, 9, 50])
     """
-    for applied in _apply_to(model_of(model) if is_trainer(model) else base_of(model)):
+    for applied in _losses_on(model_of(model) if is_trainer(model) else base_of(model)):
         applied.remove()
 
 
@@ -206,7 +206,7 @@ class SeqparLoss(TrainerCallback):
         if self.applied is not None and self.applied.is_on(model):
             self.applied.meet(trainer)
             return
-        for applied in _apply_to(model):
+        for applied in _losses_on(model):
             if applied.by_callback:
                 applied.remove()
         self.applied = apply_seqpar_loss(trainer, label_smoothing=self.label_smoothing, chunk_tokens=self.chunk_tokens)

@@ -324,12 +324,12 @@ class AppliedLoss(LeftOut):
         else:
             fields["loss"] = divided(call.loss, call.items)
         if call.certain:
-            fields["loss"] = fields["loss"] + self._add(call, outputs).to(fields["loss"].device)
+            fields["loss"] = fields["loss"] + self._added_part(call, outputs).to(fields["loss"].device)
         elif isinstance(outputs, Mapping) and not call.keeps_logits:
             refuse_another_part(type(model).__name__, outputs.get("loss"))
         return as_asked(call, outputs, fields)
 
-    def _add(self, call: Call, outputs: Any) -> Tensor:
+    def _added_part(self, call: Call, outputs: Any) -> Tensor:
         """Return what the model has added to the cross-entropy of its logits, an auxiliary loss."""
         target = call.target_BT if call.keeps_logits else call.window_RW
         assert target is not None

@@ -237,9 +237,10 @@ class AppliedScores:
             return
         self.asked = True
         self.running = _Node(model, self.models.reading(model), self.chunk_tokens)
-        if is_divided(model.get_output_embeddings()):
+        head: Any = model.get_output_embeddings()
+        if is_divided(head):
             # Outputs have to stay those of DeepSpeed's hook, which gathers the weights for their backward
-            gather_in_model(model, model.get_output_embeddings())
+            gather_in_model(model, head)
         else:
             # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
             self.last_hook = self.whole[id(model)].register_forward_hook(self._unrounded)
