@@ -153,9 +153,10 @@ def chunk_loss(
             if slots.token_weight is not None:
                 # total = sum_i a_i loss_i, so d total / d a_i = loss_i
                 slots.token_weight.write(chunk, torch.cat(losses) * gradients.scale)
-            for slot, grads in zip(slots.per_token, zip(*per_token_grads, strict=True), strict=False):
+            for i, slot in enumerate(slots.per_token):
                 if slot is not None:
-                    slot.write(chunk, torch.cat(grads))
+                    # An IndexError, and not a gradient of 0, where a loss has returned none
+                    slot.write(chunk, torch.cat([grads[i] for grads in per_token_grads]))
     return sum_of_parts(sums)
 
 
