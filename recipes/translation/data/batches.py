@@ -109,10 +109,7 @@ class TokenBatches:
         """The indices of the pairs that are not left out."""
         self.dropped = len(self.sources) - len(self.pairs_short_enough)
         self._sort_lengths(source_lengths, target_lengths)
-        self._sorted = self._sort(self.pairs(0))
-        if self.mixture is None:  # whose other epochs sort other pairs
-            del self._places
-        self._cuts = self._cut(self._sorted)
+        self._cuts = self._cut(self._counts(self.pairs(0)))
 
     def __len__(self) -> int:
         if not len(self.pairs(0)):  # all are too long, or of corpora with weight 0
@@ -134,10 +131,9 @@ class TokenBatches:
             return []
         rng = numpy.random.default_rng([self.seed, number])
         pairs = self.pairs(number)
-        found, cuts = self._sorted, self._cuts
-        if self.mixture is not None:
-            found = self._sort(pairs)
-            cuts = self._cut(found)
+        found = self._sort(pairs)
+        # Without a mixture every epoch has the same pairs
+        cuts = self._cuts if self.mixture is None else self._cut(found.counts)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
         ties = rng.random(len(pairs))
         order = numpy.empty_like(pairs)
@@ -153,7 +149,7 @@ class TokenBatches:
         """Return the number of batches of an epoch, which is the same for all without a mixture."""
         if self.mixture is None or not len(self):
             return len(self)
-        return len(self._cut(self._sort(self.pairs(number)))) + 1
+        return len(self._cut(self._counts(self.pairs(number)))) + 1
 
     def pairs(self, epoch: int) -> Array:
         """Return the indices of the pairs of an epoch."""
@@ -215,11 +211,16 @@ class TokenBatches:
             self._places[start:end] = places[keys(start, end)]
         self._longer = numpy.maximum(of_target, of_source)[order]
 
-    def _sort(self, pairs: Array) -> Sorted:
-        """Sort pairs by their lengths: count them, and put each part of the pairs behind those before it."""
+    def _counts(self, pairs: Array) -> Array:
+        """Count the pairs of each of the lengths that occur."""
         counts = numpy.zeros(len(self._longer), numpy.int64)
         for start in range(0, len(pairs), SLICE):
             counts += numpy.bincount(self._places[pairs[start : start + SLICE]], minlength=len(counts))
+        return counts
+
+    def _sort(self, pairs: Array) -> Sorted:
+        """Sort pairs by their lengths: count them, and put each part of the pairs behind those before it."""
+        counts = self._counts(pairs)
         places = numpy.empty(len(pairs), numpy.int32)
         free = numpy.cumsum(counts) - counts
         for start in range(0, len(pairs), SLICE):
@@ -232,7 +233,7 @@ class TokenBatches:
             free += of_part
         return Sorted(places, counts)
 
-    def _cut(self, found: Sorted) -> list[int]:
+    def _cut(self, counts: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
 
         The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
@@ -242,7 +243,7 @@ class TokenBatches:
         start = 0
         longest = 0
         position = 0
-        for length, count in zip(self._longer.tolist(), found.counts.tolist(), strict=True):
+        for length, count in zip(self._longer.tolist(), counts.tolist(), strict=True):
             end = position + count
             if count:
                 longest = max(longest, length)

@@ -45,6 +45,10 @@ def same_text(one: str, other: str) -> bool:
     return one == other or list(filter(None, one.split(" "))) == list(filter(None, other.split(" ")))
 
 
+TOGETHER = 16
+"""Sentences that are looked at as one text, which is faster where none of them is changed."""
+
+
 class OtherForm:
     """Counts target sentences that a model cannot write as they are, by its subwords' rules of normalisation."""
 
@@ -54,9 +58,17 @@ class OtherForm:
         self.changed = 0
         self._example = ""
 
-    def add(self, sentence: str) -> None:
-        """Count a sentence."""
-        self.sentences += 1
+    def add(self, sentences: Sequence[str]) -> None:
+        """Count sentences."""
+        self.sentences += len(sentences)
+        for start in range(0, len(sentences), TOGETHER):
+            some = sentences[start : start + TOGETHER]
+            # Every part of text that is printable, ASCII or in NFC is so too
+            if not self._target.leaves(" ".join(some)):
+                for sentence in some:
+                    self._compare(sentence)
+
+    def _compare(self, sentence: str) -> None:
         if self._target.leaves(sentence):
             return
         written = one_line(self._target.normalized(sentence))

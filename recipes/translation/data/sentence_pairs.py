@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -118,14 +120,20 @@ def fingerprint(data: DataConfig, split: Split, hashes: Hashes | None = None) ->
             digest.update(json.dumps(pair).encode())
     else:
         known = {} if hashes is None else hashes
-        for path in paths_of(data, split):
-            if path not in known:
-                with path.open("rb") as file:
-                    known[path] = hashed(file)
+        paths = paths_of(data, split)
+        unknown = [path for path in paths if path not in known]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            known.update(zip(unknown, pool.map(_hashed, unknown), strict=True))
+        for path in paths:
             # The size separates the files: a line that moves from one to the next must change the digest
             size, of_file = known[path]
             digest.update(f"{size} bytes:".encode() + of_file)
     return digest.hexdigest()
+
+
+def _hashed(path: Path) -> tuple[int, bytes]:
+    with path.open("rb") as file:
+        return hashed(file)
 
 
 def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:

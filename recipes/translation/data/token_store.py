@@ -95,7 +95,10 @@ class Flat(Sequence[T]):
 
     def lengths(self, start: int, end: int) -> Array:
         """Return the number of values of each item from `start` to `end`."""
-        return numpy.diff(self.ends[start:end].astype(numpy.int64), prepend=self.start(start))
+        if not start:
+            return numpy.diff(self.ends[:end].astype(numpy.int64), prepend=0)
+        found: Array = self.ends[start:end] - self.ends[start - 1 : end - 1]
+        return found.astype(numpy.int64, copy=False)
 
     def _items(self, start: int, end: int, step: int) -> list[T]:
         if step != 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -39,16 +40,12 @@ def write_ids(
         form = OtherForm(subwords[1])
         unknown = [0, 0]
         counts = [0, 0]
-        parts = _parts(text.corpora, tags)
-        with ThreadPoolExecutor(threads) as pool:
-            # As many at a time as there are threads: the memory does not grow with the corpus
-            while some := list(islice(parts, threads)):
-                for found, other in pool.map(lambda part: _encoded(text, part, subwords), some):
-                    form.join(other)
-                    for side, (ids, lengths) in enumerate(found):
-                        writers[side].add(ids, lengths)
-                        unknown[side] += int((ids == UNK).sum())
-                        counts[side] += len(ids)
+        for found, other in _each_encoded(text, tags, subwords, threads):
+            form.join(other)
+            for side, (ids, lengths) in enumerate(found):
+                writers[side].add(ids, lengths)
+                unknown[side] += int((ids == UNK).sum())
+                counts[side] += len(ids)
         said = form.lines("data", "target sentences are learned")
         said += [
             f"[data] {unknown[side]:,} of {counts[side]:,} {name} subwords are unknown: the model reads, or learns to "
@@ -74,11 +71,25 @@ Encoded = list[tuple[Array, list[int]]]
 """Of each side the ids of all sentences, one after the other, and the number of each one's."""
 
 
+def _each_encoded(
+    text: TrainingText, tags: Sequence[tuple[str, ...]], subwords: tuple[Subwords, Subwords], threads: int
+) -> Iterator[tuple[Encoded, OtherForm]]:
+    """Yield each part in subwords, a part for each thread ahead: the memory does not grow with the corpus."""
+    begun: deque[Future[tuple[Encoded, OtherForm]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for part in _parts(text.corpora, tags):
+            begun.append(pool.submit(_encoded, text, part, subwords))
+            # While one part is written, every thread has another one
+            if len(begun) > threads:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
+
+
 def _encoded(text: TrainingText, part: Part, subwords: tuple[Subwords, Subwords]) -> tuple[Encoded, OtherForm]:
     sources, targets = text.sources[part.start : part.end], text.targets[part.start : part.end]
     form = OtherForm(subwords[1])
-    for sentence in targets:
-        form.add(sentence)
+    form.add(targets)
     if part.tags:
         before = " ".join((*part.tags, ""))
         sources = [before + sentence for sentence in sources]

@@ -159,8 +159,7 @@ def evaluate_pairs(
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # an error before the work of translating
     form = OtherForm(translator.target)
-    for reference in references:
-        form.add(reference)
+    form.add(references)
     if ranks.is_main:
         form.note(label or "evaluate", f"references of {name} can be written only")
     found = best(translator, [pair.source for pair in spoken], ranks, label)

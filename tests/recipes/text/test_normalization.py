@@ -80,6 +80,18 @@ def test_what_is_counted_as_changed_is_what_comes_back_changed(some: str, models
         assert subwords.normalized(some) == subwords.written([some])[0].strip(" ")
 
 
+@given(some=st.lists(text | st.sampled_from(["ein Haus", "Café", "q\u0307\u0323"]), max_size=40))
+def test_sentences_together_are_what_each_is_alone(some: list[str], models: dict[str, Subwords]) -> None:
+    for subwords in models.values():
+        assert subwords.encode(some) == [ids for sentence in some for ids in subwords.encode([sentence])]
+        form = OtherForm(subwords)
+        form.add(some)
+        each = OtherForm(subwords)
+        for sentence in some:
+            each.add([sentence])
+        assert form.lines("data", "sentences") == each.lines("data", "sentences")
+
+
 @given(text)
 def test_a_second_normalisation_changes_nothing(some: str) -> None:
     for name in NORMALIZATIONS:
@@ -171,8 +183,7 @@ def test_references_that_the_model_cannot_write_are_counted(
     translator: Translator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     form = OtherForm(translator.target)
-    for reference in ("5 m²", "5 m2", "cafe\u0301"):
-        form.add(reference)
+    form.add(["5 m²", "5 m2", "cafe\u0301"])
     form.note("evaluate", "references of test can be written only")
     assert "[evaluate] 2 of 3 references of test can be written only in another form" in capsys.readouterr().err
 
