@@ -129,7 +129,7 @@ def test_one_of_ours_that_fails_ends_the_run(measured, monkeypatch):
     def broken(x):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(ours, "engine", lambda known=True: broken)
+    monkeypatch.setattr(Loss, "ways", lambda *_: {ENGINE: Implementation(broken)})
     with pytest.raises(RuntimeError, match="broken"):
         measured("gpu", Loss.gpu_parts["gpu"])
 

@@ -73,20 +73,32 @@ def every_hypothesis(
     allowed: Allowed = anything,
 ) -> list[Hypothesis]:
     """All finished translations of up to `limit` steps; best first."""
+    return best_first(every_total(models, src, limit, allowed), alpha, norm)
+
+
+def best_first(totals: list[tuple[list[int], float]], alpha: float, norm: LengthNorm) -> list[Hypothesis]:
+    """Translations with the sums of their log-probabilities, in the order of their scores."""
+    found = [Hypothesis(ids, total / divisor(len(ids) + 1, alpha, norm), total) for ids, total in totals]
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)
+
+
+def every_total(
+    models: EncoderDecoder | Sequence[EncoderDecoder], src: list[int], limit: int, allowed: Allowed = anything
+) -> list[tuple[list[int], float]]:
+    """All finished translations of up to `limit` steps, with the sum of their log-probabilities."""
     models = models if isinstance(models, Sequence) else [models]
     real = [token for token in range(models[0].generator.out_features) if token not in (PAD, BOS, EOS)]
     found = []
     scored: list[tuple[list[int], float]] = [([], 0.0)]
-    for length in range(1, limit + 1):
+    for _ in range(limit):
         longer = []
         for prefix, score in scored:
             logp = next_log_probabilities(models, src, prefix)
             if allowed(prefix, EOS):
-                total = score + logp[EOS]
-                found.append(Hypothesis(prefix, total / divisor(length, alpha, norm), total))
+                found.append((prefix, score + logp[EOS]))
             longer += [([*prefix, token], score + logp[token]) for token in real if allowed(prefix, token)]
         scored = longer
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)
+    return found
 
 
 def same(actual: list[list[Hypothesis]], expected: list[list[Hypothesis]], rel: float = 1e-11) -> None:

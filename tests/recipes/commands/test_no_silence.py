@@ -81,10 +81,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("package", ["models", "seqpar"])
-def test_a_package_in_the_working_directory_is_not_in_the_way(package: str, run: Path, tmp_path: Path) -> None:
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").touch()
+def test_packages_in_the_working_directory_are_not_in_the_way(run: Path, tmp_path: Path) -> None:
+    for package in ("models", "seqpar"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
     words = [sys.executable, "-m", "recipes.translation", "translate", "--run", str(run), "Two trains."]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)

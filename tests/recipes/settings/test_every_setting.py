@@ -58,8 +58,9 @@ KEPT = ("weights", "subwords")
 NUMBERS = ("weights", "metrics", "translations")
 ENDED = "translations that could end anywhere"
 LOGITS = "logits at once"
-TAKE_TIME = frozenset({ENDED, LOGITS})
-"""What is looked at only where a change says that it moves it: another evaluation, and a look at every operation."""
+EVALUATED = frozenset({"translations", "scores", "sentences at once", ENDED})
+TAKE_TIME = EVALUATED | {LOGITS}
+"""What is looked at only where a change says what becomes of it: evaluations, and a look at every operation."""
 
 
 @dataclass(frozen=True)
@@ -333,9 +334,11 @@ class Runs:
         with observed(seen, also):
             train(config)
             run = Path(config.run)
-            translator = load_translator(run / "best")
-            with largest_input(translator.model.tgt_embed, seen):
-                found = evaluate(translator, "test")
+            if also & EVALUATED:
+                translator = load_translator(run / "best")
+                with largest_input(translator.model.tgt_embed, seen):
+                    found = evaluate(translator, "test")
+                seen |= {"translations": list(found.translations), "scores": found.scores}
             if ENDED in also:
                 with torch.no_grad():
                     translator.model.generator.bias[EOS] += 3.0  # one that has learned as little never ends by itself
@@ -351,8 +354,6 @@ class Runs:
             "tracked": (run / "tensorboard").exists(),
             "batches": [record["tokens"] for record in records if "tokens" in record],
             "subwords": [digest(path) for path in sorted(model_in(run, "last").glob("*.model"))],
-            "translations": list(found.translations),
-            "scores": found.scores,
         }
 
 
@@ -458,7 +459,9 @@ def test_a_setting_changes_what_it_says_and_keeps_the_rest(name: str, change: Ch
             runs.run(changes)
         assert change.refused in str(caught.value)
         return
-    also = TAKE_TIME & set(change.moves)
+    also = TAKE_TIME & {*change.moves, *change.keeps}
+    if also & EVALUATED:
+        also |= EVALUATED - {ENDED}  # one evaluation shows them all
     before, after = runs.outcome(change.beside, also), runs.outcome(changes, also)
     moved = {aspect for aspect in before if before[aspect] != after[aspect]}
     assert set(change.moves) <= moved, f"{name} leaves {set(change.moves) - moved} as they were"

@@ -149,7 +149,7 @@ def joined_rows(name, parts):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=settings.default.max_examples // 3)  # of each of eight layouts
+@settings(max_examples=settings.default.max_examples // 6)  # of each of eight layouts
 @given(data=st.data())
 def test_every_layout_has_the_loss_and_gradients_of_the_single_device(layout, data):
     case, cut = data.draw(steps(LAYOUTS[layout]))

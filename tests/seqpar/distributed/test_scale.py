@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-WORLDS = (8, 4096)
+WORLDS = (8, 512)
 CHUNKS = ("1", "4", "16")
 ONE_NUMBER = 8
 """Bytes of an int64, as ranks tell each other what they have."""

@@ -193,7 +193,7 @@ def assembled(answers, layout, cut):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=settings.default.max_examples // 3)  # of each of four layouts
+@settings(max_examples=settings.default.max_examples // 4)  # of each of four layouts
 @given(data=st.data())
 def test_over_a_split_sequence_every_loss_of_scores_is_that_of_one_device(layout, data):
     cut = data.draw(cuts(layout))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -115,6 +115,7 @@ def test_any_generator_and_criterion_have_the_plain_gradient(case, generator, cr
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
+@settings(max_examples=1 + settings.default.max_examples // 3)  # of each of three conventions
 @given(data=st.data(), eps=st.sampled_from([0.0, 0.1, 0.9]), frozen=FROZEN, spread=SPREAD)
 def test_smoothing_has_the_gradient_of_its_published_formula(convention, data, eps, frozen, spread):
     case = data.draw(cases(padding_is_a_class=not CONVENTIONS[convention].padding))
