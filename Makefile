@@ -41,7 +41,7 @@ test: .venv/dev  ## run the checks and the tests (8 to 20 minutes on 2 cores)
 
 pytest: .venv/dev
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
-	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 --ignore tests/browser
 
 # One collection for four suites, and while one waits for its processes or for its last test, another one works
 test-recipe: .venv/dev  ## test-launched, test-faults, test-formats and test-tutorial in one run, which takes less time than the four (about 15 minutes on 2 cores)

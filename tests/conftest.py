@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis.internal.conjecture.engine
@@ -101,3 +102,22 @@ def pytest_collection_finish() -> None:
     trainer in it, asks for.
     """
     gc.freeze()
+
+
+NOT_HERE = re.compile(r"(?:needs )?([\w-]+)(?:: not installed| is not here| \(pip install| \d+\.\d)")
+"""How a test says which package it would need."""
+
+
+def names_not_here(reasons: Iterable[str]) -> list[str]:
+    """Return the packages that are named by reasons to skip."""
+    found = (NOT_HERE.match(reason.removeprefix("Skipped: ")) for reason in reasons)
+    return sorted({match[1] for match in found if match})
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter):
+    """Say last which packages nothing was compared with: among other skips they are overlooked."""
+    yield
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    if names := names_not_here(skipped):
+        terminalreporter.write_line(f"not installed, so not compared with: {', '.join(names)}")

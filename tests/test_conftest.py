@@ -1,4 +1,4 @@
-"""A hypothesis test that fails shows its example before the test's own time is over."""
+"""What the tests' own settings promise: a failing example is shown in time, and what is not installed is named."""
 
 import subprocess
 import sys
@@ -49,3 +49,17 @@ def test_a_failing_example_is_shown_when_the_time_to_shrink_is_over():
     assert "numbers=[" in done.stderr, done.stderr[-2000:]
     assert "spent more than" in done.stdout  # hypothesis says that it stopped, as after its own five minutes
     assert float(done.stdout.split()[-1]) < 20
+
+
+def test_packages_that_are_not_installed_are_named_and_nothing_else_that_is_missing():
+    reasons = [
+        "verl: not installed",
+        "nemo-rl: not installed: clone https://github.com/NVIDIA-NeMo/RL and put it on PYTHONPATH",
+        "Skipped: needs spmd_types (pip install spmd_types)",
+        "Skipped: needs fairseq 0.12.2, which runs on Python 3.11 as docs/from-fairseq.md says",
+        "rattler_build is not here: make test-trainers unpacks it",
+        "needs a CUDA device",
+        "needs two GPUs",
+        "chooses its devices itself",
+    ]
+    assert conftest.names_not_here(reasons) == ["fairseq", "nemo-rl", "rattler_build", "spmd_types", "verl"]
