@@ -230,12 +230,15 @@ def says_escapes(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [[], ["--n-best", "1"]])
-def test_translations_are_escaped_on_a_terminal_and_nowhere_else(options: list[str], says_escapes: Path) -> None:
-    words = [sys.executable, "-m", "recipes.translation", "translate", "--run", str(says_escapes), *options, "Two."]
-    piped = subprocess.run(words, capture_output=True, check=True, timeout=120).stdout
+def test_translations_are_escaped_on_a_terminal_and_nowhere_else(
+    options: list[str], says_escapes: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    words = ["translate", "--run", str(says_escapes), *options, "Two."]
+    assert main(words) == 0
+    piped = capfdbinary.readouterr().out
     assert piped.endswith(b"\x1b\x1b\x1b\n")
     ours, theirs = pty.openpty()
-    subprocess.run(words, stdout=theirs, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "recipes.translation", *words], stdout=theirs, check=True, timeout=120)
     os.close(theirs)
     shown = os.read(ours, 10_000)
     os.close(ours)
