@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,11 +107,11 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def built(model_class: Any, changes: dict[str, Any]) -> Iterator[Any]:
-    """The class at every shape of attention at which it can be built, in training mode."""
+def built(model_class: Any, changes: dict[str, Any], shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
+    """The class at every one of these shapes of attention at which it can be built, in training mode."""
     error: Exception = NotTinyError("no shape")
     found = False
-    for shape in SHAPES:
+    for shape in shapes:
         try:
             config = configured(model_class.config_class, shape, changes)
             with torch.device("meta"):
@@ -172,10 +172,12 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
-def working(model_class: Any, changes: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def working(
+    model_class: Any, changes: dict[str, Any], shapes: Sequence[tuple[int, int, int]] = SHAPES
+) -> tuple[Any, dict[str, Tensor]]:
     """The class made tiny, and a batch of which it makes a loss; raises NotTinyError with the last reason."""
     error: Exception = NotTinyError("no batch")
-    for model in built(model_class, changes):
+    for model in built(model_class, changes, shapes):
         for number, batch in enumerate(batches(model)):
             try:
                 outputs = model(**batch)
