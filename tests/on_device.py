@@ -12,6 +12,7 @@ tells, `races_since`). It has no kernels, and nothing happens later than it is c
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -36,6 +37,11 @@ MAKERS = ("tests.", "seqpar.testing.strategies")
 """The modules whose tensors are moved."""
 BETWEEN = ("torch.", "hypothesis.", "tests.on_device")
 """Modules that make tensors for whoever called them."""
+
+
+def seeds(count: int) -> range:
+    """Return the seeds of a test that draws so often; one under the switch, which changes nothing that is drawn."""
+    return range(1 if os.environ.get("SEQPAR_TEST_DEVICE") else count)
 
 
 class OnDevice(TorchFunctionMode):

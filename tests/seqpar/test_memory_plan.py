@@ -24,20 +24,20 @@ from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
 
 CASES = [
-    ("ddp", 1, "plain", "float32", 2048, 256, 16_000, 0),
+    ("ddp", 1, "plain", "float32", 1024, 256, 16_000, 0),
     ("ddp", 1, "plain", "bfloat16", 2048, 256, 24_000, 0),
     ("ddp", 1, "LossCompute", "float32", 1024, 512, 32_000, 0),
     ("ddp", 1, "LossCompute", "bfloat16", 1024, 1024, 32_000, 0),
-    ("ddp", 1, "LossCompute", "float32", 2048, 256, 32_000, 1024),
-    ("ddp", 1, "linear_cross_entropy", "float32", 512, 1024, 24_000, 0),
+    ("ddp", 1, "LossCompute", "float32", 1024, 256, 32_000, 512),
+    ("ddp", 1, "linear_cross_entropy", "float32", 256, 1024, 24_000, 0),
     ("ddp", 1, "linear_cross_entropy", "bfloat16", 1024, 1024, 32_000, 0),
-    ("ddp", 1, "linear_cross_entropy", "float32", 1024, 256, 40_000, 512),
-    ("ddp", 8, "LossCompute", "float32", 2048, 1024, 24_000, 0),
-    ("fsdp", 8, "LossCompute", "float32", 2048, 1024, 24_000, 0),
+    ("ddp", 1, "linear_cross_entropy", "float32", 512, 256, 40_000, 256),
+    ("ddp", 8, "LossCompute", "float32", 1024, 1024, 24_000, 0),
+    ("fsdp", 8, "LossCompute", "float32", 1024, 1024, 24_000, 0),
     ("fsdp", 8, "linear_cross_entropy", "bfloat16", 8192, 1024, 32_000, 0),
     ("fsdp", 8, "plain", "float32", 4096, 1024, 24_000, 0),
-    ("vocab", 4, "plain", "float32", 1024, 256, 64_000, 0),
-    ("vocab", 4, "linear_cross_entropy", "float32", 2048, 256, 96_000, 0),
+    ("vocab", 4, "plain", "float32", 512, 256, 64_000, 0),
+    ("vocab", 4, "linear_cross_entropy", "float32", 1024, 256, 96_000, 0),
     ("vocab", 4, "linear_cross_entropy", "bfloat16", 4096, 512, 160_000, 0),
 ]
 BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -21,7 +21,7 @@ def errors(loss, hidden, generator, truth):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @settings(max_examples=min(15, settings.default.max_examples // 5))  # of each of six pairs
-@given(seed=st.integers(0, 999), chunk_tokens=st.sampled_from([1, 7, 64, 1000]), vocab_size=st.integers(20, 900))
+@given(seed=st.integers(0, 999), chunk_tokens=st.sampled_from([5, 64, 1000]), vocab_size=st.integers(20, 900))
 def test_at_most_twice_plain_torchs_own_error(dtype, smoothing, seed, chunk_tokens, vocab_size):
     torch.manual_seed(seed)
     rows, width, low = 256, 16, LOW[dtype]

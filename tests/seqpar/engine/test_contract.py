@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.testing import assert_same_results
+from tests.on_device import seeds
 
 V = 11
 CALLS: list[int] = []
@@ -521,7 +522,7 @@ def test_a_small_gradient_that_does_not_add_up_is_found_in_every_dtype(dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_gradient_of_which_only_rounding_is_left_is_no_fault(dtype: torch.dtype) -> None:
-    for seed in range(20):
+    for seed in seeds(20):
         torch.manual_seed(seed)
         # Width 1: its direction is a sign, whose gradient is 0
         generator = nn.Sequential(nn.Linear(3, 1), nn.utils.parametrizations.weight_norm(nn.Linear(1, V))).to(dtype)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from tests.on_device import seeds
 
 V = 11
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -77,7 +78,7 @@ JOINING = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", JOINING)
 def test_a_criterion_that_looks_at_other_rows_is_refused_whatever_the_rows(name, dtype):
-    for seed in range(5):
+    for seed in seeds(5):
         torch.manual_seed(seed)
         engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Of(JOINING[name]), chunk_tokens=16)
         hidden = torch.randn(40, 4).to(dtype).requires_grad_()
@@ -132,7 +133,7 @@ ALONE = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_sum_of_one_term_a_row_is_never_refused(name, dtype):
-    for seed in range(3):
+    for seed in seeds(3):
         torch.manual_seed(seed)
         engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Of(ALONE[name]), chunk_tokens=16)
         engine((3 * torch.randn(40, 4)).to(dtype).requires_grad_(), torch.randint(V, (40,)))

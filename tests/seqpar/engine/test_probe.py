@@ -13,6 +13,7 @@ from seqpar.core.chunks import cut_rows
 from seqpar.engine import probe
 from seqpar.rows.scores import RowFunction
 from seqpar.rows.smoothing import CrossEntropyOfScores, class_weights, soft_target
+from tests.on_device import seeds
 
 V = 9
 
@@ -168,7 +169,7 @@ ALONE = {
     ],
 )
 def test_a_generator_that_treats_rows_alone_is_never_refused(name, dtype, lead):
-    for seed in range(2):
+    for seed in seeds(2):
         torch.manual_seed(seed)
         engine = seqpar.LossCompute(ALONE[name]().to(dtype), seqpar.LabelSmoothing(0.1, "torch"))
         hidden, target = (torch.randn(*lead, 4) * 3).to(dtype).requires_grad_(), torch.randint(V, lead)
@@ -532,7 +533,7 @@ def test_a_criterion_that_does_not_add_up_is_refused_with_both_numbers(name, dty
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_criterion_that_adds_up_is_never_refused(dtype):
-    for seed in range(10):
+    for seed in seeds(10):
         torch.manual_seed(seed)
         for change in (torch.sum, lambda x: x.square().sum(), lambda x: (x * torch.rand_like(x)).sum()):
             hidden = torch.randn(7, 4).to(dtype)
