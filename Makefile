@@ -96,7 +96,7 @@ TRAINER_TESTS := $(patsubst %,tests/seqpar/integrations/test_%_itself.py,axolotl
 test-trainers: .trainers/made  ## run the loss in the trainers of other projects, from their wheels, on the CPU, and what a release hands to kernels and conda (about 4 minutes on 2 cores)
 	@$(BIN)/python -m pip list --path .trainers 2>/dev/null | grep -E 'axolotl|deepspeed|swift|nemo|torchtitan|kernels|rattler'
 # A process each: importing one of them changes transformers' classes for all
-	@for tests in $(TRAINER_TESTS) tests/seqpar/distributed/test_spmd_types.py 'tests/test_release.py -k itself'; do \
+	@for tests in $(TRAINER_TESTS) tests/seqpar/distributed/test_spmd_types.py 'tests/conformance/test_layout_conformance.py -k deepspeed' 'tests/test_release.py -k itself'; do \
 	  PYTHONPATH=.trainers $(BIN)/python -m pytest -q --durations=3 $$tests || exit 1; done
 
 COUNT ?= 300

@@ -10,17 +10,15 @@ over several ranks: `LayoutAdapter` and `LAYOUT_CHECKS`. `run` runs any.
 """
 
 from conformance.adapter import ALL_SCORES, EVERYTHING, Adapter, Options, ScoreAdapter
+from conformance.checks import CHECKS, SCORE_CHECKS
 from conformance.finding import Check, Finding
 from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter, Work
 from conformance.layout_cases import Case
 from conformance.layout_checks import LAYOUT_CHECKS, answers
-from conformance.layout_known import KNOWN_LAYOUTS
-from conformance.loss_checks import CHECKS
-from conformance.loss_peers import KNOWN
+from conformance.layout_peers import KNOWN_LAYOUTS
 from conformance.parts import adapter_of, run
+from conformance.peers import KNOWN, KNOWN_SCORES
 from conformance.plain import plain_loss, plain_scores
-from conformance.score_checks import SCORE_CHECKS
-from conformance.score_peers import KNOWN_SCORES
 
 __all__ = [
     "ALL_SCORES",

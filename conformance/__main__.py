@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance import page, report
+from conformance import report
 from conformance.adapter import Implementation
 from conformance.finding import Finding
-from conformance.parts import PARTS, Part, run
+from conformance.parts import PARTS, run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -22,17 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given.part == "page":
             path = Path(given.names[0])
-            path.write_text(page.fill(path))
+            path.write_text(report.fill(path))
             return
         part = PARTS[given.part]
-        adapters: dict[str, Implementation] = {name: part.adapter_of(name) for name in given.names or part.known}
+        adapters = [part.adapter_of(name) for name in given.names or part.known]
     except (ValueError, OSError) as error:
         sys.exit(f"conformance: {error}")
     # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
-    for adapter in sorted(adapters.values(), key=lambda adapter: adapter.package != "liger-kernel"):
+    for adapter in sorted(adapters, key=lambda adapter: adapter.package != "liger-kernel"):
         adapter.why_not()
-    print(_report(part, adapters, given.json))
-    missing = [f"{name} ({adapter.why_not()})" for name, adapter in adapters.items() if adapter.why_not()]
+    print(_report(given.part, adapters, given.json))
+    missing = [f"{adapter.spec} ({adapter.why_not()})" for adapter in adapters if adapter.why_not()]
     if given.names and missing:
         sys.exit(f"conformance: not run: {', '.join(missing)}")
 
@@ -42,7 +42,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
     made = "page runs nothing, and makes the tables of a page from the JSON files beside it: PAGE-losses.json, ..."
     parser.add_argument("part", choices=[*PARTS, "page"], help=f"what to check; {made}")
-    known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in PARTS.values())
+    known = "; ".join(f"{name}: {', '.join(part.known)}" for name, part in PARTS.items())
     parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own (default: all); the page")
     where = "write verdicts and reproductions to this file, beside those of other implementations in it"
     parser.add_argument("--json", type=Path, metavar="FILE", help=where)
@@ -52,19 +52,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def _report(part: Part, adapters: dict[str, Implementation], path: Path | None) -> str:
+def _report(part: str, adapters: Sequence[Implementation], path: Path | None) -> str:
     """Return the report of one part; with a path, the verdicts of all that the file has."""
     findings: dict[str, dict[str, Finding]] = {}
-    for name, adapter in adapters.items():
-        print(f"[{part.name}: {name}]", file=sys.stderr)
-        findings[name] = run(adapter)
-    columns = [*adapters.values()]
+    for adapter in adapters:
+        print(f"[{part}: {adapter.spec}]", file=sys.stderr)
+        findings[adapter.spec] = run(adapter)
     if path:
-        return page.table(part, page.keep(path, findings, columns))
+        named = {adapter.name: findings[adapter.spec] for adapter in adapters}
+        return report.table(PARTS[part], report.keep(path, named, adapters))
     said = [
-        report.heading(columns, part.name),
-        report.by_layout(findings) if part.name == "layouts" else report.table(findings, part.checks),
-        report.notes(columns),
+        report.heading(adapters, part),
+        report.table(PARTS[part], findings, report.figures),
+        report.notes(adapters),
         report.reproductions(findings),
     ]
     return "\n\n".join(filter(None, said))

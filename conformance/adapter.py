@@ -73,9 +73,9 @@ class Implementation:
         name: the heading of its column.
         function: the function under test.
         offers: the features that it has; checks of the others report "not offered".
-        note: one line below the table.
         package: the package whose version is reported, by its name in the package index; empty for none.
         why_not: returns why it cannot run here; empty if it can.
+        note: one line below the table; empty for the function's docstring.
         where: the `module:object` it was loaded from, by which another process finds it; empty for the known ones.
     """
 
@@ -84,10 +84,15 @@ class Implementation:
     name: str
     function: Callable[..., Any]
     offers: frozenset[str] = frozenset()
-    note: str = ""
     package: str = ""
     why_not: Callable[[], str] = str
+    note: str = ""
     where: str = ""
+
+    @property
+    def about(self) -> str:
+        """Return the line below the table."""
+        return self.note or " ".join((self.function.__doc__ or "").split())
 
     @property
     def spec(self) -> str:

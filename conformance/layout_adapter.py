@@ -19,7 +19,7 @@ class Row(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     """How many ranks there are, and how many of them have other tokens."""
     wrap: str = "ddp"
-    """What reduces the gradients of ranks with other tokens: "ddp", "fsdp2" or "hsdp"."""
+    """What reduces the gradients of ranks with other tokens: "ddp", "fsdp2", "hsdp" or "zero3"."""
     inner: str = ""
     """What ranks with the same tokens share: "classes", "time and classes", "layers" or "halves of layers"; or what
     neighbours with other tokens do: "experts"."""
@@ -45,6 +45,7 @@ ROWS: dict[str, Row] = {
     "data parallel": Row(LINE),
     "FSDP2": Row(LINE, "fsdp2"),
     "HSDP": Row(((4, 4),), "hsdp", outer=2),
+    "ZeRO-3": Row(((4, 4),), "zero3"),
     "split vocabulary": Row(SAME_TOKENS, inner="classes"),
     "split sequence": Row(LINE, is_time=True),
     "pipeline": Row(SAME_TOKENS, inner="layers", micro_batches=4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.layout_adapter import Work
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
-from seqpar.distributed.collectives import THIS_PROCESS, group_gather, group_sum, rank_in, world_size
+from seqpar.distributed.collectives import (
+    THIS_PROCESS,
+    group_gather,
+    group_sum,
+    join_from_group,
+    rank_in,
+    world_size,
+)
 from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.cross_entropy import linear_cross_entropy
@@ -27,6 +34,8 @@ def wrapped(both: nn.Module, work: Work) -> nn.Module:
     group = work.token_group
     if group is None or not work.row.wrap:
         return both
+    if work.row.wrap == "zero3":
+        return FlatShards(both, group)
     if work.row.wrap == "ddp":
         return DistributedDataParallel(both, process_group=group)
     # Importing it takes as long as all the rest of the suite
@@ -34,6 +43,39 @@ def wrapped(both: nn.Module, work: Work) -> nn.Module:
 
     fully_shard(both, mesh=work.token_mesh if work.row.wrap == "hsdp" else DeviceMesh.from_group(group, "cpu"))
     return both
+
+
+class FlatShards(nn.Module):
+    """A module whose parameters are one flat tensor, of which each rank has a part, gathered for the forward (ZeRO-3).
+
+    Backward leaves each rank the mean over the ranks of its part of the gradient, which is gathered to be looked at.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        # Not among the parameters of this module
+        self.whole, self.group = {"module": module}, group
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        flat = torch.cat([p.detach().flatten() for p in self.trained.values()])
+        self.part = nn.Parameter(flat.tensor_split(world_size(group))[rank_in(group)].clone())
+        self.sizes = [len(part) for part in flat.tensor_split(world_size(group))]
+        self.part.register_post_accumulate_grad_hook(self.look)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parameters, or their gradients, in a flat tensor."""
+        parts = flat.split([p.numel() for p in self.trained.values()])
+        return {name: part.view_as(p) for part, (name, p) in zip(parts, self.trained.items(), strict=True)}
+
+    def look(self, part: Tensor) -> None:
+        """Leave every parameter its whole gradient."""
+        assert part.grad is not None
+        whole = join_from_group(part.grad, self.sizes, 0, self.group) / world_size(self.group)
+        for name, gradient in self.named(whole).items():
+            self.trained[name].grad = gradient
+
+    def forward(self, *given: Tensor, **more: Tensor) -> Any:
+        parameters = self.named(join_from_group(self.part, self.sizes, 0, self.group))
+        return torch.func.functional_call(self.whole["module"], parameters, given, more)
 
 
 class OwnTime(nn.Module):
@@ -54,30 +96,32 @@ class OwnTime(nn.Module):
         return torch.cat(all_ranks, 1)
 
 
+def as_dtensor(tensor: Tensor, group: ProcessGroup | None, rows: int | None = None) -> Any:
+    """Return a tensor as a DTensor, whole on every rank, or this rank's rows of so many."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    if rows is None:
+        return DTensor.from_local(tensor, mesh, [Replicate()])
+    shape = torch.Size([rows, tensor.size(1)])
+    return DTensor.from_local(tensor, mesh, [Shard(0)], shape=shape, stride=(tensor.size(1), 1))
+
+
 class AsDTensor(nn.Module):
     """A model whose parameters are DTensors, the generator's rows divided, all others whole."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
-        from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
-        assert work.vocab_group is not None
-        self.model, self.mesh = work.model, DeviceMesh.from_group(work.vocab_group, "cpu")
+        self.model, self.group = work.model, work.vocab_group
         for module in work.model.modules():
+            rows = work.vocab_size if module is work.model.head else None
             for name, parameter in [*module.named_parameters(recurse=False)]:
-                shape, placement = parameter.shape, cast(Placement, Replicate())
-                if module is work.model.head:
-                    shape, placement = torch.Size([work.vocab_size, shape[1]]), Shard(0)
-                placed = DTensor.from_local(
-                    parameter.detach(), self.mesh, [placement], shape=shape, stride=(shape[-1], 1)[-len(shape) :]
-                )
+                placed = as_dtensor(parameter.detach(), self.group, rows)
                 module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        hidden: Any = self.model(DTensor.from_local(tokens, self.mesh, [Replicate()]))
-        local: Tensor = hidden.to_local()
+        local: Tensor = self.model(as_dtensor(tokens, self.group)).to_local()
         return local
 
 
@@ -111,26 +155,35 @@ def over_survivors(work: Work, total: Tensor, count: Tensor) -> Tensor:
     return group_sum(total, group) / count
 
 
-class SeqparLoss(nn.Module):
+class Loss(nn.Module):
+    """The loss of a model's generator, summed."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    @property
+    def head(self) -> Any:
+        """Return the generator, which the model has."""
+        return self.work.model.head
+
+
+class SeqparLoss(Loss):
     """`linear_cross_entropy` of a model's generator."""
 
-    def __init__(self, head: nn.Linear, work: Work) -> None:
-        super().__init__()
-        self.head, self.eps = head, work.label_smoothing
-        self.vocab = None
+    def forward(self, hidden: Tensor, target: Tensor) -> TokenLoss:
+        work, vocab = self.work, None
         # A DTensor says itself which rows a rank has
         if work.vocab_group is not None and work.row.inner != "DTensor classes":
-            self.vocab = VocabShard(work.vocab_group, work.start, work.vocab_size)
-
-    def forward(self, hidden: Tensor, target: Tensor) -> TokenLoss:
+            vocab = VocabShard(work.vocab_group, work.start, work.vocab_size)
         return linear_cross_entropy(
-            hidden, self.head.weight, target, label_smoothing=self.eps, vocab=self.vocab, chunk_tokens=3
+            hidden, self.head.weight, target, label_smoothing=work.label_smoothing, vocab=vocab, chunk_tokens=3
         )
 
 
 def seqpar_step(work: Work) -> Tensor | float | None:
-    """Train by `accumulate_gradients`, or by a schedule of `torch.distributed.pipelining`."""
-    loss = SeqparLoss(work.model.head, work)
+    """Train by `accumulate_gradients` and `ModelWithLoss`, or by a schedule of `torch.distributed.pipelining`."""
+    loss = SeqparLoss(work)
     if work.pipeline_group is not None:
         return pipelined(work, lambda hidden, target: loss(hidden, target).total)
     both = wrapped(ModelWithLoss(trunk(work), loss), work)
@@ -140,15 +193,15 @@ def seqpar_step(work: Work) -> Tensor | float | None:
         tokens, target = work.micro_batches[0]
         both(tokens, target=target).mean.backward()
         return None
-    # Of the sum, where only later it is known by what to divide it
-    factor = counted(work) if work.row.loses_one else 1
-    is_reduced = work.token_group is not None and not work.row.loses_one
+    # Of the sum, where only later it is known by what to divide it; and of a mean over the ranks
+    factor = counted(work) if work.row.loses_one else world_size(work.token_group) if work.row.wrap == "zero3" else 1
+    is_reduced = isinstance(both, DistributedDataParallel) or "fsdp" in work.row.wrap or work.row.wrap == "hsdp"
     done = accumulate_gradients(
         work.micro_batches,
         lambda batch: both(batch[0], target=batch[1]),
         lambda batch: (batch[1] != work.ignore_index).sum(),
         model=both if is_reduced else None,
-        group=(work.token_group if is_reduced else None) or THIS_PROCESS,
+        group=(None if work.row.loses_one else work.token_group) or THIS_PROCESS,
         backward=lambda loss: (loss * work.loss_scale * factor).backward(),
     )
     sum_over_time(work)
@@ -157,12 +210,8 @@ def seqpar_step(work: Work) -> Tensor | float | None:
     return done.mean
 
 
-class TorchLoss(nn.Module):
-    """`F.cross_entropy` of a model's generator, summed; with a split vocabulary under `loss_parallel`."""
-
-    def __init__(self, head: nn.Linear, work: Work) -> None:
-        super().__init__()
-        self.head, self.work = head, work
+class TorchLoss(Loss):
+    """`F.cross_entropy` of a model's generator."""
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         logits = self.head(hidden).flatten(0, -2)
@@ -171,8 +220,8 @@ class TorchLoss(nn.Module):
 
 
 def torch_step(work: Work) -> Tensor | float | None:
-    """Train with summed losses, divided once by the tokens of all ranks and micro-batches."""
-    loss = TorchLoss(work.model.head, work)
+    """Divide `F.cross_entropy`, summed, once by the step's tokens, under DDP, FSDP2 and GPipe or ZBV."""
+    loss = TorchLoss(work)
     if work.pipeline_group is not None:
         return pipelined(work, loss)
     both = wrapped(Both(trunk(work), loss), work)
@@ -272,26 +321,21 @@ def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor 
     return torch.stack(losses).sum().detach() / work.loss_scale
 
 
-class LossParallel(TorchLoss):
+class LossParallel(Loss):
     """The same with the generator's rows as a DTensor and the loss under `loss_parallel`."""
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        assert self.work.vocab_group is not None
-        mesh = DeviceMesh.from_group(self.work.vocab_group, "cpu")
-        whole = torch.Size([self.work.vocab_size, hidden.size(-1)])
-        weight = DTensor.from_local(self.head.weight, mesh, [Shard(0)], shape=whole, stride=(hidden.size(-1), 1))
-        logits = F.linear(DTensor.from_local(hidden.flatten(0, -2), mesh, [Replicate()]), weight)
-        loss = F.cross_entropy(logits, target.flatten(), reduction="sum")
-        assert isinstance(loss, DTensor)
-        return loss.to_local()
+        weight = as_dtensor(self.head.weight, self.work.vocab_group, self.work.vocab_size)
+        logits = F.linear(as_dtensor(hidden.flatten(0, -2), self.work.vocab_group), weight)
+        loss: Any = F.cross_entropy(logits, target.flatten(), reduction="sum")
+        local: Tensor = loss.to_local()
+        return local
 
 
 def loss_parallel_step(work: Work) -> Tensor:
-    """Train with a split vocabulary, under DDP where there are data ranks."""
+    """Sum `F.cross_entropy` of DTensor logits under `loss_parallel`, under DDP where there are data ranks."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     # Around forward and backward: its context changes what both of them do
     with loss_parallel():
-        return accumulated(work, wrapped(Both(trunk(work), LossParallel(work.model.head, work)), work))
+        return accumulated(work, wrapped(Both(trunk(work), LossParallel(work)), work))

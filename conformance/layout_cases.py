@@ -30,6 +30,10 @@ UNTIED = ("layers", "halves of layers", "time and classes", "DTensor classes")
 """Where the embedding and the generator are on different ranks, or divided in different ways."""
 
 
+Batch = tuple[Tensor, Tensor]
+"""Tokens and target, (B, t) each."""
+
+
 class Answer(NamedTuple):
     """The mean loss of a step, and its gradients by the names of the parameters."""
 
@@ -166,7 +170,7 @@ class Case:
         model.head.requires_grad_(not self.frozen_head)
         return model
 
-    def part(self, group: int, place: int) -> list[tuple[Tensor, Tensor]]:
+    def part(self, group: int, place: int) -> list[Batch]:
         """Return the micro-batches of the rank at a place among those that have other tokens."""
         made = []
         for index, count in enumerate(self.tokens[place]):
@@ -180,7 +184,7 @@ class Case:
             made.append((tokens, target.view(SHAPE)))
         return made
 
-    def parts(self, group: int) -> list[list[tuple[Tensor, Tensor]]]:
+    def parts(self, group: int) -> list[list[Batch]]:
         """Return the micro-batches of all ranks that have other tokens."""
         return [self.part(group, place) for place in range(len(self.tokens))]
 
@@ -194,7 +198,7 @@ class Case:
         eps = self.label_smoothing
         return F.cross_entropy(logits.flatten(0, -2), target.flatten(), label_smoothing=eps, reduction="sum")
 
-    def summed(self, model: Model, batches: Sequence[tuple[Tensor, Tensor]], auxiliary: float = 1.0) -> Tensor:
+    def summed(self, model: Model, batches: Sequence[Batch], auxiliary: float = 1.0) -> Tensor:
         """Return the plain summed loss of micro-batches, and so many times the router's of all of them together."""
         if self.row.inner != "experts":
             losses = [self.loss(model.head(model(tokens)), target) for tokens, target in batches]

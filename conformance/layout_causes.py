@@ -1,379 +1,343 @@
-"""Name the likely cause of a wrong training step over several ranks, by computing the plain step with each mistake.
-
-Numbers are compared, and mistakes that no layout is needed for are named, by `seqpar.testing`.
+"""Name the likely cause of a wrong training step over several ranks: the mistakes that `seqpar.testing` has to try.
 
 Shape suffixes: N tokens of all ranks that count, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.layout_cases import IGNORED, SHAPE, Answer, Case, Model, gradients
-from seqpar.testing.causes import CAUSES
-from seqpar.testing.evidence import Evidence, close, ratio, spelt
+from conformance.layout_cases import IGNORED, SHAPE, Answer, Batch, Case, gradients
+from seqpar.testing.causes import likely_cause
+from seqpar.testing.evidence import Evidence, Result, close, spelt
+from seqpar.testing.precision import EXACT, error
 
-Gradients = Mapping[str, Tensor]
+Gradients = dict[str, Tensor]
+Mistakes = Iterator[tuple[str, Callable[[], Result]]]
+"""Sentences, and functions that compute the answer of a rank that makes this mistake."""
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A wrong step of one group of ranks, and the gradients of the plain one with a mistake."""
+def cause_of(case: Case, group: int, got: Sequence[Answer], right: Answer) -> str:
+    """Return the name of the mistake whose numbers are those of the first rank that is wrong."""
+    # A mean that is differentiated is not returned
+    losses = [right.loss if case.reduction == "mean" else answer.loss for answer in got]
+    off = [[error(answer.gradients[name], g) for name, g in right.gradients.items()] for answer in got]
+    wrong = [k for k, each in enumerate(off) if not max(each) <= EXACT]
+    wrong += [k for k, loss in enumerate(losses) if not close(loss / right.loss, 1)]
+    rank = next(iter(wrong), 0)
+    loss, found = losses[rank], got[rank].gradients
+    if not math.isfinite(loss):
+        return f"{NOT_FINITE}, or no loss at all; only the value is wrong"
+    if not all(g.isfinite().all() for g in found.values()):
+        return f"{NOT_FINITE}; the value is right, only the gradient is wrong"
+    ranks_differ = any(
+        error(answer.gradients[name], g) > EXACT for answer in got for name, g in got[0].gradients.items()
+    )
+    step = Step(case, group, rank, right, ranks_differ)
+    parts = [_scaled(step.summed(part), 1 / case.count) for part in case.parts(group)]
+    rows = SHAPE[0] * SHAPE[1] * len(case.tokens[0])
+    # Of ranks with the same tokens the first stands for all
+    firsts = [k // case.inner if k % case.inner == 0 else None for k in range(len(got))]
+    nothing = _scaled(right.gradients, 0)
+    evidence = Evidence(
+        (torch.tensor(loss, dtype=torch.float64), found),
+        (torch.tensor(right.loss, dtype=torch.float64), right.gradients),
+        uses={n: [("step", (nothing if k is None else parts[k])[n]) for k in firsts] for n in right.gradients},
+        tokens=sum(case.tokens[step.place]),
+        rows=rows,
+        divisor=case.count,
+        rank=rank,
+        counts=[(0, 0) if k is None else (sum(case.tokens[k]), rows) for k in firsts],
+        imagined=[*_mistakes(step)],
+    )
+    return likely_cause(evidence).splitlines()[0].removeprefix("Likely cause: ")
+
+
+class Step(NamedTuple):
+    """A step of one group of ranks, and one of its ranks, whose numbers are wrong."""
 
     case: Case
     group: int
-    got: Sequence[Answer]
-    """The answer of each rank."""
+    rank: int
     right: Answer
+    ranks_differ: bool
 
-    @functools.cached_property
-    def parts(self) -> list[list[dict[str, Tensor]]]:
-        """Return the gradient of every micro-batch's summed loss, of each rank that has other tokens."""
-        return [[self.summed([batch]) for batch in part] for part in self.case.parts(self.group)]
+    @property
+    def place(self) -> int:
+        """Return the rank's place among those with other tokens."""
+        return self.rank // self.case.inner
 
-    @functools.cached_property
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
+    @property
+    def batches(self) -> list[Batch]:
         """Return the micro-batches of all ranks."""
         return [batch for part in self.case.parts(self.group) for batch in part]
 
-    def summed(self, batches: Sequence[tuple[Tensor, Tensor]], model: Model | None = None) -> dict[str, Tensor]:
+    def summed(self, batches: Sequence[Batch]) -> Gradients:
         """Return the gradient of the summed loss of these micro-batches."""
-        model = model or self.case.model(self.group)
+        model = self.case.model(self.group)
         return gradients(self.case.summed(model, batches) * self.case.loss_scale, model)
 
-    def weighted(self, weight: Callable[[int, int, int], float]) -> list[Gradients]:
-        """Return every rank's gradients where `weight(place, micro_batch, own)` says what is added up."""
-        found: list[Gradients] = []
-        for own in (rank // self.case.inner for rank in range(len(self.got))):
-            total = {name: torch.zeros_like(g) for name, g in self.right.gradients.items()}
-            for place, part in enumerate(self.parts):
-                for index, gradient in enumerate(part):
-                    for name in total:
-                        total[name] += weight(place, index, own) * gradient[name]
-            found.append(total)
-        return found
+    def with_gradients(self, found: Gradients) -> Result:
+        """Return the right answer but for these gradients."""
+        return torch.tensor(self.right.loss, dtype=torch.float64), self.right.gradients | found
 
-    def times(self, found: Sequence[Gradients]) -> float | None:
-        """Return r if the gradients of all ranks are r times these, with the same r; else None."""
-        named = [{f"{name}, rank {k}": g for name, g in one.items()} for k, one in enumerate(found)]
-        given = {f"{name}, rank {k}": g for k, one in enumerate(self.got) for name, g in one.gradients.items()}
-        plain = {name: g for one in named for name, g in one.items()}
-        if any(given[name].any() for name, g in plain.items() if not g.any()):
-            return None
-        nothing = torch.zeros(())
-        return Evidence((nothing, given), (nothing, plain)).ratio()
+    def weighted(self, weight: Callable[[int, int], float]) -> Result:
+        """Return the answer where `weight(place, micro_batch)` says what is added up."""
+        total = {name: torch.zeros_like(g) for name, g in self.right.gradients.items()}
+        for place, part in enumerate(self.case.parts(self.group)):
+            for number, batch in enumerate(part):
+                if factor := weight(place, number):
+                    for name, gradient in self.summed([batch]).items():
+                        total[name] += factor * gradient
+        return self.with_gradients(total)
 
-    def evidence(self) -> Evidence:
-        """Return the numbers of the first rank whose gradients are wrong, as the proof kit asks for them."""
-        ranks = [
-            k for k, one in enumerate(self.got) if Step(self.case, 0, [one], self.right).times([self.right[1]]) != 1
-        ]
-        rank = next(iter(ranks), 0)
-        place, rows = rank // self.case.inner, SHAPE[0] * SHAPE[1] * len(self.case.tokens[0])
-        counts = [(sum(part), rows) for part in self.case.tokens]
-        of_ranks = [
-            {n: torch.stack([g[n] for g in part]).sum(0) / self.case.count for n in self.right.gradients}
-            for part in self.parts
-        ]
-        return Evidence(
-            (torch.tensor(self.got[rank].loss), self.got[rank].gradients),
-            (torch.tensor(self.right.loss), self.right.gradients),
-            uses={name: [("step", g[name]) for g in of_ranks] for name in self.right.gradients},
-            tokens=counts[place][0],
-            rows=rows,
-            divisor=self.case.count,
-            rank=place,
-            counts=counts,
-        )
-
-    def split(self, mistake: Splitting) -> list[Answer]:
-        """Return every rank's answer if the ranks of a split vocabulary made this mistake."""
-        places = [self._split(mistake, place) for place in range(self.case.inner)]
-        name = "embed.weight" if self.case.tied else "head.weight"
-        answers = []
-        for place in places:
-            found = dict(place.gradients)
-            if mistake.is_summed:
-                found = {n: torch.stack([p.gradients[n] for p in places]).sum(0) for n in found}
-            if name in found:
-                rows = [slice(*self.case.rows_of(i)) for i in range(len(places))]
-                found[name] = torch.cat([p.gradients[name][r] for p, r in zip(places, rows, strict=True)])
-            answers.append(Answer(place.loss, found))
-        return [answers[rank % self.case.inner] for rank in range(len(self.got))]
-
-    def _split(self, mistake: Splitting, place: int) -> Answer:
-        """Return the answer of one rank, over the tokens of all."""
-        model = self.case.model(self.group)
-        logits_NV = torch.cat([model.head(model(tokens)).flatten(0, 1) for tokens, _ in self.batches])
-        target_N = torch.cat([target.flatten() for _, target in self.batches])
-        kept = target_N != IGNORED
-        mean = mistake.loss(Place(self.case, place, logits_NV[kept], target_N[kept])) / self.case.count
-        return Answer(float(mean.detach()), gradients(mean * self.case.loss_scale, model))
+    def scaled(self, times: float) -> Result:
+        """Return the answer with all gradients multiplied."""
+        return self.with_gradients(_scaled(self.right.gradients, times))
 
 
-class Place(NamedTuple):
-    """What a rank of a split vocabulary computes its loss from."""
-
-    case: Case
-    number: int
-    logits_NV: Tensor
-    target_N: Tensor
-
-    @property
-    def mine(self) -> Tensor:
-        """Return which classes this rank has."""
-        first, end = self.case.rows_of(self.number)
-        classes_V = torch.arange(self.logits_NV.size(1))
-        return (classes_V >= first) & (classes_V < end)
-
-    @property
-    def owned(self) -> Tensor:
-        """Return whether each target is one of this rank's classes."""
-        return self.mine[self.target_N]
-
-    @property
-    def part(self) -> Place:
-        """Return the same with a gradient only in this rank's classes."""
-        return self._replace(logits_NV=self.logits_NV.where(self.mine, self.logits_NV.detach()))
-
-    @property
-    def lse(self) -> Tensor:
-        """Return each token's log-sum-exp."""
-        return self.logits_NV.logsumexp(1)
-
-    @property
-    def picked(self) -> Tensor:
-        """Return the targets' logits."""
-        return self.logits_NV.gather(1, self.target_N.unsqueeze(1)).squeeze(1)
-
-    @property
-    def usual(self) -> Tensor:
-        """Return the right losses."""
-        return self.losses(self.lse, self.picked)
-
-    def losses(self, lse: Tensor, picked: Tensor) -> Tensor:
-        """Return the losses with another log-sum-exp or another logit of the target."""
-        smooth = self.case.label_smoothing
-        return lse - (1 - smooth) * picked - smooth * self.logits_NV.mean(1)
-
-    def smoothed(self, share: float) -> Tensor:
-        """Return the losses where that share is spread over this rank's classes."""
-        return self.lse - (1 - share) * self.picked - share * self.logits_NV[:, self.mine].mean(1)
-
-    def padded(self) -> Tensor:
-        """Return the losses with classes whose logits are 0, up to a vocabulary that the ranks divide."""
-        extra = -self.case.vocab_size % self.case.inner
-        return self._replace(logits_NV=F.pad(self.logits_NV, (0, extra))).usual
-
-    def found_unevenly(self) -> Tensor:
-        """Return the losses where each rank's classes begin at its number times how many it has itself."""
-        picked = torch.zeros_like(self.lse)
-        for number in range(self.case.inner):
-            first, end = self.case.rows_of(number)
-            local = self.target_N - number * (end - first)
-            here = (local >= 0) & (local < end - first)
-            rows = (first + local).where(here, 0).unsqueeze(1)
-            picked = picked + self.logits_NV.gather(1, rows).squeeze(1) * here
-        return self.losses(self.lse, picked)
-
-    def for_others(self, eps: float) -> float:
-        """Return eps v / (v - 1), the share of v local classes that is meant for those other than the target."""
-        sizes = [v / (v - 1) for v in (int(self.mine.sum()), self.case.vocab_size) if v > 1]
-        return eps * sizes[0] / sizes[-1]
-
-
-class Splitting(NamedTuple):
-    """A mistake on a split vocabulary."""
-
-    name: str
-    loss: Callable[[Place], Tensor]
-    """Returns the summed loss of one rank."""
-    is_summed: bool = False
-    """Whether the gradient of what is below the generator is added up over these ranks."""
+def _scaled(found: Gradients, times: float) -> Gradients:
+    """Return gradients times a number."""
+    return {name: gradient * times for name, gradient in found.items()}
 
 
 NOT_FINITE = "a number that is not finite, such as 0 / 0 tokens"
-MISSING = "gradient of one rank's classes missing"
-REACHES = f"{MISSING}: a token reaches only the classes of the rank that has its target"
-LOCAL_SMOOTHING = "smoothing spread over the local classes"
-SPLITTINGS = (
-    Splitting(
-        "off by log(ranks): gathered logits are taken for shards, which adds the log of their number to the loss",
-        lambda p: (p.usual + math.log(p.case.inner)).sum(),
-    ),
-    Splitting(
-        f"{MISSING}: the hidden gradient is not summed over the vocabulary's ranks", lambda p: p.part.usual.sum()
-    ),
-    Splitting(REACHES, lambda p: (p.part.usual * p.owned).sum(), is_summed=True),
-    Splitting(REACHES, lambda p: (p.part.usual * p.owned).sum()),
-    Splitting(
-        "the softmax has no gradient: only the target's logit has one",
-        lambda p: p.losses(p.lse.detach(), p.picked).sum(),
-    ),
-    Splitting(
-        "the softmax is over one rank's classes",
-        lambda p: p.losses(p.logits_NV[:, p.mine].logsumexp(1), p.picked).sum(),
-    ),
-    Splitting(
-        "the target's logit counts only on the rank that has it", lambda p: p.losses(p.lse, p.picked * p.owned).sum()
-    ),
-    Splitting(
-        "uneven parts: each rank's classes are taken to begin at its number times its own number of classes",
-        lambda p: p.found_unevenly().sum(),
-    ),
-    Splitting("padded classes are counted in the softmax", lambda p: p.padded().sum()),
-    Splitting(LOCAL_SMOOTHING, lambda p: p.smoothed(p.case.label_smoothing).sum()),
-    Splitting(LOCAL_SMOOTHING, lambda p: p.smoothed(p.for_others(p.case.label_smoothing)).sum()),
-    Splitting("label smoothing is left out", lambda p: p.smoothed(0).sum()),
-)
 
 
-def cause_of(step: Step) -> str:
-    """Return the name of the first mistake whose numbers are those of the ranks."""
-    value = step.case.reduction == "sum" and not all(close(a.loss, step.right.loss) for a in step.got)
-    of_right = step.times([step.right.gradients] * len(step.got))
-    gradient = of_right is None or not close(of_right, 1)
-    causes = [_of_the_value(step) if value else iter(()), _of_the_gradient(step, of_right) if gradient else iter(())]
-    name = next((name for each in causes for name in each), "none of the usual ones")
-    only = ""
-    if value != gradient:
-        only = "; only the value is wrong" if value else "; the value is right, only the gradient is wrong"
-    return name + only
+def _mistakes(step: Step) -> Mistakes:
+    """Yield the mistakes of a layout, the most specific first, after the right step, which has no name."""
+    yield "", lambda: step.with_gradients({})
+    for name, values in factors(step.case).items():
+        for times in filter(lambda times: times != 1, values):
+            yield f"{name}: all gradients are {spelt(times)} times the right ones", partial(step.scaled, times)
+    if step.case.row.splits_classes:
+        nothing = torch.zeros(1, step.case.vocab_size), torch.zeros(1, dtype=torch.int64)
+        for mistake, (name, _) in enumerate(splittings(step.case, 0, *nothing)):
+            yield name, partial(_split, step, mistake)
+    for name, weight in _weights(step):
+        yield name, partial(step.weighted, weight)
+    yield from _elsewhere(step)
+    yield "targets shifted twice", partial(_shifted, step)
 
 
-def _of_the_value(step: Step) -> Iterator[str]:
-    """Yield the mistakes with the ranks' losses."""
-    if not all(math.isfinite(a.loss) for a in step.got):
-        yield f"{NOT_FINITE}, or no loss at all"
-    for mistake in SPLITTINGS if step.case.row.splits_classes else ():
-        if all(close(a.loss, b.loss) for a, b in zip(step.got, step.split(mistake), strict=True)):
-            yield mistake.name
+def _elsewhere(step: Step) -> Mistakes:
+    """Yield the mistakes of routers, of time steps, of ties and of shards."""
+    if step.case.row.inner == "experts":
+        yield from _of_the_router(step)
+    if step.case.row.inner == "time and classes":
+        alone = "not reduced over ranks: {} each rank keeps the gradient of its own time steps"
+        yield alone.format("below the generator"), partial(_own_time, step)
+        for name in step.right.gradients:
+            yield alone.format(f"of {name}"), partial(_own_time, step, name)
+    if len(step.case.tokens) > 1:
+        yield "not reduced over ranks: each rank reports the loss of its own tokens", partial(_own_loss, step)
+        for what in ("activations", "padding"):
+            yield f"a collective over the wrong group: {what} of another rank", partial(_of_another, step, what)
+    if step.case.stage_count > 2:
+        said = "layers of another stage: their numbers within a stage are taken for those in the model"
+        yield said, partial(_first_layer, step)
+    for use in ("embed", "head") if step.case.tied else ():
+        said = f"a missed tie: the shared weight has the gradient of its use in {use} alone"
+        yield said, partial(_untied, step, f"{use}.weight")
+    if step.case.row.wrap == "fsdp2" and step.case.inner == 1 and "head.weight" in step.right.gradients:
+        for times in (1, len(step.case.tokens)):
+            said = "not reduced over ranks: each rank's rows of head.weight have the gradient of its own tokens"
+            yield said, partial(_own_rows, step, times)
 
 
-def _of_the_gradient(step: Step, times: float | None) -> Iterator[str]:
-    """Yield the mistakes with the gradients of the ranks, the most specific first; `times` the right ones, if any."""
-    if not all(g.isfinite().all() for a in step.got for g in a.gradients.values()):
-        yield NOT_FINITE
-    if times:
-        yield from _scale(step.case, times)
-    for mistake in SPLITTINGS if step.case.row.splits_classes else ():
-        of_mistake = step.times([answer.gradients for answer in step.split(mistake)])
-        if of_mistake and close(of_mistake, 1):
-            yield mistake.name
-    each = [[max(1, count) for count in part] for part in step.case.tokens]
-    own = [max(1, sum(part)) for part in step.case.tokens]
-    near = step.case.near
-    of_row = [max(1, sum(map(sum, step.case.tokens[p - p % near :][:near]))) for p in range(len(own))]
-    of_batches = "mean of means: each micro-batch is divided by its own tokens, not by those of the step"
-    of_ranks = "mean of means: each rank divides by its own tokens, not by those of all"
-    alone = "not reduced over ranks: each rank keeps the gradient of its own tokens"
-    weights: list[tuple[str, Callable[[int, int, int], float]]] = [
-        (alone, lambda p, m, k: p == k),
-        (alone, lambda p, m, k: (p == k) / own[p]),
-        (alone, lambda p, m, k: (p == k) / each[p][m]),
-        (of_ranks, lambda p, m, k: 1 / own[p]),
-        ("mean of means: ranks divide by the tokens of their row of the mesh", lambda p, m, k: 1 / of_row[p]),
-        (of_batches, lambda p, m, k: 1 / each[p][m]),
-        ("only the gradient of the last micro-batch is kept", lambda p, m, k: m == len(each[p]) - 1),
-        ("only the gradient of the first micro-batch is kept", lambda p, m, k: m == 0),
-    ]
-    # One multiple of the right gradients is no choice among them
-    if times is None:
-        yield from (name for name, weight in weights if step.times(step.weighted(weight)))
-        yield from _elsewhere(step)
-    evidence = step.evidence()
-    yield from filter(None, (cause.detect(evidence) for cause in CAUSES))
-
-
-def _scale(case: Case, times: float) -> Iterator[str]:
-    """Yield the mistake that multiplies all gradients by this number."""
+def factors(case: Case) -> dict[str, list[float]]:
+    """Return by what each mistake with a divisor multiplies all gradients."""
     n, lost = case.count, sum(map(sum, case.tokens))
     ranks, batches = len(case.tokens), len(case.tokens[0])
     rows = SHAPE[0] * SHAPE[1] * batches
-    named: dict[str, list[float]] = {
-        "divided by the tokens of the rank that is lost, too": [n / lost] if lost > n else [],
-        "divided by ranks twice": [1 / r for r in (ranks, case.inner, case.groups) if r > 1],
-        "multiplied by the number of ranks once too often": [r for r in (ranks, case.inner) if r > 1],
+    return {
+        "divided by the tokens of the rank that is lost, too": [n / lost],
+        "divided by ranks twice": [1 / ranks, 1 / case.inner, 1 / case.groups],
+        "multiplied by the number of ranks once too often": [ranks, case.inner],
         "divided by the number of micro-batches as well as by the tokens": [1 / batches, 1 / (batches * ranks)],
         "not divided by the tokens": [n, n / ranks, n / batches, n / (ranks * batches)],
         "divided by all rows, including padding": [n / (rows * ranks), n / rows],
         "the loss scale is missing": [1 / case.loss_scale],
         "the loss scale is applied twice": [case.loss_scale],
     }
-    said = f"all gradients are {spelt(times)} times the right ones"
-    yield from (f"{name}: {said}" for name, values in named.items() if any(close(times, value) for value in values))
 
 
-def _of_some(step: Step) -> Iterator[str]:
-    """Yield the mistake by which the gradients of some parameters are multiplied, and no others."""
-    times = {}
-    for name, right in step.right.gradients.items():
-        if right.any():
-            each = [ratio(answer.gradients[name], right) for answer in step.got]
-            times[name] = each[0] if each[0] and all(one and close(one, each[0]) for one in each) else None
-    off = {name: r for name, r in times.items() if r is None or not close(r, 1)}
-    first = next(iter(off.values()), None)
-    if first and len(off) < len(times) and all(r and close(r, first) for r in off.values()):
-        said = "reduced twice" if first > 1 else "divided by ranks twice"
-        yield f"a gradient is {said}: that of {', '.join(off)} is {spelt(first)} times the right one, and no other"
+def _weights(step: Step) -> Iterator[tuple[str, Callable[[int, int], float]]]:
+    """Yield the mistakes by which micro-batches have other weights than 1 / all tokens."""
+    case, mine = step.case, step.place
+    each = [[max(1, count) for count in part] for part in case.tokens]
+    own = [max(1, sum(part)) for part in case.tokens]
+    of_row = [max(1, sum(map(sum, case.tokens[p - p % case.near :][: case.near]))) for p in range(len(own))]
+    alone = "not reduced over ranks: each rank keeps the gradient of its own tokens"
+    of_ranks = "mean of means: each rank divides by its own tokens, not by those of all"
+    of_batches = "mean of means: each micro-batch is divided by its own tokens, not by those of the step"
+    if step.ranks_differ:
+        yield alone, lambda p, m: (p == mine) * len(own) / case.count
+        yield alone, lambda p, m: (p == mine) / own[p]
+        yield alone, lambda p, m: (p == mine) / each[p][m]
+    yield of_ranks, lambda p, m: 1 / own[p] / len(own)
+    rows = "mean of means: ranks divide by the tokens of their row of the mesh"
+    yield rows, lambda p, m: 1 / of_row[p] / case.row.outer
+    yield of_batches, lambda p, m: 1 / each[p][m] / (len(own) * len(each[p]))
+    # As a loss that is normalised by its own targets, such as the next but one, and weighted by the others
+    shifted = [sum(int((t[:, 1:] != IGNORED).sum()) for _, t in part) for part in case.parts(step.group)]
+    ratios = "each rank's loss is scaled by a ratio of its own counts, not by that of the step's"
+    yield ratios, lambda p, m: own[p] / max(1, shifted[p]) / case.count
+    for which, kept in (("last", len(each[0]) - 1), ("first", 0)):
+        said = f"only the gradient of the {which} micro-batch is kept"
+        yield said, lambda p, m, k=kept: (m == k) / case.count  # type: ignore[misc]
 
 
-def _of_the_router(step: Step) -> Iterator[str]:
-    """Yield the mistake by which the router's loss is another one."""
+def _of_the_router(step: Step) -> Mistakes:
+    """Yield the mistakes by which the router's loss is another one."""
     case = step.case
-    for times in (0, case.near, 1 / case.near, len(case.tokens), 1 / len(case.tokens), case.row.outer):
+
+    def answer(times: float) -> Result:
         model = case.model(step.group)
         loss = case.summed(model, step.batches, times) / case.count
-        of_times = step.times([gradients(loss * case.loss_scale, model)] * len(step.got))
-        if of_times and close(of_times, 1):
-            yield f"the router's auxiliary loss is {spelt(times)} times the right one"
+        return step.with_gradients(gradients(loss * case.loss_scale, model))
+
+    for times in (0, case.near, 1 / case.near, len(case.tokens), 1 / len(case.tokens), case.row.outer):
+        yield f"the router's auxiliary loss is {spelt(times)} times the right one", partial(answer, times)
 
 
-def _of_own_time(step: Step) -> Iterator[str]:
-    """Yield the mistake of ranks that keep, below the generator, the gradient of their own time steps."""
-    found = []
-    for rank in range(len(step.got)):
-        model = step.case.model(step.group)
-        losses = []
-        for tokens, target in step.batches:
-            parts = [*model(tokens).tensor_split(step.case.inner, 1)]
-            parts = [part if k == rank % step.case.inner else part.detach() for k, part in enumerate(parts)]
-            losses.append(step.case.loss(model.head(torch.cat(parts, 1)), target))
-        found.append(gradients(torch.stack(losses).sum() * step.case.loss_scale / step.case.count, model))
-    of_time = step.times(found)
-    if of_time and close(of_time, 1):
-        yield "not reduced over ranks: below the generator each rank keeps the gradient of its own time steps"
+def _own_loss(step: Step) -> Result:
+    """Return the answer of a rank that reports the mean over its own tokens."""
+    part, model = step.case.parts(step.group)[step.place], step.case.model(step.group)
+    own = step.case.summed(model, part).detach() / max(1, sum(step.case.tokens[step.place]))
+    return own, step.right.gradients
 
 
-def _elsewhere(step: Step) -> Iterator[str]:
-    """Yield the mistakes of ties, of shards and of shifts."""
-    yield from _of_some(step)
-    if step.case.row.inner == "experts":
-        yield from _of_the_router(step)
-    if step.case.row.inner == "time and classes":
-        yield from _of_own_time(step)
-    if step.case.tied:
-        model = step.case.model(step.group)
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        uses = step.summed(step.batches, model)
-        for use in ("embed.weight", "head.weight"):
-            if step.times([{"embed.weight": uses[use]}] * len(step.got)):
-                yield f"a missed tie: the shared weight has the gradient of its use in {use.split('.')[0]} alone"
-    right = step.right.gradients.get("head.weight")
-    if step.case.row.wrap == "fsdp2" and step.case.inner == 1 and right is not None:
-        alone = step.weighted(lambda p, m, k: (p == k) / step.case.count)
-        rows = torch.arange(len(right)).chunk(len(alone))
-        own = torch.cat([alone[k]["head.weight"][r] for k, r in enumerate(rows)])
-        if step.times([{"head.weight": own}] * len(step.got)):
-            yield "not reduced over ranks: each rank's rows of head.weight have the gradient of its own tokens"
+def _of_another(step: Step, what: str) -> Result:
+    """Return the answer where the next rank's activations, or its padding, stand in for a rank's own."""
+    parts, batches = step.case.parts(step.group), []
+    for part, others in zip(parts, [*parts[1:], parts[0]], strict=True):
+        for (tokens, target), (their_tokens, their_target) in zip(part, others, strict=True):
+            if what == "activations":
+                batches.append((their_tokens, target))
+            else:
+                batches.append((tokens, target.where(their_target != IGNORED, IGNORED)))
+    count = sum(int((target != IGNORED).sum()) for _, target in batches)
+    return step.with_gradients(_scaled(step.summed(batches), 1 / max(1, count)))
+
+
+def _first_layer(step: Step) -> Result:
+    """Return the answer where every stage has the first layer's weights."""
+    model = step.case.model(step.group)
+    for layer in model.layers:
+        layer.load_state_dict(model.layers[0].state_dict())
+    loss = step.case.summed(model, step.batches) / step.case.count
+    return loss.detach(), gradients(loss * step.case.loss_scale, model)
+
+
+def _own_time(step: Step, name: str = "") -> Result:
+    """Return the answer of a rank that keeps the gradient of its own time steps, of one parameter or of all."""
+    model, losses = step.case.model(step.group), []
+    for tokens, target in step.batches:
+        parts = [*model(tokens).tensor_split(step.case.inner, 1)]
+        parts = [part if k == step.rank % step.case.inner else part.detach() for k, part in enumerate(parts)]
+        losses.append(step.case.loss(model.head(torch.cat(parts, 1)), target))
+    found = gradients(torch.stack(losses).sum() * step.case.loss_scale / step.case.count, model)
+    return step.with_gradients({name: found[name]} if name else found)
+
+
+def _untied(step: Step, use: str) -> Result:
+    """Return the answer where the shared weight has the gradient of one use alone."""
+    model = step.case.model(step.group)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    found = gradients(step.case.summed(model, step.batches) * step.case.loss_scale / step.case.count, model)
+    return step.with_gradients({"embed.weight": found[use]})
+
+
+def _own_rows(step: Step, times: float) -> Result:
+    """Return the answer where each rank's rows of the generator have the gradient of this rank's tokens alone."""
+    parts = [step.summed(part)["head.weight"] for part in step.case.parts(step.group)]
+    rows = torch.arange(len(parts[0])).chunk(len(parts))
+    own = torch.cat([part[r] for part, r in zip(parts, rows, strict=True)])
+    return step.with_gradients({"head.weight": own * times / step.case.count})
+
+
+def _shifted(step: Step) -> Result:
+    """Return the answer where targets, which are the next tokens already, are shifted once more."""
     shifted = [(tokens, F.pad(target[:, 1:], (0, 1), value=IGNORED)) for tokens, target in step.batches]
-    if step.times([step.summed(shifted)] * len(step.got)):
-        yield "targets shifted twice"
+    count = sum(int((target != IGNORED).sum()) for _, target in shifted)
+    return step.with_gradients(_scaled(step.summed(shifted), 1 / max(1, count)))
+
+
+def _split(step: Step, mistake: int) -> Result:
+    """Return the answer of a rank of a split vocabulary that makes a mistake; its generator's rows are joined."""
+    case, answers = step.case, []
+    for number in range(case.inner):
+        model = case.model(step.group)
+        logits_NV = torch.cat([model.head(model(tokens)).flatten(0, 1) for tokens, _ in step.batches])
+        target_N = torch.cat([target.flatten() for _, target in step.batches])
+        kept = target_N != IGNORED
+        losses_N = splittings(case, number, logits_NV[kept], target_N[kept])[mistake][1]
+        mean = losses_N.sum() / case.count
+        answers.append((mean.detach(), gradients(mean * case.loss_scale, model)))
+    value, found = answers[step.rank % case.inner]
+    if mistake == SUMMED:
+        found = {n: torch.stack([of[n] for _, of in answers]).sum(0) for n in found}
+    name = "embed.weight" if case.tied else "head.weight"
+    if name in found:
+        rows = [slice(*case.rows_of(number)) for number in range(case.inner)]
+        found[name] = torch.cat([of[name][r] for (_, of), r in zip(answers, rows, strict=True)])
+    return value, found
+
+
+MISSING = "gradient of one rank's classes missing"
+REACHES = f"{MISSING}: a token reaches only the classes of the rank that has its target"
+LOG_RANKS = "off by log(ranks): gathered logits are taken for shards, which adds the log of their number to the loss"
+SUMMED = 2
+"""The mistake with which the hidden gradient is summed over the vocabulary's ranks, as it should be."""
+
+
+def splittings(case: Case, number: int, logits_NV: Tensor, target_N: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the mistakes of a rank on a split vocabulary, and the losses with each of them."""
+    first, end = case.rows_of(number)
+    mine_V = (torch.arange(case.vocab_size) >= first) & (torch.arange(case.vocab_size) < end)
+    owned_N = mine_V[target_N]
+    eps, mine_NV, missing = case.label_smoothing, logits_NV[:, mine_V], -case.vocab_size % case.inner
+    # A share eps v / (v - 1) of v local classes is meant for those other than the target
+    sizes = [v / (v - 1) for v in (end - first, case.vocab_size) if v > 1]
+
+    def losses(of: Tensor = logits_NV, share: float = eps, **other: Tensor) -> Tensor:
+        picked = other.get("picked", of.gather(1, target_N.unsqueeze(1)).squeeze(1))
+        return other.get("lse", of.logsumexp(1)) - (1 - share) * picked - share * other.get("mean", of.mean(1))
+
+    of_part_N = losses(logits_NV.where(mine_V, logits_NV.detach()))
+    picked_N = logits_NV.gather(1, target_N.unsqueeze(1)).squeeze(1)
+    uneven = "uneven parts: each rank's classes are taken to begin at its number times its own number of classes"
+    return [
+        (LOG_RANKS, losses() + math.log(case.inner)),
+        (f"{MISSING}: the hidden gradient is not summed over the vocabulary's ranks", of_part_N),
+        (REACHES, of_part_N * owned_N),
+        (REACHES, of_part_N * owned_N),
+        ("the softmax has no gradient: only the target's logit has one", losses(lse=logits_NV.detach().logsumexp(1))),
+        ("the softmax is over one rank's classes", losses(lse=mine_NV.logsumexp(1))),
+        ("the target's logit counts only on the rank that has it", losses(picked=picked_N * owned_N)),
+        (uneven, losses(picked=_found_unevenly(case, logits_NV, target_N))),
+        ("padded classes are counted in the softmax", losses(F.pad(logits_NV, (0, missing)))),
+        ("smoothing spread over the local classes", losses(mean=mine_NV.mean(1))),
+        ("smoothing spread over the local classes", losses(share=eps * sizes[0] / sizes[-1], mean=mine_NV.mean(1))),
+        ("label smoothing is left out", losses(share=0)),
+    ]
+
+
+def _found_unevenly(case: Case, logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    """Return the targets' logits where each rank's classes begin at its number times how many it has itself."""
+    picked_N = torch.zeros_like(logits_NV[:, 0])
+    for number in range(case.inner):
+        first, end = case.rows_of(number)
+        local_N = target_N - number * (end - first)
+        here_N = (local_N >= 0) & (local_N < end - first)
+        rows_N1 = (first + local_N).where(here_N, 0).unsqueeze(1)
+        picked_N = picked_N + logits_NV.gather(1, rows_N1).squeeze(1) * here_N
+    return picked_N

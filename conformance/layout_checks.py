@@ -17,8 +17,8 @@ from conformance.adapter import load
 from conformance.finding import Check, Finding
 from conformance.layout_adapter import LAYOUTS, LayoutAdapter
 from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, Answer, Case, GoneError, cases
-from conformance.layout_causes import Step, cause_of
-from conformance.layout_known import KNOWN_LAYOUTS
+from conformance.layout_causes import cause_of
+from conformance.layout_peers import KNOWN_LAYOUTS
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.testing.precision import EXACT, error
 from seqpar.testing.ranks import RankError, ranks
@@ -77,7 +77,7 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
             if "loss" in errors:
                 losses = f"loss {', '.join(f'{a.loss:.4g}' for a in got)} ({right.loss:.4g} is right), "
             numbers = f"by rank: {losses}{worst} off by {', '.join(f'{one:.2g}' for one in errors[worst])}"
-            return Fault(cause_of(Step(case, group, got, right)), numbers, worst)
+            return Fault(cause_of(case, group, got, right), numbers, worst)
     return None
 
 
@@ -95,7 +95,8 @@ def _load(rank: int, world: int, name: str) -> None:
     """Load in one rank what a step may need."""
     for module in PRELOADED:
         importlib.import_module(module)
-    _adapter(name)
+    # Which imports its package
+    _adapter(name).why_not()
 
 
 def _adapter(name: str) -> LayoutAdapter:

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.layout_adapter import Work
-from conformance.layout_adapters import Both, accumulated, counted, run_micro_batches, trunk, wrapped
+from conformance.adapter import why_missing, why_no_nemo_rl
+from conformance.layout_adapter import EVERY_LAYOUT, ROWS, LayoutAdapter, Work
+from conformance.layout_adapters import (
+    Both,
+    Loss,
+    TorchLoss,
+    accumulated,
+    as_dtensor,
+    counted,
+    loss_parallel_step,
+    run_micro_batches,
+    seqpar_step,
+    torch_step,
+    trunk,
+    wrapped,
+)
 from seqpar.distributed.collectives import copy_to_group, group_sum, rank_in, world_size
 
 
-class PeerLoss(nn.Module):
-    """Another project's loss of a model's generator, summed."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__()
-        self.head, self.work = work.model.head, work
-
-
-class Megatron(PeerLoss):
-    """`vocab_parallel_cross_entropy`, after `copy_to_tensor_model_parallel_region` as in its linear layers."""
+class Megatron(Loss):
+    """`vocab_parallel_cross_entropy`, after `copy_to_tensor_model_parallel_region` as in its linear layers, computed in
+    float32; of vocabularies divisible by the number of ranks.
+    """
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
@@ -59,7 +71,7 @@ class VerlVocabulary(Megatron):
         return -log_probs
 
 
-class Verl(PeerLoss):
+class Verl(Loss):
     """verl's `agg_loss` of `logprobs_from_logits`, with a split sequence gathered as in its FSDP engine."""
 
     def __init__(self, work: Work) -> None:
@@ -83,15 +95,55 @@ class Verl(PeerLoss):
 
 
 def verl_step(work: Work) -> Tensor:
-    """Train as verl's FSDP engine does, or with a split vocabulary as its Megatron engine does."""
+    """Train as verl's FSDP engine does: `agg_loss` of `logprobs_from_logits`.
+
+    With a split vocabulary as its Megatron engine does: `vocab_parallel_log_probs_from_logits`, computed in float32, of
+    vocabularies divisible by the number of ranks.
+    """
     if work.vocab_group is not None:
-        return of_vocabulary(VerlVocabulary, work)
+        return of_vocabulary(VerlVocabulary)(work)
     total = run_micro_batches(work, wrapped(Both(work.model, Verl(work)), work))
     return group_sum(total, work.data_group) / world_size(work.data_group)
 
 
-class NemoRl(PeerLoss):
-    """NeMo-RL's `from_parallel_logits_to_logprobs`, which shifts its targets itself."""
+def deepspeed_step(work: Work) -> Tensor:
+    """Train with `F.cross_entropy` under DeepSpeed's ZeRO-3, in float32."""
+    rank, ranks = rank_in(work.token_group), world_size(work.token_group)
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": 29500}
+    launched = {name: str(value) for name, value in sizes.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    config = {
+        "train_micro_batch_size_per_gpu": len(work.micro_batches[0][0]),
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    both = Both(work.model.float(), TorchLoss(work))
+    trained = [p for p in both.parameters() if p.requires_grad]
+    with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"} | launched):
+        deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+        engine, *_ = deepspeed.initialize(model=both, optimizer=torch.optim.SGD(trained, 0.1), config=config)
+    ((tokens, target),) = work.micro_batches
+    count = group_sum(counted(work), work.token_group).clamp(min=1)
+    total = engine(tokens, target)
+    # DeepSpeed takes the mean over the ranks
+    engine.backward(total * work.loss_scale * ranks / count)
+    gradient = deepspeed.utils.safe_get_full_grad
+    found = {name: gradient(p).clone() for name, p in work.model.named_parameters() if p.requires_grad}
+    engine.destroy()
+    # Of what it has divided and released, nothing but the gradients is looked at
+    for name, whole in found.items():
+        path, _, last = name.rpartition(".")
+        parameter = nn.Parameter(torch.zeros_like(whole))
+        parameter.grad = whole
+        setattr(work.model.get_submodule(path), last, parameter)
+    return group_sum(total.detach(), work.token_group) / count
+
+
+class NemoRl(Loss):
+    """`from_parallel_logits_to_logprobs`, which shifts its targets itself, computed in float32; a split sequence
+    needs a GPU, in `AllGatherCPTensor`.
+    """
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         kept = target != self.work.ignore_index
@@ -109,7 +161,9 @@ class NemoRl(PeerLoss):
 
 
 class NemoRlFused(NemoRl):
-    """Its `from_parallel_hidden_states_to_logprobs`, of hidden states of which each rank has some time steps."""
+    """Its `from_parallel_hidden_states_to_logprobs`, of hidden states of which each rank has some time steps, in
+    float32; it refuses a split sequence.
+    """
 
     def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
         """Return the log-probability of each token but the first of a sentence."""
@@ -123,8 +177,8 @@ class NemoRlFused(NemoRl):
         return found
 
 
-class Liger(PeerLoss):
-    """`LigerVocabParallelCrossEntropy`; its kernels need a GPU, or Triton's interpreter."""
+class Liger(Loss):
+    """`LigerVocabParallelCrossEntropy`, computed in float32; its kernels need a GPU, or Triton's interpreter."""
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         liger: Any = importlib.import_module("liger_kernel.transformers")
@@ -136,26 +190,26 @@ class Liger(PeerLoss):
         return losses.sum()
 
 
-class TitanVocabulary(PeerLoss):
+class TitanVocabulary(Loss):
     """torchtitan's `cross_entropy_loss` of DTensor logits."""
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
         titan: Any = importlib.import_module("torchtitan.components.loss")
         importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
-        assert self.work.vocab_group is not None
-        mesh = DeviceMesh.from_group(self.work.vocab_group, "cpu", mesh_dim_names=("tp",))
-        whole = torch.Size([self.work.vocab_size, hidden.size(-1)])
-        weight = DTensor.from_local(self.head.weight, mesh, [Shard(0)], shape=whole, stride=(hidden.size(-1), 1))
-        logits = F.linear(DTensor.from_local(hidden, mesh, [Replicate()]), weight)
+        weight = as_dtensor(self.head.weight, self.work.vocab_group, self.work.vocab_size)
+        logits = F.linear(as_dtensor(hidden, self.work.vocab_group), weight)
         summed: Tensor = titan.cross_entropy_loss(logits, target)
         return summed
 
 
-def of_vocabulary(loss: type[PeerLoss], work: Work) -> Tensor:
-    """Return the mean loss of a step with a loss over a split vocabulary, under DDP where there are data ranks."""
-    return accumulated(work, wrapped(Both(trunk(work), loss(work)), work))
+def of_vocabulary(loss: type[Loss]) -> Callable[[Work], Tensor]:
+    """Return the step with a loss over a split vocabulary, under DDP where there are data ranks."""
+
+    def step(work: Work) -> Tensor:
+        return accumulated(work, wrapped(Both(trunk(work), loss(work)), work))
+
+    step.__doc__ = loss.__doc__
+    return step
 
 
 def tied_modules(model: Any) -> list[nn.Module]:
@@ -166,9 +220,9 @@ def tied_modules(model: Any) -> list[nn.Module]:
 
 
 def titan_step(work: Work) -> Tensor:
-    """Train with torchtitan's `ChunkedLossWrapper` under FSDP2, or its loss of a split vocabulary."""
+    """Train with `ChunkedLossWrapper` under FSDP2, or `cross_entropy_loss` of DTensor logits, computed in float32."""
     if work.vocab_group is not None:
-        return of_vocabulary(TitanVocabulary, work)
+        return of_vocabulary(TitanVocabulary)(work)
     from torch.distributed.fsdp import fully_shard
 
     titan: Any = importlib.import_module("torchtitan.components.loss")
@@ -229,7 +283,7 @@ class TrlSum(nn.Module):
 
 
 def trl_step(work: Work, is_head_a_unit: bool = False) -> Tensor:
-    """Train with the log-probabilities of TRL's `add_fused_lm_head`, whose trainers call it inside DDP or FSDP2."""
+    """Train with the log-probabilities of `add_fused_lm_head`, called inside DDP or FSDP2, computed in float32."""
     trl: Any = importlib.import_module("trl.trainer.utils")
     model: Any = CausalModel(work.model)
     trl.add_fused_lm_head(model)
@@ -239,3 +293,39 @@ def trl_step(work: Work, is_head_a_unit: bool = False) -> Tensor:
         assert work.token_group is not None
         fully_shard(tied_modules(work.model), mesh=DeviceMesh.from_group(work.token_group, "cpu"))
     return accumulated(work, wrapped(TrlSum(model), work))
+
+
+def trl_head_unit_step(work: Work) -> Tensor:
+    """Do the same with the head as an FSDP2 unit of its own."""
+    return trl_step(work, is_head_a_unit=True)
+
+
+def why_no_liger() -> str:
+    """Return why Liger's kernels cannot run in the ranks, which are on the CPU; empty if they can."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs Triton's interpreter on the CPU: TRITON_INTERPRET=1 in the environment"
+    return why_missing("liger_kernel.transformers")
+
+
+VOCABULARY = frozenset(name for name, row in ROWS.items() if row.inner in ("classes", "time and classes"))
+REPLICATED = frozenset(name for name, row in ROWS.items() if row.wrap and not (row.inner or row.is_alone))
+UNEVEN = VOCABULARY | {"uneven vocabulary"}
+SMOOTH = VOCABULARY | {"smoothing"}
+TORCH = EVERY_LAYOUT - VOCABULARY - {"DTensor model"}
+has = partial(partial, why_missing)
+PEERS = (
+    LayoutAdapter("torch", torch_step, TORCH),
+    LayoutAdapter("torch-loss-parallel", loss_parallel_step, UNEVEN | {"float64"}),
+    LayoutAdapter("megatron", of_vocabulary(Megatron), SMOOTH, "megatron-core", has("megatron.core.tensor_parallel")),
+    LayoutAdapter("liger", of_vocabulary(Liger), SMOOTH | UNEVEN, "liger-kernel", why_no_liger),
+    LayoutAdapter("torchtitan", titan_step, UNEVEN | {"FSDP2"}, "torchtitan", has("torchtitan.components.loss")),
+    LayoutAdapter("trl", trl_step, REPLICATED, "trl", has("trl.trainer.utils")),
+    LayoutAdapter("trl-head-unit", trl_head_unit_step, frozenset({"FSDP2"}), "trl", has("trl.trainer.utils")),
+    LayoutAdapter("verl", verl_step, VOCABULARY | REPLICATED, "verl", has("verl.trainer.ppo.core_algos")),
+    LayoutAdapter("nemo-rl", of_vocabulary(NemoRl), UNEVEN, "nemo-rl", why_no_nemo_rl),
+    LayoutAdapter("nemo-rl-fused", of_vocabulary(NemoRlFused), UNEVEN, "nemo-rl", why_no_nemo_rl),
+    LayoutAdapter("deepspeed", deepspeed_step, frozenset({"ZeRO-3", "smoothing"}), "deepspeed", has("deepspeed")),
+    LayoutAdapter("seqpar", seqpar_step, package="seqpar"),
+)
+KNOWN_LAYOUTS = {adapter.name: adapter for adapter in PEERS}
+"""The known implementations of a training step over several ranks, by name."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 
 from conformance.adapter import DEVICE, quietly
-from conformance.parts import PARTS
+from conformance.checks import measured_problem
+from conformance.parts import adapter_of
 from conformance.peak_memory import peak_bytes
 
 
 def main(part: str, name: str, rows: str) -> None:
     """Print this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
-    step = PARTS[part].step(name, int(rows))
+    step = measured_problem(adapter_of(part, name), int(rows)).answer
     quietly(step)
     print(peak_bytes(lambda: quietly(step), DEVICE))
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conformance import loss_checks, score_checks
 from conformance.adapter import Adapter, Implementation, ScoreAdapter, load
+from conformance.checks import CHECKS, SCORE_CHECKS
 from conformance.finding import Check, Finding
 from conformance.layout_adapter import LayoutAdapter
 from conformance.layout_checks import LAYOUT_CHECKS
-from conformance.layout_known import KNOWN_LAYOUTS
-from conformance.loss_peers import KNOWN
-from conformance.problem import Problem
-from conformance.score_peers import KNOWN_SCORES
+from conformance.layout_peers import KNOWN_LAYOUTS
+from conformance.peers import KNOWN, KNOWN_SCORES
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +22,6 @@ class Part:
     known: Mapping[str, Implementation]
     checks: tuple[Check, ...]
     kind: type[Implementation]
-    measured: Callable[[Any, int], Problem] | None = None
-    """Returns the problem of so many rows whose forward and backward have their peak memory measured, if any has."""
-
-    @property
-    def name(self) -> str:
-        """Return the word of the command line."""
-        return self.kind.part
 
     def adapter_of(self, name: str) -> Implementation:
         """Return the known adapter of that name, or the one at `module:object`.
@@ -49,29 +40,16 @@ class Part:
             raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a conformance.{kind}")
         return replace(found, where=name)
 
-    def step(self, name: str, rows: int) -> Callable[[], object]:
-        """Return a function that runs the forward and backward whose peak memory is measured."""
-        if self.measured is None:
-            raise ValueError(f"no memory is measured of {self.name}")
-        return self.measured(self.adapter_of(name), rows).answer
-
 
 PARTS = {
-    part.name: part
-    for part in (
-        Part(KNOWN, loss_checks.CHECKS, Adapter, loss_checks.measured_problem),
-        Part(KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, score_checks.measured_problem),
-        Part(KNOWN_LAYOUTS, LAYOUT_CHECKS, LayoutAdapter),
-    )
+    "losses": Part(KNOWN, CHECKS, Adapter),
+    "scores": Part(KNOWN_SCORES, SCORE_CHECKS, ScoreAdapter),
+    "layouts": Part(KNOWN_LAYOUTS, LAYOUT_CHECKS, LayoutAdapter),
 }
 
 
 def adapter_of(part: str, name: str) -> Any:
-    """Return a part's known implementation of that name, or the one at `module:object`.
-
-    Raises:
-        ValueError: there is no such implementation; the message lists the known ones.
-    """
+    """Return a part's known implementation of that name, or the one at `module:object`, as `Part.adapter_of` does."""
     return PARTS[part].adapter_of(name)
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conformance.adapter import DEVICE, Adapter, Options, ScoreAdapter
+from conformance.adapter import DEVICE, Adapter, Implementation, Options
 from conformance.finding import RaisedError
 from conformance.plain import plain_loss, plain_scores
 from seqpar.linear.token_scores import TokenScores
@@ -33,16 +33,16 @@ Answer = dict[str, Tensor | None]
 class Problem:
     """Sizes, options of the call, what is differentiated, and a line that changes the tensors."""
 
-    adapter: Adapter | ScoreAdapter
+    adapter: Implementation
     rows: int = 96
     width: int = 16
     vocab_size: int = 128
     options: Options = field(default_factory=Options)
-    """`temperature` and `ids` are filled in where the two fields below ask for tensors."""
+    """`temperature` and `ids` are filled in where `temperatures` and `given` ask for tensors."""
     change: str = ""
     """Such as `target[::3] = -100`."""
     frozen: tuple[str, ...] = ()
-    temperature: str = ""
+    temperatures: str = ""
     """The code of a temperature for each token, such as `torch.rand(96) + 0.5`."""
     given: int = 0
     """J."""
@@ -83,7 +83,7 @@ class Problem:
             f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
             f"bias = {bias}",
             f"target = torch.randint({v}, ({n},))",
-            f"temperature = {self.temperature}" if self.temperature else "",
+            f"temperature = {self.temperatures}" if self.temperatures else "",
             f"ids = torch.randint({v}, ({n}, {self.given}))" if self.given else "",
             *(f"{FACTORS[name]} = torch.randn{shapes[FACTORS[name]]}" for name in self.used if name in FACTORS),
             self.change,
@@ -124,10 +124,15 @@ class Problem:
         """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
         return "\n".join([self.imports, self.code, f"{self.result} = {self.call}", *lines])
 
+    def seen(self, name: str) -> str:
+        """Return a number or a gradient in a reproduction."""
+        if name in GRADIENTS:
+            return f"{name}.grad"
+        return name if name == "loss" else f"scores.{name}"
+
     def compared(self, name: str, allowed: str, rows: str = "") -> str:
         """Return a reproduction that prints the error of a number or a gradient, or of some rows of it."""
-        what = name if name == "loss" else f"scores.{name}"
-        what = (f"{name}.grad" if name in GRADIENTS else what) + rows
+        what = self.seen(name) + rows
         names = ", ".join(leaves(self.made()))
         wide = f"{names} = (t.detach().double().requires_grad_() for t in ({names},))"
         right = f"{wide}; {self._step(self.plain.__name__)}; right = {what}"
@@ -255,22 +260,21 @@ def as_float64(found: Mapping[str, Tensor | None]) -> Answer:
     return {name: t if t is None else t.detach().double() for name, t in found.items()}
 
 
-def loss_problem(adapter: Adapter, dtype: torch.dtype = torch.float32, **options: Any) -> Problem:
-    """Return a problem of the loss with these options, in the reduction that the adapter is checked with."""
-    return Problem(adapter, options=Options(dtype=dtype, **({"reduction": adapter.reduction} | options)))
+def asked(adapter: Implementation, names: Iterable[str] = FACTORS, **how: Any) -> Problem:
+    """Return a problem with these fields of `Problem` and of `Options`: a loss, or these scores as far as offered.
 
-
-def score_problem(
-    adapter: ScoreAdapter, names: Iterable[str] = FACTORS, options: Options | None = None, **more: Any
-) -> Problem:
-    """Return a problem with these scores, and a loss of those of them that have a gradient, as far as offered."""
+    What is differentiated of the scores are those that have a gradient.
+    """
+    settings = {field.name: how.pop(field.name) for field in fields(Options) if field.name in how}
+    if isinstance(adapter, Adapter):
+        return Problem(adapter, options=Options(**{"reduction": adapter.reduction} | settings), **how)
     names = [name for name in names if name == "log_prob" or NEEDED[name] in adapter.offers]
     used = [name for name in names if name != "entropy" or "entropy gradient" in adapter.offers]
     if "gradients" not in adapter.offers:
         used = []
-    options = replace(options or Options(), entropy="entropy" in names)
-    how: dict[str, Any] = {"vocab_size": 131, "used": tuple(used), "given": 3 * ("log_probs_at" in names)} | more
-    return Problem(adapter, options=options, **how)
+    options = Options(**settings, entropy="entropy" in names)
+    given: dict[str, Any] = {"vocab_size": 131, "used": tuple(used), "given": 3 * ("log_probs_at" in names)} | how
+    return Problem(adapter, options=options, **given)
 
 
 @dataclass(frozen=True)

@@ -1,70 +1,89 @@
-"""The findings as a Markdown table, and five lines for each failure."""
+"""The findings as Markdown tables, with five lines for each failure, and the JSON files that a page is made from."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import date
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from conformance.adapter import DEVICE, Implementation
 from conformance.finding import Check, Finding
-from conformance.layout_adapter import LAYOUTS
-from conformance.loss_checks import CHECKS
+from conformance.parts import PARTS, Part
 from seqpar.markdown_table import markdown_table
 
 Findings = Mapping[str, Mapping[str, Finding]]
 """By adapter, then by check."""
+Row = Mapping[Check, Finding]
+"""What an adapter has in a row of a table: one check, or the cases of a layout, whose names begin with it."""
+TABLE = re.compile(rf"(<!-- ({'|'.join(PARTS)}): made by page -->\n).*?(\n<!-- end -->)", re.DOTALL)
+"""Where a page has the table of a part; what lies between the marks is made."""
+MARKS = {"pass": "✓", "not measured": "?", "not offered": "-"}
 
 
-def table(findings: Findings, checks: Sequence[Check] = CHECKS) -> str:
-    """Return a Markdown table: a row for each check, a column for each adapter."""
-    rows = []
-    for check in checks:
-        cells = [_cell(of[check.name]) for of in findings.values() if check.name in of]
-        if cells:
-            rows.append([check.name, *cells])
-    return markdown_table(["", *findings], rows)
-
-
-def by_layout(findings: Findings) -> str:
-    """Return a Markdown table of the checks of layouts: a row for each layout, a column for each adapter."""
-    rows = [[layout, *(_layout_cell(layout, of) for of in findings.values())] for layout in LAYOUTS]
-    return markdown_table(["", *findings], [row for row in rows if any(row[1:])])
-
-
-def _layout_cell(layout: str, of: Mapping[str, Finding]) -> str:
-    """Return a layout's cases that fail, each with the name of its cause, and how many pass."""
-    cases = {name.partition(": ")[2]: f for name, f in of.items() if name.partition(": ")[0] == layout}
-    verdicts = [finding.verdict for finding in cases.values()]
-    if not {"pass", "fail"} & {*verdicts}:
-        return "; ".join(dict.fromkeys(map(str, cases.values())))
+def figures(row: Row) -> str:
+    """Return verdicts with their figures: of a layout the cases that fail, by their cause, and how many pass."""
+    verdicts = [finding.verdict for finding in row.values()]
+    if _is_one_check(row) or not {"pass", "fail"} & {*verdicts}:
+        # "|" would end the table's cell
+        said = "; ".join(dict.fromkeys(map(str, row.values()))).replace("|", "/")
+        return f"**{said}**" if "fail" in verdicts else said
     causes: dict[str, list[str]] = {}
-    for name, finding in cases.items():
+    for check, finding in row.items():
         if finding.verdict == "fail":
             # Without the number of ranks before it, and the explanation after it
-            causes.setdefault(re.split("[:;]", finding.figure)[1].strip(), []).append(name)
+            cause = re.split("[:;]", finding.figure)[1].strip()
+            causes.setdefault(cause, []).append(check.name.partition(": ")[2])
     failed = [f"**{cause}** ({', '.join(names)})" for cause, names in causes.items()]
-    return "; ".join([*failed, f"{verdicts.count('pass')} of {len(cases) - verdicts.count('not offered')} pass"])
+    return "; ".join([*failed, f"{verdicts.count('pass')} of {len(row) - verdicts.count('not offered')} pass"])
 
 
-def _cell(finding: Finding) -> str:
-    """Return a finding as a cell; failures stand out in bold."""
-    # "|" would end the table's cell
-    text = str(finding).replace("|", "/")
-    if finding.verdict == "fail":
-        return f"**{text}**"
-    return text
+def marks(row: Row) -> str:
+    """Return the mark of one check, or of a layout's cases together."""
+    failed = {check: finding for check, finding in row.items() if finding.verdict == "fail"}
+    if not failed:
+        # A layout passes though some of its cases are not offered
+        return MARKS[min((finding.verdict for finding in row.values()), key=[*MARKS].index)]
+    is_silent = any(not check.is_cost and not finding.is_raised for check, finding in failed.items())
+    mark = "**✗ silent**" if is_silent else "✗"
+    if _is_one_check(row):
+        return mark
+    offered = [finding for finding in row.values() if finding.verdict in ("pass", "fail")]
+    return f"{mark} {len(failed)} of {len(offered)}"
+
+
+def _is_one_check(row: Row) -> bool:
+    """Return whether a row has no cases."""
+    return not any(": " in check.name for check in row)
+
+
+def table(part: Part, findings: Findings, cell: Callable[[Row], str] = marks) -> str:
+    """Return a part as a Markdown table: a row for each check or layout that was run, a column for each adapter."""
+    rows: dict[str, list[Check]] = {}
+    for check in part.checks:
+        if any(check.name in of for of in findings.values()):
+            # All cases of a layout are one row
+            rows.setdefault(check.name.partition(": ")[0], []).append(check)
+    missing = Finding("not measured")
+    cells = [
+        [name, *(cell({check: of.get(check.name, missing) for check in checks}) for of in findings.values())]
+        for name, checks in rows.items()
+    ]
+    return markdown_table(["", *findings], cells)
 
 
 def notes(adapters: Sequence[Implementation]) -> str:
     """Return a line for each adapter that has a note."""
-    return "\n".join(f"- **{adapter.name}**: {adapter.note}" for adapter in adapters if adapter.note)
+    return "\n".join(f"- **{adapter.name}**: {adapter.about}" for adapter in adapters if adapter.about)
 
 
 def reproductions(findings: Findings) -> str:
@@ -86,17 +105,21 @@ def printed(code: str) -> str:
     return done.stdout.strip() or last_error or f"the process ended with {done.returncode}"
 
 
-def heading(adapters: Sequence[Implementation], part: str = "losses") -> str:
+def heading(adapters: Sequence[Implementation], part: str) -> str:
     """Return the command, the date and the versions."""
-    packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
-    versions = [f"{package} {installed_version(package)}" for package in packages]
     # One's own is found by module:object, whatever its column is called
     names = " ".join(adapter.spec for adapter in adapters)
-    what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
-    device = DEVICE
-    if part == "layouts":
-        device = "cpu"
-    return f"```\npython -m conformance {part} {names}\n```\n\n{date.today()}, {device.upper()}. {what}."
+    return f"```\npython -m conformance {part} {names}\n```\n\n{ran(part, adapters)}."
+
+
+def ran(part: str, adapters: Sequence[Implementation]) -> str:
+    """Return when adapters ran, where, and with which versions."""
+    # Ranks are on the CPU
+    device = "cpu" if part == "layouts" else DEVICE
+    packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
+    versions = [f"{package} {installed_version(package)}" for package in packages]
+    python = f"Python {platform.python_version()}"
+    return ", ".join([str(date.today()), device.upper(), python, f"torch {torch.__version__}", *versions])
 
 
 def installed_version(package: str) -> str:
@@ -105,3 +128,48 @@ def installed_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return str(getattr(sys.modules.get(package.replace("-", "_")), "__version__", "not installed"))
+
+
+def fill(page: Path) -> str:
+    """Return a page with its tables made from the files beside it, PAGE-losses.json for that of the losses.
+
+    Raises ValueError where the page has no place for a table, and OSError where a file is missing.
+    """
+
+    def made(place: re.Match[str]) -> str:
+        before, part, after = place.groups()
+        path = page.with_name(f"{page.stem}-{part}.json")
+        # When the findings were made, and with which versions, each once
+        said = dict.fromkeys(word for one in json.loads(path.read_text()).values() for word in one["ran"].split(", "))
+        return f"{before}{table(PARTS[part], read(path))}\n\n{', '.join(said)}.{after}"
+
+    text, tables = TABLE.subn(made, page.read_text())
+    if not tables:
+        raise ValueError(f"{page} has no table to make: none is between <!-- losses: made by page --> and <!-- end -->")
+    return text
+
+
+def keep(path: Path, findings: Findings, adapters: Sequence[Implementation]) -> Findings:
+    """Write the findings to a JSON file, beside those of other adapters in it, and return all of them."""
+    data = json.loads(path.read_text()) if path.exists() else {}
+    for adapter in adapters:
+        checks = {name: _as_json(finding) for name, finding in findings[adapter.name].items()}
+        data[adapter.name] = {"ran": ran(adapter.part, [adapter]), "note": adapter.about, "checks": checks}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return read(path)
+
+
+def _as_json(finding: Finding) -> dict[str, Any]:
+    """Return what a finding has to say, with its reproduction line by line."""
+    said = asdict(finding) | {"reproduction": finding.reproduction.splitlines()}
+    return {name: value for name, value in said.items() if value}
+
+
+def read(path: Path) -> dict[str, dict[str, Finding]]:
+    """Return the findings of a JSON file, by adapter and by check."""
+
+    def finding(reproduction: Sequence[str] = (), **said: Any) -> Finding:
+        return Finding(reproduction="\n".join(reproduction), **said)
+
+    data = json.loads(path.read_text())
+    return {name: {check: finding(**said) for check, said in one["checks"].items()} for name, one in data.items()}

@@ -9,7 +9,7 @@ import conformance
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import CHECK, TIME, Inputs, Problem
 from conformance import problem as kit
-from conformance.loss_checks import factor_errors
+from conformance.checks import factor_errors
 from conformance.problem import Problem as KitProblem
 from seqpar.testing.precision import TWICE
 

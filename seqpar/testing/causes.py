@@ -39,8 +39,10 @@ def likely_cause(evidence: Evidence) -> str:
     for cause in CAUSES:
         sentence = cause.detect(evidence)
         if sentence:
-            return f"Likely cause: {sentence}{_only_the_gradient(evidence)}\n{cause.example}".rstrip()
-    return f"Likely cause: none of the usual ones; {_what_is_known(evidence)}{_only_the_gradient(evidence)}"
+            return f"Likely cause: {sentence}{_only_one(evidence)}\n{cause.example}".rstrip()
+    known = _what_is_known(evidence)
+    only = "" if "only the value" in known else _only_one(evidence)
+    return f"Likely cause: none of the usual ones; {known}{only}"
 
 
 def hypothesis_context() -> Any:
@@ -81,13 +83,16 @@ def _times_too_large(e: Evidence) -> str:
     return f": {said} times the plain one" if said and "." not in said else ""
 
 
-def _only_the_gradient(e: Evidence) -> str:
-    """Return that the value is right, if only gradients are wrong: a run would then look right from outside."""
+def _only_one(e: Evidence) -> str:
+    """Return that the value is right, if only gradients are wrong: a run would then look right from outside.
+
+    Or that only the value is wrong.
+    """
     values = [float(e.got[0])]
     if e.eighth is not None:
         values.append(float(e.eighth[0]) / FACTOR)
     if not all(math.isclose(value, float(e.expected[0]), rel_tol=EXACT) for value in values):
-        return ""
+        return "; only the value is wrong" if close(e.ratio(), 1) else ""
     return "; the value is right, only the gradient is wrong"
 
 
@@ -209,11 +214,19 @@ def _imagined(e: Evidence) -> str | None:
             # Without a mistake it is the plain loss, unless the loss under test has left a hook on a tensor
             if not sentence and Evidence(mistaken, e.expected).ratio() != 1:
                 return None
-            # Where the mistake changes nothing, it explains nothing
-            times = Evidence(e.got, mistaken).ratio()
-            if times is not None and Evidence(mistaken, e.expected).ratio() is None:
+            if sentence and _has_value(e, mistaken[0]):
+                return sentence
+            times, of_plain = (Evidence(of, mistaken).ratio() for of in (e.got, e.expected))
+            # A mistake that multiplies the plain gradients explains gradients multiplied by just that
+            if sentence and times and (of_plain is None or (close(times, 1) and not close(of_plain, 1))):
                 return f"{sentence}{besides(times)}"
     return None
+
+
+def _has_value(e: Evidence, mistaken: Tensor) -> bool:
+    """Return whether the value is the one with a mistake, which is not the plain one."""
+    got, plain = (float(of[0]) for of in (e.got, e.expected))
+    return math.isclose(got, float(mistaken), rel_tol=SAME) and not math.isclose(got, plain, rel_tol=SAME)
 
 
 def _wrong_sign(e: Evidence) -> str | None:
@@ -374,6 +387,10 @@ CAUSES: tuple[Cause, ...] = (
     return upstream * gradient                   # once""",
     ),
     Cause(
+        _imagined,
+        "",
+    ),
+    Cause(
         silent_ranks,
         """
     if tokens_here == 0: return torch.zeros(())            # or detached, or skipped: no gradient from this rank
@@ -396,10 +413,6 @@ CAUSES: tuple[Cause, ...] = (
         """
     for part in parts: total += loss_of(part)    # and the last one once more after the loop
     sum(loss_of(part) for part in parts)         # each part once""",
-    ),
-    Cause(
-        _imagined,
-        "",
     ),
     Cause(
         other_smoothing,

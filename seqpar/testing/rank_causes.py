@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from seqpar.testing.evidence import SAME, Evidence, besides, close, ratio, shares_of, spelt
+from seqpar.testing.evidence import SAME, Evidence, besides, close, shares_of, spelt
 
 KINDS = (
     ("token count, without an all-reduce of it", "tokens"),
@@ -63,18 +63,16 @@ def local_count(e: Evidence) -> str | None:
 
 
 def reduced_twice(e: Evidence) -> str | None:
-    """Recognise parameters' gradients that were summed over the ranks before they are averaged over them."""
-    if e.world == 1:
+    """Recognise some parameters' gradients that are reduced over the ranks otherwise than all others."""
+    times = e.ratios()
+    off = {name: r for name, r in times.items() if not close(r, 1)}
+    first = next(iter(off.values()), None)
+    if e.world == 1 or not first or len(off) == len(times) or e.per_token & off.keys():
         return None
-    times = {name: ratio(got, plain) for name, got, plain in e.pairs()}
-    twice = [n for n, r in times.items() if n not in e.per_token and r and math.isclose(r, e.world, rel_tol=SAME)]
-    own = [r for n, r in times.items() if n in e.per_token]
-    if not twice or not all(r and math.isclose(r, 1, rel_tol=SAME) for r in own):
+    if not all(r and close(r, first) for r in off.values()) or "." in spelt(first):
         return None
-    return (
-        f"a gradient is reduced twice: that of {', '.join(twice)} is {e.world} times the plain one, the number of "
-        f"ranks, and that of each rank's own tokens is right"
-    )
+    said = "reduced twice" if first > 1 else "divided by ranks twice"
+    return f"a gradient is {said}: that of {', '.join(off)} is {spelt(first)} times the plain one, and no other"
 
 
 def contributes_nothing(silent: Sequence[int]) -> str:

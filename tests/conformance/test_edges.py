@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter, bad_target, loss_checks
+from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter, bad_target, checks
 from conformance.adapter import Options
 from conformance.checks import judge
 from conformance.finding import Finding
 from conformance.memory import Growth
 from conformance.plain import plain_loss
-from conformance.problem import Deviation, Problem, deviations, loss_problem, score_problem
+from conformance.problem import Deviation, Problem, asked, deviations
 from tests.seqpar.testing.test_edges_of_verdicts import JUST, wide
 
 pytestmark = pytest.mark.unswitched
@@ -32,7 +32,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 )
 def test_the_allowed_error_is_twice_the_largest_of_three_draws_of_plain_pytorch(dtype, own, allowed):
     mine = Adapter("mine", plain_loss)
-    x = loss_problem(mine, dtype)
+    x = asked(mine, dtype=dtype)
 
     def measured(x):
         off = 0.25 if x.adapter is mine else own[x.seed]
@@ -47,7 +47,7 @@ def test_the_allowed_error_is_twice_the_largest_of_three_draws_of_plain_pytorch(
 
 def test_the_verdict_on_an_error_says_its_size_and_that_of_plain_pytorch():
     def verdict(name, error, plain=1e-3, allowed=2e-3, dtype=torch.float32):
-        x = loss_problem(KNOWN["torch"], dtype)
+        x = asked(KNOWN["torch"], dtype=dtype)
         finding = judge(x, Deviation(name, error, plain, allowed))
         shown = finding.reproduction and "shown"
         assert not shown or x.compared(name, "at most")[:40] in finding.reproduction
@@ -91,7 +91,7 @@ def test_a_second_backward_and_a_factor_may_be_off_by_a_millionth(times, right, 
 )
 def test_half_of_the_rows_may_need_six_tenths_of_the_products(work, verdict, monkeypatch):
     left = iter(work)
-    monkeypatch.setattr(loss_checks, "products", lambda x: next(left))
+    monkeypatch.setattr(checks, "products", lambda x: next(left))
     finding = BY_NAME["padding is not projected"](KNOWN["torch"])
     share = work[1] / work[0] if work[0] else 1
     assert (finding.verdict, finding.figure) == (verdict, f"{share:.0%} of the products for 50% of the rows")
@@ -123,20 +123,20 @@ def test_the_problem_of_a_loss_is_the_one_that_a_reproduction_shows():
         "weight = torch.nn.Parameter((torch.randn(128, 64) / 8).to(torch.bfloat16)); bias = None; "
         "target = torch.randint(128, (96,)); target[0] = 1; weight.requires_grad_(False)"
     )
-    tensors = loss_problem(KNOWN["torch"], torch.float64).made()
+    tensors = asked(KNOWN["torch"], dtype=torch.float64).made()
     assert {t.dtype for name, t in tensors.items() if name != "target"} == {torch.float64}
 
 
 def test_the_call_that_is_shown_has_the_options_that_are_not_at_their_default():
-    assert loss_problem(KNOWN["torch"]).call == "adapter.function(hidden, weight, target, bias, Options())"
-    x = loss_problem(KNOWN["torch"], torch.float16, label_smoothing=0.1)
+    assert asked(KNOWN["torch"]).call == "adapter.function(hidden, weight, target, bias, Options())"
+    x = asked(KNOWN["torch"], dtype=torch.float16, label_smoothing=0.1)
     assert x.call.endswith("Options(dtype=torch.float16, label_smoothing=0.1))")
-    x = score_problem(KNOWN_SCORES["torch"], temperature="torch.ones(96)")
+    x = asked(KNOWN_SCORES["torch"], temperatures="torch.ones(96)")
     assert x.call.endswith("Options(temperature=temperature, entropy=True, ids=ids))")
 
 
 def test_a_problem_of_scores_is_the_one_that_a_reproduction_shows():
-    x = score_problem(KNOWN_SCORES["torch"], ("log_prob",))
+    x = asked(KNOWN_SCORES["torch"], ("log_prob",))
     assert x.code.startswith("torch.manual_seed(0); hidden = torch.randn(96, 16).requires_grad_(); ")
     assert "torch.randn(131, 16) / 4" in x.code
     assert "target = torch.randint(131, (96,))" in x.code

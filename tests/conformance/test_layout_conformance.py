@@ -16,7 +16,6 @@ from conformance import (
     Case,
     LayoutAdapter,
     adapter_of,
-    page,
     report,
     run,
 )
@@ -47,6 +46,14 @@ def failures(findings):
 def test_seqpar_is_right_in_every_case_of_every_layout(layout):
     checks = tuple(check for check in LAYOUT_CHECKS if check.name.startswith(f"{layout}: "))
     assert {n: str(f) for n, f in run(KNOWN_LAYOUTS["seqpar"], checks).items() if f.verdict != "pass"} == {}
+
+
+def test_a_step_of_deepspeeds_zero_3_is_right_in_every_case():
+    adapter = KNOWN_LAYOUTS["deepspeed"]
+    if why := adapter.why_not():
+        pytest.skip(f"deepspeed: {why}")
+    checks = tuple(check for check in LAYOUT_CHECKS if check.name.startswith("ZeRO-3: "))
+    assert {str(finding) for finding in run(adapter, checks).values()} == {"pass"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -169,11 +176,11 @@ def test_a_layout_that_is_not_offered_is_no_failure():
 def test_a_run_replaces_its_own_column_of_the_file_and_keeps_the_others(tmp_path, capsys):
     path = tmp_path / "layouts.json"
     for adapter in (KNOWN_LAYOUTS["seqpar"], planted("trl_7245"), KNOWN_LAYOUTS["seqpar"]):
-        found = page.keep(path, {adapter.name: run(adapter, LAYOUT_CHECKS[:1])}, [adapter])
+        found = report.keep(path, {adapter.name: run(adapter, LAYOUT_CHECKS[:1])}, [adapter])
     assert [*json.loads(path.read_text())] == ["seqpar", "trl_7245"]
     row = "| data parallel | 1 of 1 pass | **not reduced over ranks** (unequal tokens); 0 of 1 pass |"
-    assert report.by_layout(found).splitlines()[2] == row
-    assert page.table(PARTS["layouts"], found).splitlines()[2] == "| data parallel | ✓ | **✗ silent** 1 of 1 |"
+    assert report.table(PARTS["layouts"], found, report.figures).splitlines()[2] == row
+    assert report.table(PARTS["layouts"], found).splitlines()[2] == "| data parallel | ✓ | **✗ silent** 1 of 1 |"
     with pytest.raises(
         SystemExit, match=r"'nobody' is not known; there are torch, torch-loss-parallel, .*LayoutAdapter"
     ):

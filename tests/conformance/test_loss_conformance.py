@@ -223,7 +223,7 @@ def test_on_a_gpu_tensors_and_reproductions_are_there(monkeypatch):
 def test_a_report_has_the_table_and_what_each_reproduction_printed():
     adapter = adapter_of("losses", "tests.conformance.planted:dropped_chunk")
     findings = {adapter.name: run(adapter, CHECKS[:1])}
-    said = report.table(findings) + report.reproductions(findings)
+    said = report.table(PARTS["losses"], findings, report.figures) + report.reproductions(findings)
     assert "| | dropped_chunk |\n|---|---|\n| float64 | **fail: " in said
     assert said.count("```python\nimport torch") == 1
     assert float(said.splitlines()[-2]) > 1e-3

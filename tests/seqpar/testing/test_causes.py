@@ -89,7 +89,7 @@ TWO_RANKS = {"counts": [(3, 6), (3, 6)]}
         (evidence(1, more={"hidden": HALVES["hidden"].roll(-1, 0)}), NONE),
         (
             evidence(1, **TWO_RANKS, more={"w": wide(2.0, 6.0, 4.0)}),
-            "a gradient is reduced twice: that of w is 2 times the plain one, the number of ranks",
+            "a gradient is reduced twice: that of w is 2 times the plain one, and no other",
         ),
         (
             evidence(1.7, divisor=8, **TWO_RANKS, more={"hidden": evidence(8 / 3).got[1]["hidden"]}),

@@ -62,6 +62,7 @@ class Loop:
         return {
             "means": total / rows / self.layout.accumulation,
             "sums": total,
+            "accumulation": total * ranks / tokens / self.layout.accumulation,
             "deaf": total / tokens,  # as a loss that stores its gradient and ignores the upstream factor
         }.get(self.mistake, total * ranks / tokens)
 
@@ -79,7 +80,9 @@ class Loop:
             loss = self.differentiated(total, len(batch), tokens)
             loss.backward()
             reported += loss.detach() if self.mistake == "world" else total.detach() / tokens
-        if self.clipped:
+        if self.mistake == "norm":  # as that of a parameter which is divided over ranks, and counted on one of them
+            nn.utils.clip_grad_norm_(self.model[0].parameters(), self.clipped)
+        elif self.clipped:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clipped)
         self.optimizer.step()
         return self.over_ranks(reported) * (4 if self.mistake == "reported" else 1)
@@ -128,6 +131,12 @@ MISTAKES = {
     ),
     "speculators_942": (trainer("means"), Layout(ranks=2), "mean of means: each micro-batch is divided by its own tok"),
     "ms_swift_10165": (trainer("means"), Layout(accumulation=3), "mean of means: each micro-batch is divided by its o"),
+    "unsloth_zoo_1023": (
+        trainer("accumulation"),
+        Layout(accumulation=3),
+        "accumulation: all gradients are 1/3 of the plain ones, as if divided by that many micro-batches",
+    ),
+    "megatron_7452_norm": (trainer("norm", clipped=1e-3), Layout(ranks=2), "other settings of the optimizer, or clip"),
     "last": (trainer("last"), Layout(accumulation=3), "only the gradient of the last micro-batch is kept: it has the"),
     "clipped": (trainer("sums", clipped=1e-3), Layout(accumulation=3), "all gradients are 18 times the plain ones"),
     "reported": (trainer("reported"), Layout(ranks=2), "only the value is wrong: 4 times the plain one"),
