@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import greedy
@@ -99,6 +99,7 @@ def multi_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
 TOKENS = st.text(alphabet="aAbÄ ,.", min_size=1, max_size=30)
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # each draws its thousand resamples
 @given(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6), st.data())
 def test_multi_bleu_of_tokenised_text_is_the_papers(pairs: list[tuple[str, str]], data: st.DataObject) -> None:
     references = [reference for _, reference in pairs]
@@ -134,6 +135,7 @@ def test_multi_bleu_is_shown_for_tokenised_text_alone(tokenize: str) -> None:
     ]
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # likewise
 @given(st.lists(st.text(alphabet="ab ä.\u2028", min_size=1, max_size=8), min_size=1, max_size=6))
 def test_a_perfect_translation_is_always_an_exact_match(sentences: list[str]) -> None:
     assert score(sentences, sentences)["exact_match"] == 100

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.translation import train as training
@@ -23,6 +23,7 @@ NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])
 
 
 @pytest.mark.parametrize("best_by", METRICS)
+@settings(max_examples=settings.default.max_examples // 5)  # of each of five
 @given(st.lists(st.lists(NUMBERS, min_size=len(METRICS), max_size=len(METRICS)), min_size=1, max_size=8))
 def test_the_best_is_the_first_of_the_best_ones(best_by: str, numbers: list[list[float]]) -> None:
     state = TrainingState()
