@@ -40,7 +40,7 @@ def tokens_of(start: Start) -> list[int]:
 
 
 SPLIT = "split_over_ranks"
-"""The attribute of a model of which `models.sharding` has left a part here."""
+"""The attribute of a model of which `models.sharding` has left a part here: its shard of the vocabulary."""
 
 
 def members(model: Models) -> list[EncoderDecoder]:

@@ -1,27 +1,24 @@
-"""Splitting a model's weights and time steps over ranks, by a table that says along which axis each weight is split.
+"""Splitting a model's weights over ranks, by a table that says along which axis each weight is split.
 
 This is the layout of Megatron-LM (Shoeybi et al. 2019, sections 3 and 5): the first matrix of attention or feed-forward
 network is split by its outputs, the last one by its inputs, so that each of these needs one sum over the group in
 forward and one in backward; embedding and generator are split by the vocabulary. The code of the model does not change:
 modules with a slice of the weight replace the whole ones under the same names, and hooks communicate.
 
-    vocab = split_weights(model, vocab_group)      # model(src, tgt) as before, on the same batch in every rank
-    split_time_steps(model, sequence_group)        # model(src, tgt) returns this rank's time steps of tgt
+    vocab = split_weights(model, group)      # model(src, tgt) as before, on the same batch in every rank
     hidden = model(src, tgt_in)
-    loss = seqpar.linear_cross_entropy(hidden, model.generator.weight, seqpar.split_time(tgt_out, sequence_group),
-                                       bias=model.generator.bias, vocab=vocab)
+    loss = seqpar.linear_cross_entropy(hidden, model.generator.weight, tgt_out, bias=model.generator.bias, vocab=vocab)
 
-Each rank then has the complete gradient of its slice of a split weight, but only that of its own time steps, which must
-be summed over the sequence ranks, as over data ranks. A split model translates within `whole_outputs`.
+Each rank then has the complete gradient of its slice of a split weight. A split model translates within
+`whole_outputs`.
 
-Shape suffixes: B sentences, T time steps, t time steps on this rank, D model width, v classes on this rank.
+Shape suffixes: B sentences, T target time, S source time, H heads, D model width, v classes on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,8 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import seqpar
-from models.attention import Attention, KeyValues, subsequent_mask
-from models.decoder_only import DecoderOnly
+from models.attention import Attention, KeyValues
 from models.embedding import Embedding
 from models.ensemble import SPLIT
 from models.lora import LoraLinear
@@ -117,7 +113,6 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
         return seqpar.VocabShard(None, 0, vocab_size)
     _check_kinds(model)
     _check_divisible(model, world)
-    split = _split_of(model)
     # By the identity of the whole weight, so that tied weights share one slice
     slices: dict[int, nn.Parameter] = {}
 
@@ -148,81 +143,29 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
             if how.axis == 1:
                 model.set_submodule(name, _SummedLinear(module.weight, module.bias, group))
     model.decoder.register_forward_pre_hook(partial(_memory_entered, group))
-    split.vocab = vocabs["tgt_embed"]
-    return split.vocab
-
-
-def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
-    """Add hooks by which each rank of the group computes its own time steps of `model(src, tgt)`.
-
-    Every rank passes the whole batch and receives `split_time(model(src, tgt), group)`, contiguous time steps in rank
-    order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
-    alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
-
-    Raises ValueError for a decoder-only model, whose pairs are packed.
-    """
-    if world_size(group) == 1:
-        return
-    if not isinstance(model.src_embed, Embedding):
-        raise ValueError(
-            f"the time steps of a {type(model).__name__} are not split over ranks: only those of a Transformer are; "
-            "split the batch"
-        )
-    if isinstance(model, DecoderOnly):
-        raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
-    split = _TimeSteps(group)
-    _split_of(model).time_steps = split
-    model.register_forward_pre_hook(split.begin, with_kwargs=True)
-    for name, module in model.named_modules():
-        side = "tgt"
-        if name.startswith(("src_", "encoder.")) or name.endswith("memory_attention.key_value"):
-            side = "src"
-        if isinstance(module, Embedding):
-            module.register_forward_pre_hook(split.embed_own(side))
-        elif name.endswith(".key_value"):
-            module.register_forward_hook(split.join(side))
-
-
-@dataclass
-class _Split:
-    """How a model is split, for `whole_outputs`."""
-
-    vocab: seqpar.VocabShard | None = None
-    time_steps: _TimeSteps | None = None
-
-
-def _split_of(model: EncoderDecoder) -> _Split:
-    if not hasattr(model, SPLIT):
-        setattr(model, SPLIT, _Split())
-    split: _Split = getattr(model, SPLIT)
-    return split
+    setattr(model, SPLIT, vocabs["tgt_embed"])
+    return vocabs["tgt_embed"]
 
 
 @contextmanager
 def whole_outputs(model: EncoderDecoder) -> Iterator[None]:
-    """Within the block, let a split model compute what the whole one would: all time steps and all logits.
+    """Within the block, let a split model compute all logits, as the whole one would.
 
-    Ranks that split the vocabulary must call the model alike, and those that split the time steps may call it as they
-    like. A search takes the same steps on all ranks that search the same sentences, since their logits are the same.
-    The loss, which has this rank's classes, is computed as before. A model that is not split stays as it is.
+    All its ranks must call the model alike. A search takes the same steps on each of them, since their logits are the
+    same. The loss, which has this rank's classes, is computed as before. A model that is not split stays as it is.
     """
-    split: _Split | None = getattr(model, SPLIT, None)
-    if split is None:
+    vocab: seqpar.VocabShard | None = getattr(model, SPLIT, None)
+    if vocab is None:
         yield
         return
     generator = model.generator
     delattr(model, SPLIT)
-    if split.vocab:
-        model.generator = _JoinedLogits(generator, split.vocab)  # type: ignore[assignment]
-    if split.time_steps:
-        split.time_steps.paused = True
+    model.generator = _JoinedLogits(generator, vocab)  # type: ignore[assignment]
     try:
         yield
     finally:
-        if split.time_steps:
-            split.time_steps.paused = False
         model.generator = generator
-        setattr(model, SPLIT, split)
+        setattr(model, SPLIT, vocab)
 
 
 class _JoinedLogits(nn.Module):
@@ -253,68 +196,6 @@ class _SplitAttention(Attention):
         """Compute those of all ranks' heads."""
         own_BHTS = super().log_weights(x, lookup, mask)
         return join_from_group(own_BHTS, [self.heads] * world_size(self.group), 1, self.group)
-
-
-class _TimeSteps:
-    """The hooks of `split_time_steps`, and the numbers of time steps of the current batch, which they need."""
-
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
-        self.paused = False
-        """Whether every rank computes all time steps."""
-        self.sizes: dict[str, list[int]] = {}
-
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self.paused:
-            return args, kwargs
-        given = dict(zip(("src", "tgt", "src_mask", "tgt_mask"), args, strict=False)) | kwargs
-        self.sizes = {side: part_sizes(given[side].size(1), world_size(self.group)) for side in ("src", "tgt")}
-        tgt = given["tgt"]
-        # This rank's queries attend to the keys of all ranks, so a causal mask no longer follows from the shape alone
-        if given.get("tgt_mask") is None:
-            given["tgt_mask"] = subsequent_mask(tgt.size(1), tgt.device)
-        for name, sides in (("src_mask", ("src", "tgt")), ("tgt_mask", ("tgt",))):
-            given[name] = self._own_queries(name, given.get(name), {side: given[side].size(1) for side in sides})
-        return (), given
-
-    def _own_queries(self, name: str, mask: Tensor | None, times: dict[str, int]) -> Tensor | None:
-        """Return the rows of a mask for this rank's time steps, if it has one for each step of `times`."""
-        if mask is None or mask.dim() != 4 or mask.size(2) == 1:  # the model itself raises for a mask of other dims
-            return mask
-        if set(times.values()) != {mask.size(2)}:
-            steps = " and ".join(f"{side} has {time} time steps" for side, time in times.items())
-            raise ValueError(
-                f"{name} has {mask.size(2)} rows of queries, but {steps}: pass a row for each step that attends by it, "
-                "or one for all of them"
-            )
-        start, stop = self._own("tgt")
-        return mask[:, :, start:stop]
-
-    def embed_own(self, side: str) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Any, ...]]:
-        """Return a hook that gives an embedding this rank's tokens, and the position of the first one."""
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-            if self.paused:
-                return args
-            start, stop = self._own(side)
-            return args[0][:, start:stop], start
-
-        return hook
-
-    def join(self, side: str) -> Callable[[nn.Module, object, Tensor], Tensor]:
-        """Return a hook that joins the keys and values of all ranks."""
-
-        def hook(_: nn.Module, __: object, output_BtD: Tensor) -> Tensor:
-            if self.paused:
-                return output_BtD
-            return join_from_group(output_BtD, self.sizes[side], 1, self.group)
-
-        return hook
-
-    def _own(self, side: str) -> tuple[int, int]:
-        sizes = self.sizes[side]
-        rank = rank_in(self.group)
-        return sum(sizes[:rank]), sum(sizes[: rank + 1])
 
 
 class _SplitLookup(nn.Module):

@@ -164,7 +164,7 @@ def train_on(
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
             (state.epoch, state.batch), micro_batches = next(batches)
-            torch.manual_seed(dropout_seed(settings.seed, state.step, layout.token_rank))
+            torch.manual_seed(dropout_seed(settings.seed, state.step, layout.data_rank))
             model.train()
             place = {"the step": state.step, "the position in the data": (state.epoch, state.batch)}
             scale = loss_scale(settings, state)
@@ -261,13 +261,13 @@ def must_agree(config: RunConfig) -> dict[str, object]:
     return {name: value for name, value in flat(config).items() if name not in differ}
 
 
-def dropout_seed(seed: int, step: int, token_rank: int) -> int:
+def dropout_seed(seed: int, step: int, data_rank: int) -> int:
     """Return the random seed of a step, a function of these three numbers alone, so that none needs to be saved.
 
-    `token_rank` counts the ranks that have different tokens: ranks that split the vocabulary compute the same tokens
+    `data_rank` counts the ranks that have different sentences: ranks that split the vocabulary compute the same tokens
     and must drop the same values.
     """
-    return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
+    return int(numpy.random.SeedSequence([seed, step, data_rank]).generate_state(1, numpy.uint64)[0])
 
 
 @dataclass

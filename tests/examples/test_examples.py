@@ -40,6 +40,16 @@ def test_an_example_runs_as_it_says_and_its_reward_or_quality_rises(name: str) -
     assert figures[-1] > figures[0] + 1 or figures[-1] > 2 * figures[0], figures
 
 
+@pytest.mark.tutorial
+def test_time_steps_over_ranks_have_the_gradient_of_one_process() -> None:
+    """At the first step and at the last; of two ranks as the example says, which each have two pieces."""
+    apart = [
+        float(each) for each in re.findall(r"one process's by (\S+)", output_of(ROOT / "examples/sequence_split.py"))
+    ]
+    assert len(apart) == 2
+    assert max(apart) < 1e-12
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_sets_the_threads_of_the_cpu_as_the_recipe_does(example: Path) -> None:
     """The variable is read when torch is imported, so that it must be set before anything else is."""
@@ -74,6 +84,7 @@ def test_there_is_an_example_for_each_way_to_use_it() -> None:
         "own_loop",
         "trl_sft_fsdp2",
         "ray_train",
+        "sequence_split",
         "torchtitan_loss",
         "vocabulary_split",
     }

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,9 +30,7 @@ from models import (
 from models.alignment import attention_weights
 from models.decoder_only import DecoderOnly
 from models.sequence_packing import own_cells_mask, pack, spread
-from models.sharding import split_time_steps
 from seqpar.testing import assert_same_results
-from seqpar.testing.ranks import ranks
 from tests.models.examples import BOS, EOS, PAD, assert_loss_over_replicas_is_plain, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
@@ -340,17 +337,6 @@ def test_padding_before_a_real_token_is_a_token() -> None:
     torch.testing.assert_close(hidden[0, :2], alone(model, [3, 4, EOS], [PAD, 3]), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hidden[1, :1], alone(model, [5, EOS], [PAD]), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hidden[2], alone(model, [6, EOS], [BOS, PAD, 4]), rtol=1e-12, atol=1e-12)
-
-
-def split_over(rank: int, world: int) -> str:
-    with pytest.raises(ValueError, match="time steps") as caught:
-        split_time_steps(model_of(), dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_its_time_steps_are_never_split() -> None:
-    message = "a decoder-only model packs several pairs into a row, whose time steps are not split"
-    assert ranks(2, split_over) == [message] * 2
 
 
 @given(

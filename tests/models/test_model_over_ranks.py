@@ -1,6 +1,5 @@
-"""The encoder-decoder with weights and time steps over real ranks has the value and gradients of the whole one."""
+"""The encoder-decoder with its weights over real ranks has the value and gradients of the whole one."""
 
-import functools
 from dataclasses import dataclass
 from unittest import mock
 
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
 from models import (
@@ -19,7 +17,7 @@ from models import (
     make_transformer,
 )
 from models.lora import add_lora
-from models.sharding import cut, cut_of, join, split_time_steps, split_weights
+from models.sharding import cut, cut_of, join, split_weights
 from seqpar.distributed.collectives import gather_objects
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
@@ -93,22 +91,14 @@ def whole(case):
     return total.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@functools.cache
-def groups_of(sequence, vocab):
-    """Made once per shape, in every rank."""
-    mesh = init_device_mesh("cpu", (sequence, vocab), mesh_dim_names=("sequence", "vocab"))
-    return {"sequence": mesh["sequence"].get_group(), "vocab": mesh["vocab"].get_group()}
-
-
-def over_ranks(rank, world, case, sequence, vocab):
-    groups = groups_of(sequence, vocab)
+def over_ranks(rank, world, case):
+    group = torch.distributed.group.WORLD
     model, (src, tgt_in, tgt_out) = case.model(), case.batch()
-    shard = split_weights(model, groups["vocab"])
-    split_time_steps(model, groups["sequence"])
+    shard = split_weights(model, group)
     loss = seqpar.linear_cross_entropy(
         model(src, tgt_in),
         model.generator.weight,
-        seqpar.split_time(tgt_out, groups["sequence"]),
+        tgt_out,
         bias=model.generator.bias,
         ignore_index=PAD,
         label_smoothing=case.smoothing,
@@ -120,18 +110,18 @@ def over_ranks(rank, world, case, sequence, vocab):
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None and parameter.requires_grad else parameter.grad
         if grad is not None:
-            grad = join(name, gather_objects(seqpar.group_sum(grad, groups["sequence"]), groups["vocab"]))
+            grad = join(name, gather_objects(grad, group))
         gradients[name] = grad
-    return seqpar.sum_over_ranks(loss, groups["sequence"]).total, gradients
+    return loss.total.detach(), gradients
 
 
-@pytest.mark.parametrize(("sequence", "vocab"), [(1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (4, 1), (1, 4), (1, 1)])
-@settings(max_examples=max(3, settings.default.max_examples // 20))  # a whole model each, of each of eight meshes
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@settings(max_examples=max(5, settings.default.max_examples // 10))  # a whole model each
 @given(data=st.data())
-def test_any_split_of_weights_and_time_steps_has_the_gradients_of_the_whole_model(sequence, vocab, data):
-    case = data.draw(model_cases(heads=vocab))
+def test_any_split_of_weights_has_the_gradients_of_the_whole_model(world, data):
+    case = data.draw(model_cases(heads=world))
     expected = whole(case)
-    for rank, answer in enumerate(ranks(sequence * vocab, over_ranks, case, sequence, vocab)):
+    for rank, answer in enumerate(ranks(world, over_ranks, case)):
         try:
             assert_same_results(answer, expected)
         except AssertionError as error:
@@ -160,6 +150,23 @@ def test_every_matrix_of_the_model_is_cut_but_none_that_is_added_after_a_sum():
         name.partition("layers.0.")[2] or name for name, _ in model.named_parameters() if cut_of(name) is None
     }
     assert all("norm" in name or name.endswith(("output.bias", "outer.bias")) for name in whole_ones)
+
+
+def split_generator(rank, world):
+    whole, split = (make_transformer(TransformerConfig(8, 12, 2, 2, 2, norm="pre", tie="none"), 9, 9) for _ in range(2))
+    for parameter in split.src_embed.parameters():
+        parameter.requires_grad_(False)
+    split_weights(split, torch.distributed.group.WORLD)
+    generator, frozen = split.generator, split.src_embed.lookup.weight
+    described = (generator.in_features, generator.out_features, tuple(generator.weight.shape), frozen.requires_grad)
+    kept = sum(p.untyped_storage().nbytes() for p in split.parameters())
+    return described, kept, sum(p.untyped_storage().nbytes() for p in whole.parameters())
+
+
+def test_a_split_generator_says_how_many_rows_it_has_and_only_parts_are_kept():
+    for rows, (described, kept, whole) in zip((5, 4), ranks(2, split_generator), strict=True):
+        assert described == (8, rows, (rows, 8), False)
+        assert kept < 0.62 * whole
 
 
 def refusals(rank, world):

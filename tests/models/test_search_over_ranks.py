@@ -1,4 +1,4 @@
-"""A model whose weights or time steps are split over ranks finds, within `whole_outputs`, what the whole one finds."""
+"""A model whose weights are split over ranks finds, within `whole_outputs`, what the whole one finds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from models import (
 )
 from models.alignment import attention_weights
 from models.decoding_rules import NoRepeatedNgrams
-from models.sharding import split_time_steps, split_weights, whole_outputs
+from models.sharding import split_weights, whole_outputs
 from seqpar.testing.ranks import ranks
 
 VOCAB = 23
@@ -56,24 +56,29 @@ def found(searched: EncoderDecoder) -> dict[str, Any]:
     }
 
 
-def over_ranks(rank: int, world: int, kind: str, how: str) -> dict[str, Any]:
+def over_ranks(rank: int, world: int, kind: str) -> dict[str, Any]:
     split = model(kind)
-    {"weights": split_weights, "time steps": split_time_steps}[how](split, torch.distributed.group.WORLD)
+    split_weights(split, torch.distributed.group.WORLD)
     with whole_outputs(split):
         inside = found(split)
-    with pytest.raises(ValueError, match="the model is split over ranks"):
-        greedy(split, sentences(), bos=1, eos=2)
+    for search in (greedy, beam_search):
+        for given in (split, [model(kind), split]):
+            with pytest.raises(ValueError, match=REFUSED):
+                search(given, sentences(), bos=1, eos=2)
     return inside
 
 
-CASES = [("none", "weights"), ("all", "weights"), ("decoder only", "weights"), ("all", "time steps")]
+REFUSED = (
+    r"^the model is split over ranks: search within models\.sharding\.whole_outputs\(model\), where all ranks that "
+    "split the vocabulary translate the same sentences$"
+)
 
 
-@pytest.mark.parametrize(("kind", "how"), CASES)
-def test_searches_and_attention_are_those_of_the_whole_model(kind: str, how: str) -> None:
+@pytest.mark.parametrize("kind", ["none", "all", "decoder only"])
+def test_searches_and_attention_are_those_of_the_whole_model(kind: str) -> None:
     expected = found(model(kind))
     assert len({tuple(tokens) for tokens in expected["greedy"]}) > 1 or kind == "decoder only"
-    for one in ranks(2, over_ranks, kind, how):
+    for one in ranks(2, over_ranks, kind):
         assert one["greedy"] == expected["greedy"]
         assert one["rules"] == expected["rules"]
         for ours, theirs in zip(one["beam"], expected["beam"], strict=True):

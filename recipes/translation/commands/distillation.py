@@ -30,7 +30,7 @@ STUDENT: dict[str, object] = {
     "training.lora_rank": 0,
     "training.lora_alpha": 16,
     "layout.data": 0,
-    **{f"layout.{axis}": 1 for axis in ("shard", "vocab", "sequence")},
+    **{f"layout.{axis}": 1 for axis in ("shard", "vocab")},
     "decoding.beam": 1,
 }
 """The settings that a student does not take from its teacher."""

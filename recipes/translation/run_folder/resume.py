@@ -48,7 +48,7 @@ MAY_CHANGE = frozenset(
         "data.tokenize",
         "training.teacher",  # its weights are compared by their fingerprint
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
-        *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
+        *(f"layout.{name}" for name in ("data", "shard", "vocab", "timeout")),
         *(f"training.{name}" for name in ("steps", "epochs", "validate_every", "validate_bleu")),
         *(f"training.{name}" for name in ("save_every", "keep_checkpoints", "patience")),
         *(f"training.{name}" for name in ("report", "trackers")),

@@ -113,11 +113,6 @@ def check_decoder_only(config: RunConfig) -> None:
             f"subwords.joint is false, but model.preset {preset} reads source and target as one sequence, with one "
             "vocabulary: set subwords.joint true, or choose another preset"
         )
-    if config.layout.sequence > 1:
-        raise ConfigError(
-            f"layout.sequence is {config.layout.sequence}, but model.preset {preset} packs several pairs into a row, "
-            "whose time steps are not split: use layout.data, layout.shard or layout.vocab"
-        )
     if "encoder" in config.training.freeze:
         raise ConfigError(f"training.freeze names encoder, but model.preset {preset} has none: leave it out")
 
@@ -163,5 +158,5 @@ def check_lora(config: RunConfig) -> None:
     elif config.layout.vocab > 1:
         raise ConfigError(
             f"training.lora_rank is {rank} and layout.vocab {config.layout.vocab}: LoRA's matrices are not split over "
-            "processes; use layout.data, layout.shard or layout.sequence, or set training.lora_rank 0"
+            "processes; use layout.data or layout.shard, or set training.lora_rank 0"
         )

@@ -217,7 +217,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """How the processes share the work; data x shard x sequence x vocab is their number."""
+    """How the processes share the work; data x shard x vocab is their number."""
 
     data: int = setting(
         0,
@@ -235,7 +235,6 @@ class LayoutConfig:
         "Processes over which vocabulary, attention heads and feed-forward units are split; must divide the heads.",
         at_least=1,
     )
-    sequence: int = setting(1, "Processes over which the time steps of each sentence are split.", at_least=1)
     timeout: float = setting(
         300.0,
         "Seconds that a process waits in a step for one that hangs; a save on rank 0 must take less.",

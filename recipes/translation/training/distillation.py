@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 import seqpar
@@ -39,26 +38,19 @@ class Teacher:
         model: whole, or sharded by FSDP2, whose layers are gathered one by one and the rest until `release`; it is
             changed in place, to evaluation mode without gradients.
         devices: those of the model in training; each distinct one gets a copy.
-        sequence: the ranks that have different time steps of the same sentences. Each computes the teacher's states of
-            all of them, and keeps its own.
     """
 
-    def __init__(
-        self, model: EncoderDecoder, devices: Sequence[torch.device], sequence: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: EncoderDecoder, devices: Sequence[torch.device]) -> None:
         model.eval().requires_grad_(False)
         first, *others = dict.fromkeys(devices)
         self.models = {device: copy.deepcopy(model).to(device) for device in others}
         self.models[first] = model.to(first)
-        self.sequence = sequence
 
     @torch.no_grad()
     def hidden(self, src: Tensor, tgt: Tensor) -> Tensor:
         """Return the hidden states (B, T, E) of the teacher, on the device of `src`."""
         hidden_BTE: Tensor = self.models[src.device](src, tgt)
-        if self.sequence is None:
-            return hidden_BTE
-        return seqpar.split_time(hidden_BTE, self.sequence)
+        return hidden_BTE
 
     def predictions(self, hidden_BTE: Tensor, own: slice) -> seqpar.TeacherHidden:
         """Return the teacher's predictions of the classes `own`, given its hidden states."""

@@ -81,7 +81,7 @@ def _loss_bytes(layout: Layout, settings: TrainingConfig, classes: int) -> int:
     tokens = settings.batch_tokens
     if settings.accumulate < layout.data_ranks:  # no process has a whole batch
         tokens = -(-tokens // layout.data_ranks)
-    tokens = -(-tokens // (axes.sequence * len(layout.devices)))
+    tokens = -(-tokens // len(layout.devices))
     split: PlannedLayout = "ddp"
     devices = prod(axes) * len(layout.devices)
     if axes.vocab > 1:

@@ -3,7 +3,7 @@
 In every layout the gradient of a step equals that of all its tokens on one device. `Parts` says which part of each
 weight a process has.
 
-Ranks are numbered by (data, shard, sequence, vocab), the last one fastest: ranks that communicate most are neighbours,
+Ranks are numbered by (data, shard, vocab), the last one fastest: ranks that communicate most are neighbours,
 usually on the same machine.
 """
 
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from models import EncoderDecoder
-from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
+from models.sharding import cut_of, split_weights, whole_outputs
 from models.transformer import allocate
 from recipes.translation.data.batches import Batch, padded_batch
 from recipes.translation.errors import CheckpointError, ConfigError
@@ -45,8 +45,8 @@ from seqpar.multi_device.devices import check_devices
 
 def axes_of(layout: LayoutConfig, world: int) -> Axes:
     """Return the axes of a layout for `world` processes; raise ConfigError if their product is another number."""
-    others = layout.shard * layout.sequence * layout.vocab
-    axes = Axes(layout.data or max(1, world // others), layout.shard, layout.sequence, layout.vocab)
+    others = layout.shard * layout.vocab
+    axes = Axes(layout.data or max(1, world // others), layout.shard, layout.vocab)
     if prod(axes) != world:
         product = " x ".join(f"{name} {size}" for name, size in axes._asdict().items())
         started = f"{world} processes were"
@@ -96,8 +96,6 @@ class Groups(NamedTuple):
 
     tokens: ProcessGroup | None
     """Ranks with different tokens, over which gradients are summed."""
-    sequence: ProcessGroup | None
-    """Ranks with different time steps of the same sentences."""
     vocab: ProcessGroup | None
     """Ranks that split the vocabulary, and have the same tokens."""
     shards: DeviceMesh | None
@@ -126,15 +124,13 @@ class Groups(NamedTuple):
             return own  # type: ignore[no-any-return]
 
         # Each row is a group, and `view` and a transpose give the rows, since ranks are numbered with the last axis
-        # fastest. Sequence 2, vocab 2: vocab [[0, 1], [2, 3]], sequence [[0, 2], [1, 3]], tokens [[0, 2], [1, 3]]
+        # fastest. Data 2, vocab 2: vocab [[0, 1], [2, 3]], tokens [[0, 2], [1, 3]]
         vocab = group(world.view(-1, axes.vocab))
-        sequence = group(world.view(-1, axes.sequence, axes.vocab).mT.reshape(-1, axes.sequence))
         tokens = group(world.view(-1, axes.vocab).T)
         if axes.shard == 1:
-            return cls(tokens, sequence, vocab, None)
-        # Ranks with other time steps have other tokens too, so FSDP may shard the weights over them as well
-        copies_shards_vocab = world.view(axes.data, -1, axes.vocab)
-        shards = group(copies_shards_vocab.mT.reshape(-1, axes.shard * axes.sequence))
+            return cls(tokens, vocab, None)
+        copies_shards_vocab = world.view(axes.data, axes.shard, axes.vocab)
+        shards = group(copies_shards_vocab.mT.reshape(-1, axes.shard))
         copies = group(copies_shards_vocab.flatten(1).T)
         mine = copies_shards_vocab[:, :, ranks.rank % axes.vocab]
         assert shards is not None
@@ -142,7 +138,7 @@ class Groups(NamedTuple):
             mesh = DeviceMesh.from_group(shards, device.type, mesh=mine[0], mesh_dim_names=("shard",))
         else:
             mesh = DeviceMesh.from_group([copies, shards], device.type, mesh=mine, mesh_dim_names=("copy", "shard"))
-        return cls(tokens, sequence, vocab, mesh)
+        return cls(tokens, vocab, mesh)
 
 
 class Layout:
@@ -180,9 +176,7 @@ class Layout:
             # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
             torch.accelerator.set_device_index(self.device.index)
         self.groups = Groups.of(axes, ranks, config.layout.timeout, self.device)
-        self.token_rank = ranks.rank // axes.vocab
-        # Ranks of a sequence group have the same sentences
-        self.data_rank = self.token_rank // axes.sequence
+        self.data_rank = ranks.rank // axes.vocab
         self.data_ranks = axes.data * axes.shard
         self.model = model
         self.parts = Parts(axes, ranks, model)
@@ -190,7 +184,7 @@ class Layout:
         beside = None
         if teacher is not None:
             self._fill_teacher(teacher)
-            beside = Teacher(teacher.model, devices, self.groups.sequence)
+            beside = Teacher(teacher.model, devices)
         objective = Objective(config.training, beside)
         if ranks.world == 1:
             allocate(model, self.device)
@@ -202,10 +196,10 @@ class Layout:
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
-        axes, ranks, mesh = Axes(prod(self.axes), 1, 1, 1), self.parts.ranks, None
+        axes, ranks, mesh = Axes(prod(self.axes), 1, 1), self.parts.ranks, None
         if self.groups.shards is not None:
             # Ranks that split the vocabulary have the same rows
-            axes, ranks, mesh = self.axes._replace(vocab=1), replace(ranks, rank=self.token_rank), self.groups.shards
+            axes, ranks, mesh = self.axes._replace(vocab=1), replace(ranks, rank=self.data_rank), self.groups.shards
         fill(teacher, axes, ranks, mesh, self.device)
 
     def _distribute(
@@ -216,7 +210,6 @@ class Layout:
             shard = split_weights(self.model, self.groups.vocab)
         except ValueError as error:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
-        split_time_steps(self.model, self.groups.sequence)
         vocab = shard if self.axes.vocab > 1 else None
         # A shard of the vocabulary stays on the device it is on
         own_devices = None if vocab else self.devices
@@ -241,9 +234,7 @@ class Layout:
                 gradient_as_bucket_view=True,
             )
         wrapped = self.reducer or both
-        return lambda batch: wrapped(
-            batch.src, batch.tgt_in, target=seqpar.split_time(batch.tgt_out, self.groups.sequence)
-        )
+        return lambda batch: wrapped(batch.src, batch.tgt_in, target=batch.tgt_out)
 
     def _settle_buckets(self) -> None:
         """Let DDP give gradients their final places in its buckets, which it does after the first backward.
@@ -257,7 +248,7 @@ class Layout:
             self.model.zero_grad()
 
     def __str__(self) -> str:
-        if self.groups == Groups(None, None, None, None):
+        if self.groups == Groups(None, None, None):
             return f"devices {', '.join(map(str, self.devices))}"
         # An axis of 1 process distributes nothing
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
@@ -289,7 +280,7 @@ class Layout:
         ranks = self.parts.ranks.for_steps()
         if self.axes.vocab > 1:
             world = ranks.world // self.axes.vocab
-            ranks = replace(ranks, rank=self.token_rank, world=world, group=self.groups.tokens)
+            ranks = replace(ranks, rank=self.data_rank, world=world, group=self.groups.tokens)
         with ExitStack() as held:
             held.enter_context(whole_outputs(self.model))
             if self.groups.shards is not None:
@@ -304,7 +295,7 @@ class Layout:
         `model` is that of this layout, or, where no part of it is elsewhere, one that takes its place.
         """
         usual = Objective(self.settings)
-        if self.axes.shard == self.axes.vocab == 1:  # every rank has all weights, though perhaps not all time steps
+        if self.has_whole_model:
             return self.over_devices(model, usual)
 
         def forward(batch: Batch) -> seqpar.TokenLoss:
@@ -335,7 +326,7 @@ class Layout:
     def loss_of(self, batch: Batch) -> seqpar.TokenLoss:
         """Return the summed loss of this rank's tokens of a batch.
 
-        Ranks that split the vocabulary or the time steps must pass the same batch.
+        Ranks that split the vocabulary must pass the same batch.
         """
         half = AUTOCAST.get(self.settings.precision)
         with torch.autocast(self.device.type, half, enabled=half is not None):
@@ -343,7 +334,7 @@ class Layout:
 
     def tokens_of(self, batch: Batch) -> Tensor:
         """Return the number of target tokens of a batch that this rank computes."""
-        return (seqpar.split_time(batch.tgt_out, self.groups.sequence) != PAD).sum()
+        return (batch.tgt_out != PAD).sum()
 
     def clip(self, largest: float, scale: float = 1.0) -> Tensor:
         """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before, unread.
@@ -370,7 +361,7 @@ class Layout:
     @property
     def has_whole_model(self) -> bool:
         """Return whether `model` was neither split nor sharded."""
-        return self.axes[1:] == (1, 1, 1)
+        return self.axes[1:] == (1, 1)
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the optimizer's moments, as this rank has them, by their names `optimizer/<parameter>/<what>`."""

@@ -36,9 +36,9 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     for read in reads:
         made = opened(read, ranks)
         saved = made.saved
-        axes, mesh = Axes(ranks.world, 1, 1, 1), None
+        axes, mesh = Axes(ranks.world, 1, 1), None
         if was_in_parts(saved.config) and ranks.world > 1:
-            axes = Axes(1, ranks.world, 1, 1)
+            axes = Axes(1, ranks.world, 1)
             mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
         fill(made, axes, ranks, mesh, device)
         if mesh is not None:

@@ -31,7 +31,6 @@ class Axes(NamedTuple):
 
     data: int
     shard: int
-    sequence: int
     vocab: int
 
 
@@ -46,10 +45,7 @@ class Parts:
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         """Of each whole parameter."""
         self.cuts = axes.vocab
-        self.shards = 1
-        if axes.shard > 1:
-            # Ranks with other time steps have other tokens too, so FSDP2 shards the weights over them as well
-            self.shards = axes.shard * axes.sequence
+        self.shards = axes.shard
         self.mine = divmod(ranks.rank % (self.shards * self.cuts), self.cuts)
         """Which shard of which cut this rank has."""
 

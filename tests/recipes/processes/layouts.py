@@ -30,11 +30,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {"layout.shard": 2}),
     "data 2 x shard 2": (4, {"layout.shard": 2}),
     "vocab 2": (2, {"layout.vocab": 2}),
-    "sequence 2": (2, {"layout.sequence": 2}),
     "data 2 x vocab 2": (4, {"layout.vocab": 2}),
     "shard 2 x vocab 2": (4, {"layout.shard": 2, "layout.vocab": 2}),
-    "shard 2 x sequence 2": (4, {"layout.shard": 2, "layout.sequence": 2}),
-    "sequence 2 x vocab 2": (4, {"layout.sequence": 2, "layout.vocab": 2}),
 }
 
 

@@ -64,7 +64,7 @@ def by_step(run: Path, kind: str) -> dict[int, float]:
     return {each["step"]: each[kind] for each in read_metrics(run / "metrics.jsonl") if kind in each}
 
 
-@pytest.mark.parametrize("layouts", [("shard 2", "vocab 2"), ("data 3", "sequence 2")], ids=" then ".join)
+@pytest.mark.parametrize("layouts", [("shard 2", "vocab 2"), ("data 3", "data 2")], ids=" then ".join)
 def test_layouts_one_after_the_other_give_the_weights_and_averages_of_one_device(
     layouts: tuple[str, str], start: Path, one_process: Path, tmp_path: Path
 ) -> None:

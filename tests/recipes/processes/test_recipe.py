@@ -107,9 +107,9 @@ def test_a_batch_of_fewer_sentences_than_ranks_leaves_none_waiting(tmp_path: Pat
         ("data 2", "one"),
         ("data 2", "data 2 x shard 2"),
         ("data 2", "shard 2"),
-        ("shard 2 x vocab 2", "sequence 2"),
+        ("shard 2 x vocab 2", "vocab 2"),
         ("one", "data 2 x vocab 2"),
-        ("sequence 2", "data 3"),
+        ("vocab 2", "data 3"),
     ],
 )
 def test_a_run_goes_on_in_another_layout_as_if_it_had_not_changed(
@@ -150,11 +150,11 @@ def test_ranks_drop_different_values_unless_they_compute_the_same_tokens(tmp_pat
     dropout = {"training.devices": "auto", "model.dropout": 0.5, "training.precision": "float64"}
     train(tiny(tmp_path / "one", {**dropout, "training.devices": "[cpu]"}))
     seeds = {}
-    for layout in ("vocab 2", "data 2", "sequence 2", "data 2 x vocab 2"):
+    for layout in ("vocab 2", "data 2", "data 2 x vocab 2"):
         world, changes = LAYOUTS[layout]
         seeds[layout] = ranks(world, random_state, tiny(tmp_path / layout, {**dropout, **changes}))
     assert seeds["vocab 2"][0] == seeds["vocab 2"][1]
-    assert len(set(seeds["data 2"])) == len(set(seeds["sequence 2"])) == 2
+    assert len(set(seeds["data 2"])) == 2
     first, second, third, fourth = seeds["data 2 x vocab 2"]
     assert first == second != third == fourth
     # The values dropped are those of one device
@@ -265,7 +265,7 @@ def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:
 
 def test_a_layout_that_does_not_fit_is_named_before_anything_is_made(tmp_path: Path) -> None:
     for changes, message in (
-        ({"layout.vocab": 2}, "layout data 1 x shard 1 x sequence 1 x vocab 2 is 2 processes, but 3 processes"),
+        ({"layout.vocab": 2}, "layout data 1 x shard 1 x vocab 2 is 2 processes, but 3 processes"),
         ({"layout.vocab": 3}, "layout.vocab 3: encoder.layers.0.self_attention has 2 heads"),
     ):
         config = tiny(tmp_path / "run", {"training.devices": "auto", **changes})

@@ -200,7 +200,7 @@ MAY_CHANGE = (
         "training.chunk_tokens",
         "training.precision",
     ),
-    *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
+    *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.timeout"),
     *("training.steps", "training.epochs", "training.validate_every", "training.validate_bleu", "training.patience"),
     "training.teacher",  # where it lies: another model, or none, is refused by its weights
     *(

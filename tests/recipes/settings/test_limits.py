@@ -26,7 +26,7 @@ RANGES: dict[tuple[float, float], str] = {
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
         model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
         model.max_positions training.chunk_tokens training.batch_tokens training.accumulate
-        training.max_length training.validate_every training.plateau_patience layout.shard layout.vocab layout.sequence
+        training.max_length training.validate_every training.plateau_patience layout.shard layout.vocab
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip
@@ -102,7 +102,6 @@ TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
     ({"training.steps": 0}, "training.epochs", [1], [0]),
     ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
     ({"decoding.max_length": 20}, "decoding.min_length", [0, 19], [20, 21]),
-    ({"model.preset": "decoder_only"}, "layout.sequence", [1], [2]),
     (LORA, "layout.vocab", [1], [2]),
 ]
 """Beside these settings, the numbers that another one may have, and those that it may not."""

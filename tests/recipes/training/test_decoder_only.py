@@ -122,7 +122,6 @@ def test_presets_without_an_encoder_are_known_to_the_settings() -> None:
     ("changes", "message"),
     [
         ({"subwords.joint": False}, "subwords.joint is false, but model.preset decoder_only reads source and target"),
-        ({"layout.sequence": 2}, "layout.sequence is 2, but model.preset decoder_only packs several pairs into a row"),
         ({"training.freeze": ["encoder"]}, "training.freeze names encoder, but model.preset decoder_only has none"),
     ],
 )

@@ -105,7 +105,7 @@ def test_after_a_training_in_parts_the_next_commands_have_a_process_for_each_par
     config = tiny(Path("run"), {"layout.shard": 2, "layout.vocab": 2})
     said = [shlex.split(line, comments=True)[3:] for line in next_steps(config).splitlines()[1:]]
     assert [words[0] for words in said if words[3:5] == ["--processes", "4"]] == ["translate", "evaluate"]
-    assert "--processes" not in next_steps(tiny(Path("run"), {"layout.sequence": 2}))
+    assert "--processes" not in next_steps(tiny(Path("run"), {"layout.data": 2}))
 
 
 def test_without_a_test_set_evaluate_is_named_with_the_validation_data() -> None:
