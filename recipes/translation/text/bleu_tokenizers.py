@@ -14,7 +14,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.text.scripts import BY_LANGUAGE, scripts_of
+from recipes.translation.text.scripts import BY_LANGUAGE, count_letters
 
 WITHOUT_SPACES = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
@@ -36,8 +36,7 @@ def tokenizer_of_text(text: str) -> str:
     """Return the tokeniser of a text whose language nobody has named, by the script of more than half its letters."""
     letters = sum(map(str.isalpha, text))
     east_asian, kana, others = (
-        sum(not scripts_of(each).isdisjoint(scripts) for each in text)
-        for scripts in (("Hani", "Hira", "Kana"), ("Hira", "Kana"), WITHOUT_SPACES)
+        count_letters(text, scripts) for scripts in (("Hani", "Hira", "Kana"), ("Hira", "Kana"), WITHOUT_SPACES)
     )
     if 2 * east_asian > letters:
         return "ja-mecab" if 20 * kana > east_asian else "zh"  # Chinese text has hardly any kana

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 
-from fontTools import unicodedata
+import regex
 
 SEVERAL = {"Hans": ("Hani",), "Hant": ("Hani",), "Jpan": ("Hani", "Hira", "Kana"), "Kore": ("Hang", "Hani")}
 """Codes of ways to write, with the scripts that they use."""
@@ -49,25 +50,45 @@ script with their own: sr-Cyrl."""
 BY_LANGUAGE = {language: code for code, languages in LANGUAGES.items() for language in languages.split()}
 
 
+WITH_A_SCRIPT = r"[\p{L}--[\p{scx=Zyyy}\p{scx=Zinh}]]"
+"""Letters of any script but "common" and "inherited", which signs such as the micro sign have."""
+
+
 def scripts_of_language(language: str) -> tuple[str, ...] | None:
     """Return the scripts of a language by its ISO 639 code, or by the ISO 15924 code after it; None if unknown."""
     name, *subtags = re.split("[-_]", language)
-    codes = [code for code in map(str.title, subtags) if code in SEVERAL or unicodedata.script_name(code, default="")]
+    codes = [code for code in map(str.title, subtags) if code in SEVERAL or is_script(code)]
     code = codes[0] if codes else BY_LANGUAGE.get(name.lower())
     if code is None:
         return None
     return SEVERAL.get(code, (code,))
 
 
+def is_script(code: str) -> bool:
+    """Return whether this is the ISO 15924 code of a script."""
+    if not re.fullmatch("[A-Z][a-z]{3}", code):
+        return False
+    try:
+        regex.compile(rf"\p{{sc={code}}}")
+    except regex.error:
+        return False
+    return True
+
+
 @functools.cache
-def scripts_of(character: str) -> frozenset[str]:
-    """Return the scripts that a letter belongs to; none for signs, and for any other character."""
-    if not character.isalpha():
-        return frozenset()
-    return frozenset(unicodedata.script_extension(character) - {"Zyyy", "Zinh"})
+def letters_in(*scripts: str) -> regex.Pattern[str]:
+    """Return the pattern of a letter that belongs to one of the scripts; without any, to whatever script."""
+    if not scripts:
+        return regex.compile(WITH_A_SCRIPT, regex.V1)
+    listed = "".join(rf"\p{{scx={code}}}" for code in scripts)
+    return regex.compile(f"[{WITH_A_SCRIPT}&&[{listed}]]", regex.V1)
 
 
-def mostly_in(text: str, scripts: tuple[str, ...]) -> bool:
+def count_letters(text: str, scripts: Sequence[str] = ()) -> int:
+    """Return how many letters of a text belong to one of the scripts; without any, to whatever script."""
+    return sum(1 for _ in letters_in(*scripts).finditer(text))
+
+
+def mostly_in(text: str, scripts: Sequence[str]) -> bool:
     """Return whether at least half of a text's letters are in one of the scripts; so is a text without letters."""
-    letters = [found for found in map(scripts_of, text) if found]
-    return 2 * sum(not found.isdisjoint(scripts) for found in letters) >= len(letters)
+    return 2 * count_letters(text, scripts) >= count_letters(text)
