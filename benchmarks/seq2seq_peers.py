@@ -27,7 +27,7 @@ from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import BOS, EOS, PAD
-from recipes.translation.training.layout import Layout, axes_of
+from recipes.translation.training.layout import Layout
 from recipes.translation.training.progress import read_step
 from seqpar.multi_device.devices import check_devices
 
@@ -111,7 +111,7 @@ class Ours(Trained):
         settings = {"training.precision": precision, "training.label_smoothing": SMOOTHING}
         run = load_config(None, settings)
         self.layout = Layout(
-            self.model, first_weights(self.model), run, axes_of(run.layout, 1), list(check_devices([device])), ALONE
+            self.model, first_weights(self.model), run.training, run.layout, list(check_devices([device])), ALONE
         )
         self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
 
@@ -276,7 +276,7 @@ def check_loss(size: str) -> float:
     with torch.device("meta"):
         model = make_transformer(replace(config, dropout=0.0), vocab_size, vocab_size, PAD).double()
     run = load_config(None, {"training.label_smoothing": SMOOTHING, "training.precision": "float64"})
-    layout = Layout(model, first_weights(model), run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
+    layout = Layout(model, first_weights(model), run.training, run.layout, [torch.device("cpu")], ALONE)
     batch = next(batches(vocab_size, 300, "mixed"))
     with torch.no_grad():
         logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)

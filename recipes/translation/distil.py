@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import load_saved
 from recipes.translation.run_folder.lock import sole_writer
@@ -32,22 +33,22 @@ def distil(config: RunConfig, fresh: bool, ranks: Ranks) -> Summary:
         ranks: the processes, each of which calls this.
     """
     # Before the work of translating
-    ranks.run_on_main(lambda: check_others_stay(config))
-    ranks.run_on_main(lambda: teacher_subwords(config))
+    ranks.run_on_main(lambda: check_others_stay(Path(config.run), config.training))
+    ranks.run_on_main(lambda: teacher_subwords(config.training.teacher, config.subwords))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     with ranks.held_by_main(lambda: sole_writer(Path(config.run))):
-        names = translations_of(config, ranks)
+        names = translations_of(Corpora(config), ranks)
     return train(student_of(config, names), fresh=fresh, ranks=ranks)
 
 
-def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
+def translations_of(corpora: Corpora, ranks: Ranks) -> list[tuple[str, ...]]:
     """Translate the sentences of every training corpus by the teacher; return the names of its two files."""
-    teacher_run = teacher_folder(config.training.teacher)
-    folder = Path(config.run) / FOLDER
+    teacher_run = teacher_folder(corpora.config.training.teacher)
+    folder = Path(corpora.config.run) / FOLDER
     names = []
     with loaded_models([lambda: load_saved(teacher_run)], ranks) as ((teacher,), searching):
-        found = ranks.run_on_main(lambda: sentences_of(config, teacher.config))
+        found = ranks.run_on_main(lambda: sentences_of(corpora, teacher.text))
         for number, (tag, sources) in enumerate(found, start=1):
             paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=searching)
             names.append(tuple(path.name for path in paths))

@@ -1,7 +1,7 @@
 """Training: the loop on one page, and the few functions it calls.
 
 `Layout` distributes the model over the devices of this process or over several processes: data-parallel, sharded, with
-the vocabulary or the time steps split. In every layout the loss engine computes loss and gradients of the hidden states
+the vocabulary split. In every layout the loss engine computes loss and gradients of the hidden states
 in chunks, on the device they are on, and returns one sum; `accumulate_gradients` divides it by the tokens of the whole
 step, so that the gradient equals that of all sentences of the step on one device.
 """
@@ -9,9 +9,9 @@ step, so that the gradient equals that of all sentences of the step on one devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from recipes.translation.data.positions import check_positions
 from recipes.translation.errors import TrainingError
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, saved_config
+from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState, saved_config
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.other_model import (
     check_same_teacher,
@@ -37,7 +37,15 @@ from recipes.translation.run_folder.other_model import (
     start_of,
     starting_weights,
 )
-from recipes.translation.run_folder.resume import begin, check_jumps, check_same_data, check_steps, flat, remove_run
+from recipes.translation.run_folder.resume import (
+    begin,
+    check_jumps,
+    check_same_data,
+    check_steps,
+    flat,
+    remove_run,
+    scoring_changed,
+)
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import (
     WEIGHTS,
@@ -57,7 +65,7 @@ from recipes.translation.training.layout import Layout, axes_of, devices_of
 from recipes.translation.training.log_file import LOG, logged, note_in
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
-from recipes.translation.training.parts import Axes, OpenedModel, local_of, opened
+from recipes.translation.training.parts import OpenedModel, local_of, opened
 from recipes.translation.training.progress import Progress, StepNumbers, read_step
 from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
@@ -89,34 +97,35 @@ def train(
     with ExitStack() as held:
         if ranks is None:
             ranks = held.enter_context(joined(config.layout.timeout))
-        ranks.agree(must_agree(config))
-        axes = axes_of(config.layout, ranks.world)
+        ranks.agree(must_agree(flat(config)))
+        axes_of(config.layout, ranks.world)
         devices = devices_of(config.training, ranks)
         check_autocast(config.training.precision, devices)
         held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
         held.enter_context(ranks.held_by_main(lambda: logged(Path(config.run) / LOG)))
-        summary = train_on(ranks, config, axes, devices, fresh, insist, dry_run)
+        summary = train_on(ranks, config, devices, fresh, insist, dry_run)
         ranks.run_on_main(lambda: note_in(Path(config.run) / LOG, str(summary)))
         return summary
 
 
 def train_on(
-    ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool, insist: bool, dry_run: bool
+    ranks: Ranks, config: RunConfig, devices: list[torch.device], fresh: bool, insist: bool, dry_run: bool
 ) -> Summary:
     """Train in the process that `ranks` describes, in a folder to which no other run writes."""
     run = Path(config.run)
     settings = config.training
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
-    saved = resumed(config, fresh, ranks)
+    saved = resumed(lambda: begin(config, fresh), ranks)
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
     corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
-    check_positions(config, sizes, corpus)
+    lengths = {"training.max_length": settings.max_length, "decoding.max_length": config.decoding.max_length}
+    check_positions(lengths, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     settings = with_steps(settings, corpus.train)
-    teacher = opened_teacher(config, corpus, ranks)
+    teacher = opened_teacher(settings, config.data.language_tags, corpus, ranks)
     new = TrainingState(data=corpus.fingerprint, teacher=teacher.saved.digest if teacher else "")
     state = saved.state if saved else new
     check_same_data(corpus, saved, run)
@@ -125,7 +134,7 @@ def train_on(
     model, weights = first_model(config, corpus, saved, ranks)
     size = size_of(model)
     share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
-    layout = Layout(model, weights, config, axes, devices, ranks, teacher)
+    layout = Layout(model, weights, settings, config.layout, devices, ranks, teacher)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
@@ -133,8 +142,8 @@ def train_on(
         if saved.state.step > saved.state.skipped:  # before the first update there are no moments
             layout.fill_moments(optimizer, saved.moments)
         layout.parts.receive(average.averages, saved.averages)
-    start = ranks.run_on_main(lambda: "" if saved else start_of(config))
-    announce(config, settings, size, corpus, layout, state, teacher, start)
+    start = ranks.run_on_main(lambda: "" if saved else start_of(settings.start_from))
+    announce(run, settings, size, corpus, layout, state, teacher, start)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
@@ -142,17 +151,21 @@ def train_on(
         needed = cost(layout, settings, corpus, next(batches)[1], settings.steps - state.step, ranks)
         return Summary(run, state, settings.steps, None, None, (), cost=needed)
     resumed_at = state.step if saved else None
-    trackers = ranks.run_on_all(lambda: open_trackers(config, resumed_at) if ranks.is_main else [])
+    values = flat(config)
+    trackers = ranks.run_on_all(
+        lambda: open_trackers(run, settings.trackers, values, resumed_at) if ranks.is_main else []
+    )
     if fresh:
         # Last of all, so that no error before the first step costs the earlier run
-        ranks.run_on_main(lambda: remove_run(config))
+        ranks.run_on_main(lambda: remove_run(run, settings))
     progress = Progress(
         state, settings.steps, share, validate_every=settings.validate_every, classes=len(corpus.target)
     )
+    began = {"model": size, "settings": values}
     stopped_by = None
     with (
         StopSignals(ranks.world > 1) as stop,
-        Journal(config, layout, size, ranks, resumed_at, trackers, progress) as journal,
+        Journal(run, settings, began, layout, ranks, resumed_at, trackers, progress) as journal,
         Saver(
             run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says, copied=layout.parts.copied
         ) as saver,
@@ -177,7 +190,7 @@ def train_on(
             training.save_if_due()
         if stopped_by and state.step != saver.saved_step:
             training.save_between()
-    return summarize(config, state, stopped_by, corpus, settings.steps, ranks)
+    return summarize(run, settings, state, stopped_by, corpus, ranks)
 
 
 def check_end(
@@ -186,30 +199,35 @@ def check_end(
     """Raise ConfigError where a resumed run has no step left, or would jump to another learning rate."""
     if saved is None:
         return
+    run = Path(config.run)
     if settings.epochs:
-        check_steps(replace(config, training=settings), saved.state.step)
+        check_steps(run, settings.steps, saved.state.step)
     if not insist:
-        before = saved_config(Path(config.run) / "last")
-        check_jumps(before, config, saved.state)
+        before = saved_config(run / "last")
+        changed = scoring_changed(flat(before), flat(config))
+        check_jumps(run, before.training, config.training, changed, saved.state)
         was = with_steps(before.training, corpus.train)
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
 
-def resumed(config: RunConfig, fresh: bool, ranks: Ranks) -> SavedTraining | None:
+def resumed(read: Callable[[], SavedTraining | None], ranks: Ranks) -> SavedTraining | None:
     """Return the checkpoint to resume from, whose tensors only rank 0 has; None for a new run."""
-    saved = ranks.run_on_all(lambda: begin(config, fresh) if ranks.is_main else None)
+    saved = ranks.run_on_all(lambda: read() if ranks.is_main else None)
     state = ranks.run_on_main(lambda: saved.state if saved else None)
     if state is None:
         return None
     return saved or SavedTraining({}, {}, state)
 
 
-def opened_teacher(config: RunConfig, corpus: Corpus, ranks: Ranks) -> OpenedModel | None:
+def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus, ranks: Ranks) -> OpenedModel | None:
     """Return the model whose predictions are learned from, in the weights' dtype of the training; None without one."""
-    settings = config.training
     if not settings.teacher or not settings.teacher_weight:
         return None
-    return opened(lambda: load_teacher(config, corpus.source, corpus.target), ranks, WEIGHTS[settings.precision])
+
+    def read() -> SavedModel:
+        return load_teacher(settings.teacher, language_tags, corpus.source, corpus.target)
+
+    return opened(read, ranks, WEIGHTS[settings.precision])
 
 
 def first_model(
@@ -227,12 +245,15 @@ def first_model(
         model = build_model(sizes, corpus.source, corpus.target)
         # M2M-100 and NLLB-200 have no bias of the projection: an imported one stays 0, and can be exported again
         freeze(model, settings.freeze, bool(settings.start_from) and config.model.preset == "m2m100")
-        adapt(model, config)
+        adapt(model, settings, sizes.d_model)
         return model
+
+    def read_start() -> Mapping[str, Tensor]:
+        return starting_weights(settings.start_from, config.model, config.subwords) if ranks.is_main else {}
 
     start = None
     if saved is None and settings.start_from:
-        start = ranks.run_on_all(lambda: starting_weights(config) if ranks.is_main else {})
+        start = ranks.run_on_all(read_start)
     ranks.run_on_main(lambda: check_layers(sizes, saved.weights, last) if saved else None)
     torch.manual_seed(settings.seed)
     with torch.device("meta"):
@@ -255,10 +276,10 @@ LORA = (".lora_A", ".lora_B")
 """What the names of LoRA's matrices end with."""
 
 
-def must_agree(config: RunConfig) -> dict[str, object]:
+def must_agree(values: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that must be equal on all processes."""
     differ = {"run", "data.path", "data.cache", "training.devices", "training.threads"}
-    return {name: value for name, value in flat(config).items() if name not in differ}
+    return {name: value for name, value in values.items() if name not in differ}
 
 
 def dropout_seed(seed: int, step: int, data_rank: int) -> int:

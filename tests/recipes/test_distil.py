@@ -15,6 +15,7 @@ from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora, HeldOutSplit
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError
@@ -271,7 +272,7 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
         "data.valid": ["en", "de"],
     }
     config = tiny(tmp_path / "run", given)
-    news, back = sentences_of(config, config)
+    news, back = sentences_of(Corpora(config), ModelText.of(config))
     assert news == ("<2de>", files["en"])
     assert back == ("<2en>", files["de"])
     student = student_of(config, [("a", "b"), ("c", "d")])
@@ -383,21 +384,20 @@ def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_p
     teacher = tiny(tmp_path / "teacher", {"corpora": corpora, "data.language_tags": True})
     files = {"data.path": str(tmp_path), "data.train": ["fr", "fr"], "data.valid": ["fr", "fr"], "data.source": "fr"}
     student = tiny(tmp_path / "run", {**files, "data.target": "es"})
-    assert sentences_of(student, teacher) == [("<2es>", ["un"])]
-    assert [tag for tag, _ in sentences_of(student, tiny(tmp_path / "other"))] == [""]
+    assert sentences_of(Corpora(student), ModelText.of(teacher)) == [("<2es>", ["un"])]
+    assert [tag for tag, _ in sentences_of(Corpora(student), ModelText.of(tiny(tmp_path / "other")))] == [""]
     with pytest.raises(
         ConfigError, match="target language of train is it, and the teacher has no tag <2it>: it has <2de>, <2es>"
     ):
-        sentences_of(tiny(tmp_path / "run", {**files, "data.target": "it"}), teacher)
+        sentences_of(Corpora(tiny(tmp_path / "run", {**files, "data.target": "it"})), ModelText.of(teacher))
 
 
 def test_a_teacher_that_reads_tags_is_refused_by_a_student_that_does_not(run: Path, tmp_path: Path) -> None:
-    config = tiny(tmp_path / "run", {"training.teacher": str(run), "data.language_tags": True, "model.d_model": 24})
     translator = load_translator(run / "best")
     with pytest.raises(
         ConfigError, match=r"data\.language_tags is True, and False of the teacher .* training\.teacher_weight 0"
     ):
-        load_teacher(config, translator.source, translator.target)
+        load_teacher(str(run), True, translator.source, translator.target)
 
 
 def test_a_student_in_its_teachers_folder_is_refused_before_any_work(

@@ -1,12 +1,17 @@
 """The shape of the recipe: its rooms are few, few of them know each other, and none two know each other in a circle.
 
+Functions are given the sections of the settings that they need, and few the whole.
+
 A room is a folder of `recipes/translation`, or one of its files. An arrow goes from one that imports to one that is
 imported, whatever the number of imports.
 """
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
 import pytest
@@ -59,3 +64,33 @@ def test_neither_rooms_nor_files_import_each_other_in_a_circle(
 ) -> None:
     assert circle_in(arrows) == []
     assert circle_in(imports) == []
+
+
+MOST_WHOLE = 15
+ROOT = Path(__file__).parents[2]
+
+
+def taking_the_whole(source: str) -> Iterator[str]:
+    """The functions of a file that have a parameter of the type RunConfig, or of one that is made of it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+            types = [ast.unparse(each.annotation) for each in every if each is not None and each.annotation is not None]
+            if any("RunConfig" in each for each in types):
+                yield node.name
+
+
+def test_few_functions_are_given_all_settings_of_a_run_and_not_only_sections() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("recipes", "models")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in taking_the_whole(path.read_text())
+    ]
+    assert len(found) <= MOST_WHOLE, "hand over the sections that are needed: " + "; ".join(found)
+
+
+def test_a_function_that_takes_all_settings_is_found_however_it_is_written() -> None:
+    written = "def a(x: RunConfig): ...\nasync def b(*, y: 'list[RunConfig] | None'): ...\n"
+    methods = "class C:\n    def c(self, z: config.RunConfig): ...\n    def d(self, z: DataConfig) -> RunConfig: ...\n"
+    assert list(taking_the_whole(written + methods)) == ["a", "b", "c"]

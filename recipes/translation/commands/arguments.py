@@ -150,6 +150,12 @@ def run_config(options: argparse.Namespace) -> RunConfig:
 
     A run without a checkpoint to resume from is begun anew: where no data is given, with its own settings, too.
     """
+    config = _chosen_settings(options)
+    check_folder(config.run)
+    return config
+
+
+def _chosen_settings(options: argparse.Namespace) -> RunConfig:
     given: dict[str, object] = {**overrides(options)}
     path = config_file(options)
     if path is None:
@@ -157,10 +163,10 @@ def run_config(options: argparse.Namespace) -> RunConfig:
         last = Path(run) / "last"
         if whole_folder(last):
             # A training that runs may replace the model at this moment
-            return with_folder(undisturbed(last, lambda: resumed_config(last, run, given)))
+            return undisturbed(last, lambda: resumed_config(last, run, given))
         if any((Path(run) / name).exists() for name in ("resources.jsonl", "subwords")):
             given = {**unsaved_settings(Path(run), given), **given, "run": run}
-    return with_folder(load_config(path, given))
+    return load_config(path, given)
 
 
 def config_file(options: argparse.Namespace) -> Path | None:
@@ -175,6 +181,7 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
 
     Raises ConfigError for a run that was only prepared, from other data than that of the default settings.
     """
+    from recipes.translation.data.corpora import Corpora
     from recipes.translation.data.prepare import of_other_data
     from recipes.translation.report.records import begun_settings
     from recipes.translation.run_folder.resume import MAY_CHANGE
@@ -186,7 +193,7 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
         if os.environ.get("RANK", "0") == "0":
             print(note, flush=True)
         return begun
-    if of_other_data(run / "subwords", load_config(None, given)):
+    if of_other_data(run / "subwords", Corpora(load_config(None, given))):
         raise ConfigError(
             f"{run} has no checkpoint yet, and its subwords were made from other data than the built-in corpus, which "
             "is the default: give the settings of the run again, with --config or as options"
@@ -204,12 +211,11 @@ def resumed_config(last: Path, run: str, given: dict[str, object]) -> RunConfig:
     return replace(config, corpora=moved_to(saved, run).corpora)
 
 
-def with_folder(config: RunConfig) -> RunConfig:
-    """Return settings whose run is a folder that a run can be in; raise ConfigError for any other."""
-    if not config.run:
+def check_folder(run: str) -> None:
+    """Raise ConfigError unless a run can be in the folder that the settings name."""
+    if not run:
         raise ConfigError("run is empty, perhaps because a shell variable is not set: name the folder of the run")
-    check_run(Path(config.run))
-    return config
+    check_run(Path(run))
 
 
 READ = ("file", "sources", "references", "hypotheses", "prefixes", "constraints")

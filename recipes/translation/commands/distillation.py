@@ -9,11 +9,11 @@ from pathlib import Path
 
 from recipes.translation.commands.arguments import (
     add,
+    check_folder,
     config_file,
     parser_of,
     path,
     run_config,
-    with_folder,
 )
 from recipes.translation.commands.training import exit_status
 from recipes.translation.errors import ConfigError
@@ -72,6 +72,7 @@ def distil(argv: Sequence[str]) -> int:
     if options.config is None and "run" not in given:
         parser.error("name the student's folder: --run FOLDER")
 
+    from recipes.translation.data.corpora import Corpora
     from recipes.translation.distil import distil as distil_model
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.resume import MAY_CHANGE
@@ -85,7 +86,7 @@ def distil(argv: Sequence[str]) -> int:
     config = student_config(options, bool(resumed))
     with joined(config.layout.timeout) as ranks:
         if originally:
-            ranks.run_on_main(lambda: check_same_sentences(originally))
+            ranks.run_on_main(lambda: check_same_sentences(Corpora(originally)))
         # The training data of one that is resumed are the translations
         summary = train(config, ranks=ranks) if resumed else distil_model(config, options.fresh, ranks)
         print(summary)
@@ -112,7 +113,8 @@ def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     if file is None and (teacher := given.get("training.teacher")):
         file = through_pointer(teacher_folder(str(teacher)) / "config.yaml")
         given = {**STUDENT, **given}
-    config = with_folder(load_config(file, given))
+    config = load_config(file, given)
+    check_folder(config.run)
     if not config.training.teacher:
         raise ConfigError("training.teacher names no model to learn from: give --teacher FOLDER")
     return config

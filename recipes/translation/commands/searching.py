@@ -152,13 +152,11 @@ def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
     """Raise CheckpointError unless two models translate from and to the same subwords."""
-    from recipes.translation.data.model_text import source_text
-
     facts = {
         "source subwords": (first.source.serialized(), other.source.serialized()),
         "target subwords": (first.target.serialized(), other.target.serialized()),
         "subwords.lowercase": (first.config.subwords.lowercase, other.config.subwords.lowercase),
-        "language tags": (source_text(first.config, "a"), source_text(other.config, "a")),
+        "language tags": (first.text.own, other.text.own),
     }
     for name, (here, there) in facts.items():
         if here != there:

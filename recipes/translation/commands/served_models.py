@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
+from recipes.translation.data.corpora import Corpora, language_pairs
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.batching import Line, Model
-from recipes.translation.settings.config import RunConfig
 from recipes.translation.translating.alignments import Link, align
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import refusals
@@ -24,7 +24,7 @@ def served_models(name: str, given: Translator | ExportedTranslator, aligner: Tr
     """Return a model, once for each of its pairs of languages; `aligner` is its run in torch, where there is one."""
     found = []
     for pair in language_pairs(Corpora(given.config)):
-        config = with_languages(given.config, *pair)
+        config = given.config.with_languages(*pair)
         model = Model(
             name,
             "torch" if isinstance(given, Translator) else "ctranslate2",
@@ -33,7 +33,7 @@ def served_models(name: str, given: Translator | ExportedTranslator, aligner: Tr
             config.decoding.beam,
             config.decoding.batch_sentences,
             aligns=aligner is not None,
-            translate=partial(translate, given, aligner, config),
+            translate=partial(translate, replace(given, config=config), aligner and replace(aligner, config=config)),
         )
         found.append(model)
     return found
@@ -42,22 +42,21 @@ def served_models(name: str, given: Translator | ExportedTranslator, aligner: Tr
 def translate(
     given: Translator | ExportedTranslator,
     aligner: Translator | None,
-    config: RunConfig,
     lines: Sequence[str],
     n_best: int,
     links: bool,
 ) -> list[Line]:
     """Translate lines in torch or by CTranslate2, but those that cannot be; link words where that is possible."""
-    refused = refusals(given.source, config, lines)
+    refused = refusals(given.source, ModelText.of(given.config), lines)
     fine = [line for number, line in enumerate(lines) if number not in refused]
     if isinstance(given, Translator):
-        found = alternatives(replace(given, config=config), fine, SearchOptions(n_best=n_best))
+        found = alternatives(given, fine, SearchOptions(n_best=n_best))
     else:
         from recipes.translation.export import ctranslate2_engine
 
-        found = ctranslate2_engine.alternatives(given._replace(config=config), fine, n_best)
+        found = ctranslate2_engine.alternatives(given, fine, n_best)
     linked: list[list[Link]] = [[] for _ in fine]
     if links and aligner:
-        linked = align(replace(aligner, config=config), fine, [row[0].text for row in found])
+        linked = align(aligner, fine, [row[0].text for row in found])
     translated = map(Line, found, linked)
     return [Line([], [], refused[number]) if number in refused else next(translated) for number in range(len(lines))]

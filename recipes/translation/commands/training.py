@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
     add,
+    check_folder,
     count,
     parser_of,
     run_config,
-    with_folder,
 )
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_run
-from recipes.translation.settings.config import LayoutConfig, RunConfig, load_config
+from recipes.translation.settings.config import LayoutConfig, load_config
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.options import add_config_options, overrides
 
 if TYPE_CHECKING:
+    from recipes.translation.data.corpora import Corpora
     from recipes.translation.training.summary import Summary
 
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
@@ -39,8 +40,9 @@ def demo(argv: Sequence[str]) -> int:
     """
     parser = parser_of(demo)
     add(parser, "--processes")
-    add_config_options(parser, load_config(DEMO_CONFIG))
-    config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
+    add_config_options(parser, DEMO_CONFIG)
+    config = load_config(DEMO_CONFIG, overrides(parser.parse(argv)))
+    check_folder(config.run)
 
     from recipes.translation.demo import demo as run_demo
     from recipes.translation.processes.ranks import joined
@@ -112,8 +114,10 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = run_config(options)
     resumed = not options.fresh and whole_folder(Path(config.run) / "last") is not None
+    from recipes.translation.data.corpora import Corpora
+
     if "RANK" not in os.environ:  # several processes say it together, later
-        check_data(config, insist=options.insist or resumed)
+        check_data(Corpora(config), insist=options.insist or resumed)
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
@@ -122,17 +126,15 @@ def train(argv: Sequence[str]) -> int:
         summary = train_model(config, fresh=options.fresh, insist=options.insist, dry_run=options.dry_run, ranks=ranks)
         print_text(str(summary))
         if summary.best and not (summary.stopped_by or summary.advice):
-            print(next_steps(config))
+            print(next_steps(Corpora(config)))
     return exit_status(summary)
 
 
-def check_data(config: RunConfig, insist: bool) -> None:
+def check_data(corpora: Corpora, insist: bool) -> None:
     """Raise an error for data that is missing, or looks like a mistake, before torch is imported."""
-    from recipes.translation.data.corpora import Corpora
     from recipes.translation.data.mistakes import check_meant
     from recipes.translation.data.split_files import check_named, named
 
-    corpora = Corpora(config)
     corpora.check_training()
     for each in corpora.valid:
         with named(each.name):
@@ -149,19 +151,19 @@ PURPOSES = {
 }
 
 
-def next_steps(config: RunConfig) -> str:
+def next_steps(corpora: Corpora) -> str:
     """Return a line for each command to go on with, as it can be pasted."""
-    from recipes.translation.data.corpora import Corpora
     from recipes.translation.training.loaded_models import was_in_parts
     from recipes.translation.training.summary import command
 
+    run, layout = corpora.config.run, corpora.config.layout
     lines = ["[train] next:"]
     for name, purpose in PURPOSES.items():
-        words: list[object] = [name, "--run", config.run]
-        if name in ("translate", "evaluate") and was_in_parts(config):
+        words: list[object] = [name, "--run", run]
+        if name in ("translate", "evaluate") and was_in_parts(layout):
             # One process may not have room for the model
-            words += ["--processes", config.layout.shard * config.layout.vocab]
-        if name == "evaluate" and not Corpora(config).has("test"):
+            words += ["--processes", layout.shard * layout.vocab]
+        if name == "evaluate" and not corpora.has("test"):
             words += ["--split", "valid"]
         lines.append(f"  {command(*words)}  # {purpose}")
     return "\n".join(lines)

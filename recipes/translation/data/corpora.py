@@ -89,7 +89,7 @@ class Corpora:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.training = training_corpora(config)
+        self.training = self._training()
         """Those of the section corpora, or else the one of data.train."""
         self._hashes: Hashes = {}
 
@@ -200,7 +200,7 @@ class Corpora:
                 f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
                 "corpus"
             )
-        return [_of_section(config, name, split) for name in names]
+        return [self._of_section(name, split) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
         """Return whether the settings name validation or test data, or the run has that of the built-in corpus.
@@ -246,7 +246,7 @@ class Corpora:
         self.check_training()
         if sum(corpus.weight > 0 for corpus in self.training) < 2:
             why = "there is one corpus, with nothing to mix it with: add corpora"
-            check_unset(self.config, ("data.temperature",), why)
+            check_unset("data", self.config.data, ("temperature",), why)
         for name, corpus in self.config.corpora.items():
             if not name or "/" in name or "\0" in name:
                 raise ConfigError(
@@ -273,29 +273,32 @@ class Corpora:
             with named(corpus.name):
                 check_named(corpus.data, "train")
 
+    def _training(self) -> list[CorpusSplit]:
+        """Return the training corpora: those of the section corpora, or else the one of data.train."""
+        config = self.config
+        if not config.corpora:
+            tags = language_tags(config.data, config.data.target)
+            return [CorpusSplit(config, "", "train", config.data, tags)]
+        if config.data.train:
+            raise ConfigError(
+                f"data.train ({' '.join(config.data.train)}) and corpora ({', '.join(config.corpora)}) are both given: "
+                "make data.train one of the corpora"
+            )
+        names = [name for name, corpus in config.corpora.items() if not only_held_out(corpus)]
+        if not any(config.corpora[name].weight for name in names):
+            if not names:
+                raise ConfigError(
+                    f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files"
+                )
+            raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
+        return [
+            dataclasses.replace(self._of_section(name, "train"), weight=config.corpora[name].weight) for name in names
+        ]
 
-def training_corpora(config: RunConfig) -> list[CorpusSplit]:
-    """Return the training corpora: those of the section corpora, or else the one of data.train."""
-    if not config.corpora:
-        return [CorpusSplit(config, "", "train", config.data, language_tags(config, config.data.target))]
-    if config.data.train:
-        raise ConfigError(
-            f"data.train ({' '.join(config.data.train)}) and corpora ({', '.join(config.corpora)}) are both given: "
-            "make data.train one of the corpora"
-        )
-    names = [name for name, corpus in config.corpora.items() if not only_held_out(corpus)]
-    if not any(config.corpora[name].weight for name in names):
-        if not names:
-            raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
-        raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
-    return [
-        dataclasses.replace(_of_section(config, name, "train"), weight=config.corpora[name].weight) for name in names
-    ]
-
-
-def _of_section(config: RunConfig, name: str, split: Split) -> CorpusSplit:
-    """Return a split of a corpus of the section corpora."""
-    return CorpusSplit(config, name, split, data_of(name, config), corpus_tags(name, config))
+    def _of_section(self, name: str, split: Split) -> CorpusSplit:
+        """Return a split of a corpus of the section corpora."""
+        corpus, data = self.config.corpora[name], self.config.data
+        return CorpusSplit(self.config, name, split, data_of(name, corpus, data), corpus_tags(corpus, data))
 
 
 def only_held_out(corpus: CorpusConfig) -> bool:
@@ -315,14 +318,8 @@ def language_pairs(corpora: Corpora) -> list[tuple[str, str]]:
     return sorted(pairs or trained, key=lambda pair: pair != (config.data.source, config.data.target))
 
 
-def with_languages(config: RunConfig, source: str, target: str) -> RunConfig:
-    """Return the settings with these languages, which decide the tag in front of a source sentence."""
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source, target=target))
-
-
-def data_of(name: str, config: RunConfig) -> DataConfig:
-    """Return the files and languages of the corpus of this name."""
-    corpus = config.corpora[name]
+def data_of(name: str, corpus: CorpusConfig, data: DataConfig) -> DataConfig:
+    """Return the files and languages of the corpus of this name; what it leaves out is that of the section data."""
     own: dict[str, Any] = {
         key: getattr(corpus, key) for key in ("path", "source", "target") if getattr(corpus, key) is not None
     }
@@ -331,4 +328,4 @@ def data_of(name: str, config: RunConfig) -> DataConfig:
     own["format"] = corpus.format or next(formats, None) or "builtin"
     if own["format"] == "builtin":  # which has no files: data.path is that of the others
         own.setdefault("path", "")
-    return dataclasses.replace(config.data, **splits, **own)
+    return dataclasses.replace(data, **splits, **own)

@@ -14,7 +14,7 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
-from recipes.translation.data.model_text import check_known, source_text
+from recipes.translation.data.model_text import ModelText, check_known
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import say_to_stderr
 from recipes.translation.data.token_store import ENDS, IDS, Store
@@ -93,7 +93,7 @@ def _subwords(
 ) -> tuple[Subwords, Subwords]:
     corpora.note_held_out()
     source, target = subwords_of(corpora)
-    check_known(corpora.config, source, target)
+    check_known(ModelText.of(corpora.config).tags, corpora.config.subwords.symbols, source, target)
     return source, target
 
 
@@ -162,14 +162,14 @@ def _described(
 
 
 def validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
-    config = held_out.config
+    settings, text = held_out.config.training, ModelText.of(held_out.config)
     pairs = held_out.spoken(held_out.pairs)
     # Validation has every pair, or its scores would be of easier sentences
     batches = TokenBatches(
-        source.encode([source_text(config, pair.source) for pair in pairs]),
+        source.encode([text.source(pair.source) for pair in pairs]),
         target.encode([pair.target for pair in pairs]),
-        batch_tokens=config.training.batch_tokens,
-        seed=config.training.seed,
+        batch_tokens=settings.batch_tokens,
+        seed=settings.seed,
         symbols=source.symbols,
     )
     if not len(batches):

@@ -18,7 +18,7 @@ import numpy.typing
 
 from recipes.translation.data.batches import Batch, EpochBatches, Ids, TokenBatches, padded_batch
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.model_text import tags_of
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.settings.checks import check_sampling
 from recipes.translation.text.subwords import Subwords
 
@@ -157,7 +157,7 @@ def drawn_batches(
         check_sampling(side.kind, amount, f" ({' '.join(settings.model)})" if settings.model else "")
     if not settings.sampling:
         return plain
-    of_source = Drawing(source, sampling["source"], [*tags_of(config), *settings.symbols])
+    of_source = Drawing(source, sampling["source"], [*ModelText.of(config).tags, *settings.symbols])
     return DrawnBatches(plain, of_source, Drawing(target, sampling["target"], settings.symbols))
 
 

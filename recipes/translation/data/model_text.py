@@ -10,29 +10,59 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig
 from recipes.translation.settings.schema import shortened
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords
 
 
-def source_text(config: RunConfig, sentence: str) -> str:
-    """Return a sentence as the model reads it: under the tag of data.target, in a run with tags, unless it has one."""
-    tags, rest = _tags_and_rest(config, sentence)
-    if config.subwords.lowercase:
-        rest = rest.lower()
-    if not tags and rest.split():
-        tags = "".join(f"{tag} " for tag in language_tags(config, config.data.target))
-    return tags + rest
+@dataclass(frozen=True)
+class ModelText:
+    """How the model of a run reads and writes text."""
 
+    tags: tuple[str, ...]
+    """Every tag of the run, each once."""
+    own: tuple[str, ...]
+    """The tag of data.target, under which a sentence without one is read; none in a run without such tags."""
+    lowercase: bool
+    longest: int
+    """The most subwords of a sentence that are translated."""
 
-def target_text(config: RunConfig, translation: str) -> str:
-    """Return a translation, or a part of one, as the model would have written it."""
-    if config.subwords.lowercase:
-        return translation.lower()
-    return translation
+    @classmethod
+    def of(cls, config: RunConfig) -> ModelText:
+        """Return what the settings of a run say of it."""
+        own = language_tags(config.data, config.data.target)
+        tags = [*own, *(tag for corpus in config.corpora.values() for tag in corpus_tags(corpus, config.data))]
+        longest = max(config.training.max_length, config.decoding.max_length)
+        return cls(tuple(dict.fromkeys(tags)), own, config.subwords.lowercase, longest)
+
+    def source(self, sentence: str) -> str:
+        """Return a sentence as the model reads it: under the tag of data.target, if any, unless it has one."""
+        tags, rest = self._tags_and_rest(sentence)
+        if self.lowercase:
+            rest = rest.lower()
+        if not tags and rest.split():
+            tags = "".join(f"{tag} " for tag in self.own)
+        return tags + rest
+
+    def target(self, translation: str) -> str:
+        """Return a translation, or a part of one, as the model would have written it."""
+        if self.lowercase:
+            return translation.lower()
+        return translation
+
+    def _tags_and_rest(self, sentence: str) -> tuple[str, str]:
+        """Split a sentence after the tags at its beginning, which may have capitals."""
+        tags = ""
+        rest = sentence
+        while tag := next((tag for tag in self.tags if _begins_with(rest, tag)), ""):
+            # The tag of a language may stand before a word without a blank
+            rest = rest.partition(tag)[2].lstrip()
+            tags += f"{tag} "
+        return tags, rest
 
 
 def one_line(text: str) -> str:
@@ -97,37 +127,18 @@ class OtherForm:
         ]
 
 
-def _tags_and_rest(config: RunConfig, sentence: str) -> tuple[str, str]:
-    """Split a sentence after the tags at its beginning, which may have capitals."""
-    known = tags_of(config)
-    tags = ""
-    rest = sentence
-    while tag := next((tag for tag in known if _begins_with(rest, tag)), ""):
-        # The tag of a language may stand before a word without a blank
-        rest = rest.partition(tag)[2].lstrip()
-        tags += f"{tag} "
-    return tags, rest
-
-
 def _begins_with(text: str, tag: str) -> bool:
     if tag.startswith("<2"):
         return text.lstrip().startswith(tag)
     return text.split(maxsplit=1)[:1] == [tag]
 
 
-def corpus_tags(name: str, config: RunConfig) -> tuple[str, ...]:
-    """Return what stands in front of each source sentence of the corpus of this name."""
-    corpus = config.corpora[name]
-    tags = language_tags(config, corpus.target or config.data.target)
+def corpus_tags(corpus: CorpusConfig, data: DataConfig) -> tuple[str, ...]:
+    """Return what stands in front of each source sentence of a corpus."""
+    tags = language_tags(data, corpus.target or data.target)
     if corpus.tag:
         tags = (*tags, corpus.tag)
     return tags
-
-
-def tags_of(config: RunConfig) -> tuple[str, ...]:
-    """Return every tag of the run, each once."""
-    tags = [tag for name in config.corpora for tag in corpus_tags(name, config)]
-    return tuple(dict.fromkeys([*language_tags(config, config.data.target), *tags]))
 
 
 def check_symbols(symbols: Sequence[str]) -> None:
@@ -144,10 +155,9 @@ def check_symbols(symbols: Sequence[str]) -> None:
             raise ConfigError(f"{symbol!r} {reason}: choose other words for subwords.symbols and the tags of corpora")
 
 
-def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
+def check_known(tags: Sequence[str], symbols: Sequence[str], source: Subwords, target: Subwords) -> None:
     """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
-    symbols = config.subwords.symbols
-    needed = ((source, [*(BLANK + tag for tag in tags_of(config)), *symbols]), (target, symbols))
+    needed = ((source, [*(BLANK + tag for tag in tags), *symbols]), (target, symbols))
     for side, words in needed:
         if missing := set(words) - set(side.pieces()):
             names = ", ".join(sorted(word.removeprefix(BLANK) for word in missing))
@@ -157,8 +167,12 @@ def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
             )
 
 
-def language_tags(config: RunConfig, language: str) -> tuple[str, ...]:
+def language_tags(data: DataConfig, language: str) -> tuple[str, ...]:
     """Return the tag of a target language, if the run has such tags."""
-    if config.data.language_tags:
-        return (f"<2{language}>",)
+    if data.language_tags:
+        return (tag_of(language),)
     return ()
+
+
+def tag_of(language: str) -> str:
+    return f"<2{language}>"

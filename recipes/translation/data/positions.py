@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from models import TransformerConfig
 from models.presets import ARCHITECTURES, Sizes
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Symbols
 
 
@@ -17,23 +18,25 @@ def most_subwords(sizes: Sizes, symbols: Symbols) -> int | None:
     return sizes.max_positions - max(len(symbols.source([])), len(symbols.target([])) - 1)
 
 
-def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:
-    """Raise ConfigError or DataError where a sentence could have more tokens than the model has learned positions."""
+def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) -> None:
+    """Raise ConfigError or DataError where a sentence could have more tokens than the model has learned positions.
+
+    `lengths` are the most subwords of a sentence by the settings that say so.
+    """
     most = most_subwords(sizes, corpus.source.symbols)
     if most is None:
         return
-    for name in ("training", "decoding"):
-        given = getattr(config, name).max_length
+    for name, given in lengths.items():
         if given > most:
             raise ConfigError(
-                f"{name}.max_length is {given}, but the model has learned positions for {most} subwords beside start "
+                f"{name} is {given}, but the model has learned positions for {most} subwords beside start "
                 f"and end symbols: set it to {most} or less"
             )
     for valid in corpus.valid:
-        for side, lengths in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
-            if lengths.max() > most:
+        for side, found in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
+            if found.max() > most:
                 raise DataError(
-                    f"{valid.held_out.setting}: the {side} of pair {int(lengths.argmax()) + 1:,} has "
-                    f"{int(lengths.max()):,} subwords, and the model has learned positions for {most:,}: split the "
+                    f"{valid.held_out.setting}: the {side} of pair {int(found.argmax()) + 1:,} has "
+                    f"{int(found.max()):,} subwords, and the model has learned positions for {most:,}: split the "
                     "sentence, or leave it out"
                 )

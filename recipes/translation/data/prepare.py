@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.model_text import check_symbols, tags_of
+from recipes.translation.data.model_text import ModelText, check_symbols
 from recipes.translation.data.training_text import TrainingText
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import check_replaceable, replaced_folder, sha256, verified_folder
 from recipes.translation.files.json_fields import noted_in
-from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.paths import expanded
 from recipes.translation.text.normalization import normalized, with_rules
 from recipes.translation.text.own_model import own_model
@@ -48,7 +48,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = subword_names(config)
+    names = subword_names(config.subwords)
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     for name, model in models.items():
         if not config.subwords.model and len(model) < config.subwords.vocab_size:
@@ -75,7 +75,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
             subwords[name] = getattr(config.subwords, name)
     if config.subwords.model:
         try:
-            subwords["model"] = [sha256(path) for path in own_files(config)]
+            subwords["model"] = [sha256(path) for path in own_files(config.subwords)]
         except DataError:  # the run has copies, and needs the files no longer
             subwords["model"] = noted_in(Path(config.run) / "subwords" / SETTINGS, "subwords", "model")
     cleaning = {name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name != "markup"}
@@ -83,13 +83,13 @@ def made_from(corpora: Corpora) -> dict[str, object]:
         "data": corpora.identity,
         "subwords": {**subwords, "symbols": list(config.subwords.symbols)},
         "cleaning": cleaning,
-        "tags": list(tags_of(config)),
+        "tags": list(ModelText.of(config).tags),
     }
 
 
-def own_files(config: RunConfig) -> list[Path]:
+def own_files(subwords: SubwordConfig) -> list[Path]:
     """Return the files of `subwords.model`."""
-    paths = [Path(expanded(name, "subwords.model")) for name in config.subwords.model]
+    paths = [Path(expanded(name, "subwords.model")) for name in subwords.model]
     if missing := next((path for path in paths if not path.is_file()), None):
         raise DataError(f"there is no file {missing}; see subwords.model")
     return paths
@@ -98,10 +98,10 @@ def own_files(config: RunConfig) -> list[Path]:
 def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     """Copy the subwords that the user brings."""
     config = corpora.config
-    names = dict.fromkeys(subword_names(config))
+    names = dict.fromkeys(subword_names(config.subwords))
     with replaced_folder(folder) as new:
-        for name, path, rule in zip(names, own_files(config), normalizations(config.subwords), strict=False):
-            tags = () if name == "target" else tags_of(config)
+        for name, path, rule in zip(names, own_files(config.subwords), normalizations(config.subwords), strict=False):
+            tags = () if name == "target" else ModelText.of(config).tags
             added = [*(BLANK + tag for tag in tags), *config.subwords.symbols]
             (new / f"{name}.model").write_bytes(own_model(path, config.subwords.kind, rule, added))
             model = Subwords.load(new / f"{name}.model")
@@ -115,21 +115,21 @@ def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def of_other_data(folder: Path, config: RunConfig) -> bool:
+def of_other_data(folder: Path, corpora: Corpora) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
     data = noted_in(folder / SETTINGS, "data")
-    return data is not None and bool(data != Corpora(config).identity)
+    return data is not None and bool(data != corpora.identity)
 
 
 def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     config = corpora.config
-    tags = tags_of(config)
+    tags = ModelText.of(config).tags
     check_symbols([*tags, *config.subwords.symbols])
     text = corpora.text
     places = drawn(len(text), train_pairs(text, config.subwords.train_pairs))
     sides = [text.sources[place] for place in places], [text.targets[place] for place in places]
-    names = subword_names(config)
+    names = subword_names(config.subwords)
     what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     rules = normalizations(config.subwords)
     print(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import ctranslate2
 import torch
 
 from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.files.json_fields import noted_in
@@ -22,7 +23,8 @@ from recipes.translation.translating.sentences import source_ids
 from recipes.translation.translating.translate import Task, Translation, in_words, most_steps, note_unfinished
 
 
-class ExportedTranslator(NamedTuple):
+@dataclass(frozen=True)
+class ExportedTranslator:
     """A model in CTranslate2's format with the settings and subwords that belong to it."""
 
     config: RunConfig
@@ -78,7 +80,7 @@ def alternatives(
     An empty sentence has one translation, which is empty.
     """
     decoding = translator.config.decoding
-    ids = source_ids(translator.source, translator.config, sentences, before)
+    ids = source_ids(translator.source, ModelText.of(translator.config), sentences, before)
     rows = [row for row in range(len(ids)) if ids[row]]
     most = [most_steps(Task(each), decoding) for each in ids]
     limits = [most[row] for row in rows]

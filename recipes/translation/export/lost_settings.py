@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.data.model_text import ModelText
+from recipes.translation.settings.config import DecodingConfig
 
 USUAL_LENGTH = 25
 """Subwords of a translation at which two length penalties are made to agree."""
@@ -20,9 +21,8 @@ def length_penalty_there(decoding: DecodingConfig) -> float:
     return round(decoding.length_penalty * USUAL_LENGTH / (5 + USUAL_LENGTH), 3)
 
 
-def lost_settings(config: RunConfig, to: str) -> Iterator[str]:
+def lost_settings(decoding: DecodingConfig, text: ModelText, to: str) -> Iterator[str]:
     """Yield a line for each setting that a format has no place for, with what comes nearest."""
-    decoding = config.decoding
     if to == "safetensors":
         return
     penalty = length_penalty_there(decoding)
@@ -48,7 +48,7 @@ def lost_settings(config: RunConfig, to: str) -> Iterator[str]:
         )
     if to == "onnx":
         yield f"decoding.beam {decoding.beam}, max_ratio {decoding.max_ratio:g}: the search is your program's"
-    if config.subwords.lowercase:
+    if text.lowercase:
         yield "subwords.lowercase true: your program lower-cases each sentence"
-    if config.data.language_tags or any(corpus.tag for corpus in config.corpora.values()):
+    if text.tags:
         yield "tags: your program puts the tag before each sentence, as in training"

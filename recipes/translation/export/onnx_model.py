@@ -45,7 +45,7 @@ from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.translator import build_model, model_on_meta
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, subword_names
 
 OPSET = 18
@@ -70,13 +70,13 @@ def write(saved: SavedModel, folder: Path) -> None:
         save(lambda: build_model(sizes, saved.source, saved.target), saved.weights, names, new)
         check(new, names, model, saved.weights)
         save_belongings(new, saved)
-        facts = json.dumps(facts_of(saved.config, names), indent=2)
+        facts = json.dumps(facts_of(saved.config.subwords, saved.config.decoding.max_length, names), indent=2)
         (new / "onnx.json").write_text(facts + "\n", encoding="utf-8")
 
 
-def facts_of(config: RunConfig, names: Mapping[str, Any]) -> dict[str, object]:
+def facts_of(subwords: SubwordConfig, max_length: int, names: Mapping[str, Any]) -> dict[str, object]:
     """Return what a program that drives the graphs must know."""
-    source, target = subword_names(config)
+    source, target = subword_names(subwords)
     return {
         "pad": PAD,
         "unknown": UNK,
@@ -84,7 +84,7 @@ def facts_of(config: RunConfig, names: Mapping[str, Any]) -> dict[str, object]:
         "end": EOS,
         "source_subwords": f"{source}.model",
         "target_subwords": f"{target}.model",
-        "max_length": config.decoding.max_length,
+        "max_length": max_length,
         **names,
     }
 

@@ -263,7 +263,8 @@ def save_belongings(folder: Path, model: Translator | SavedModel) -> None:
     The latter are those in memory, since files in the run's folder may have been replaced.
     """
     save_config(model.config, folder / "config.yaml")
-    for name, subwords in dict(zip(subword_names(model.config), (model.source, model.target), strict=True)).items():
+    names = subword_names(model.config.subwords)
+    for name, subwords in dict(zip(names, (model.source, model.target), strict=True)).items():
         subwords.save(folder / f"{name}.model")
 
 
@@ -272,7 +273,7 @@ def load_belongings(
 ) -> tuple[RunConfig, Subwords, Subwords]:
     """Read the settings and the subword models of source and target that `save_belongings` wrote."""
     config = load_config(folder / "config.yaml", overrides)
-    source, target = (Subwords.load(folder / f"{name}.model") for name in subword_names(config))
+    source, target = (Subwords.load(folder / f"{name}.model") for name in subword_names(config.subwords))
     return config, source, target
 
 

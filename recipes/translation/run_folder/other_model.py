@@ -23,7 +23,7 @@ from recipes.translation.run_folder.checkpoint import (
     saved_config,
 )
 from recipes.translation.run_folder.translator import model_sizes
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import ModelConfig, RunConfig, SubwordConfig
 from recipes.translation.text.subwords import Subwords, normalizations
 
 OF_SUBWORDS = (*SHAPING, "model")
@@ -44,23 +44,21 @@ def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
     return folder, saved_config(folder)
 
 
-def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:
-    """Return the weights of the model that a new run starts from; None if it starts from random ones."""
-    if not config.training.start_from:
-        return None
-    folder, theirs = fitting_start(config)
+def starting_weights(name: str, model: ModelConfig, subwords: SubwordConfig) -> Mapping[str, Tensor]:
+    """Return the weights of the model that a new run starts from."""
+    folder, theirs = fitting_start(name, model, subwords)
     weights = load_saved(folder).weights
-    own_layers = _layers(config)
-    for stack, layers in _layers(theirs).items():
+    own_layers = _layers(model)
+    for stack, layers in _layers(theirs.model).items():
         weights = spaced_layers(weights, stack, layers, own_layers[stack])
     return weights
 
 
-def start_of(config: RunConfig) -> str:
-    """Return the model that a new run starts from, with its step; empty for random weights."""
-    if not config.training.start_from:
+def start_of(name: str) -> str:
+    """Return the model that `training.start_from` names, with its step; empty for random weights."""
+    if not name:
         return ""
-    folder = model_folder(config.training.start_from)
+    folder = model_folder(name)
     if whole_folder(folder) is None:  # moved, since the run began
         return str(folder)
     facts = load_facts(folder)
@@ -98,57 +96,59 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
     if not fresh:  # a run that has begun needs the other one no longer, which may have changed since
         folder = whole_folder(Path(config.run) / "last")
     if folder is None and not settings.start_from:
-        return teacher_subwords(config)
-    _, source, target = load_belongings(verified_folder(folder or fitting_start(config)[0], BELONGINGS))
-    check_normalization(config, source, target)
+        return teacher_subwords(settings.teacher, config.subwords)
+    if folder is None:
+        folder, _ = fitting_start(settings.start_from, config.model, config.subwords)
+    _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
+    check_normalization(config.subwords, source, target)
     return source, target
 
 
-def check_normalization(config: RunConfig, source: Subwords, target: Subwords) -> None:
+def check_normalization(subwords: SubwordConfig, source: Subwords, target: Subwords) -> None:
     """Raise ConfigError where the settings ask for other rules than the subwords of another model have."""
     has = (source.normalization, target.normalization)
-    if config.subwords.normalization and normalizations(config.subwords) != has:
+    if subwords.normalization and normalizations(subwords) != has:
         raise ConfigError(
-            f"subwords.normalization is {' '.join(normalizations(config.subwords))} (source, target), but the other "
+            f"subwords.normalization is {' '.join(normalizations(subwords))} (source, target), but the other "
             f"model's subwords have {' '.join(has)}, which they keep: leave it out"
         )
 
 
-def fitting_start(config: RunConfig) -> tuple[Path, RunConfig]:
+def fitting_start(name: str, model: ModelConfig, subwords: SubwordConfig) -> tuple[Path, RunConfig]:
     """Return the folder and the settings of the model to start from, if the settings of the run fit it.
 
     A Transformer with fewer layers fits (see `spaced_layers`). Raises CheckpointError if there is no model, and
     ConfigError, naming the setting, if its subwords or other sizes differ.
     """
-    folder, theirs = other_model("training.start_from", config.training.start_from)
-    given = sizes_and_subwords(config)
-    needed = sizes_and_subwords(theirs)
-    layers = _layers(theirs)
-    fewer = {f"model.{stack}_layers" for stack, own in _layers(config).items() if own < layers.get(stack, 0)}
-    for name in [*needed, *given]:  # a decoder-only model has other sizes
-        own = given.get(name)
-        other = needed.get(name)
-        if own != other and name not in fewer:
+    folder, theirs = other_model("training.start_from", name)
+    given = sizes_and_subwords(model, subwords)
+    needed = sizes_and_subwords(theirs.model, theirs.subwords)
+    layers = _layers(theirs.model)
+    fewer = {f"model.{stack}_layers" for stack, own in _layers(model).items() if own < layers.get(stack, 0)}
+    for setting in [*needed, *given]:  # a decoder-only model has other sizes
+        own = given.get(setting)
+        other = needed.get(setting)
+        if own != other and setting not in fewer:
             raise ConfigError(
-                f"{name} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with all "
-                f"its settings by --config {folder / 'config.yaml'}"
+                f"{setting} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with "
+                f"all its settings by --config {folder / 'config.yaml'}"
             )
     return folder, theirs
 
 
-def _layers(config: RunConfig) -> dict[str, int]:
+def _layers(model: ModelConfig) -> dict[str, int]:
     """Return the number of layers of each stack that a model can begin with some of."""
-    sizes = model_sizes(config.model)
+    sizes = model_sizes(model)
     names = {"encoder": "encoder_layers", "decoder": "decoder_layers"}
     return {stack: getattr(sizes, name) for stack, name in names.items() if hasattr(sizes, name)}
 
 
-def sizes_and_subwords(config: RunConfig) -> dict[str, object]:
+def sizes_and_subwords(model: ModelConfig, subwords: SubwordConfig) -> dict[str, object]:
     """Return the settings without which weights mean nothing: those of the subwords, and all sizes of the model."""
-    sizes = asdict(model_sizes(config.model))
+    sizes = asdict(model_sizes(model))
     del sizes["dropout"]
-    subwords = {f"subwords.{name}": getattr(config.subwords, name) for name in OF_SUBWORDS}
-    return {**subwords, **{f"model.{name}": value for name, value in sizes.items()}}
+    own = {f"subwords.{name}": getattr(subwords, name) for name in OF_SUBWORDS}
+    return own | {f"model.{name}": value for name, value in sizes.items()}
 
 
 def teacher_folder(name: str) -> Path:
@@ -156,11 +156,11 @@ def teacher_folder(name: str) -> Path:
     return other_model("training.teacher", name)[0]
 
 
-def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
+def teacher_subwords(teacher: str, subwords: SubwordConfig) -> tuple[Subwords, Subwords]:
     """Return the subwords of the teacher; raise ConfigError if the settings ask for others."""
-    folder, theirs = other_model("training.teacher", config.training.teacher)
+    folder, theirs = other_model("training.teacher", teacher)
     for name in OF_SUBWORDS:
-        own = getattr(config.subwords, name)
+        own = getattr(subwords, name)
         other = getattr(theirs.subwords, name)
         if own != other:
             raise ConfigError(
@@ -168,19 +168,19 @@ def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
                 "subwords: set it to the same"
             )
     _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
-    check_normalization(config, source, target)
+    check_normalization(subwords, source, target)
     return source, target
 
 
-def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> SavedModel:
+def load_teacher(name: str, language_tags: bool, source: Subwords, target: Subwords) -> SavedModel:
     """Open the model to learn from.
 
     Raises CheckpointError if it is missing or damaged, and ConfigError unless its subwords are `source` and `target`.
     """
-    saved = load_saved(teacher_folder(config.training.teacher))
-    if saved.config.data.language_tags != config.data.language_tags:
+    saved = load_saved(teacher_folder(name))
+    if saved.config.data.language_tags != language_tags:
         raise ConfigError(
-            f"data.language_tags is {config.data.language_tags}, and {saved.config.data.language_tags} of the teacher "
+            f"data.language_tags is {language_tags}, and {saved.config.data.language_tags} of the teacher "
             f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn only "
             "from its translations, with training.teacher_weight 0"
         )

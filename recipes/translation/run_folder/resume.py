@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from recipes.translation.data.corpus import Corpus
@@ -35,7 +35,7 @@ from recipes.translation.run_folder.numbered import (
     numbered_in,
     step_of,
 )
-from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig, TrainingConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.schedules import SCHEDULES
 
@@ -80,29 +80,29 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     # Now, and not hours later when the first checkpoint is to be written
     check_ours(run)
     check_replaceable(run / "subwords")
+    values = flat(config)
     if fresh:
-        check_others_stay(config)
+        check_others_stay(run, config.training)
         check_run_removable(run)
         return None
     if whole_folder(run / "last") is None:
-        check_nothing_to_lose(config)
+        check_nothing_to_lose(run, values)
         return None
-    check_same_settings(config, run / "last")
+    check_same_settings(values, run / "last")
     saved = load_training(run / "last")
     if config.training.steps:
-        check_steps(config, saved.state.step)
-    check_best(saved, config)
-    check_saved_with_models(config, saved.state.step)
+        check_steps(run, config.training.steps, saved.state.step)
+    check_best(saved, run, values)
+    check_saved_with_models(run, values, saved.state.step)
     for folder in kept_models(run):
-        check_same_settings(config, folder)
+        check_same_settings(values, folder)
     return saved
 
 
-def check_others_stay(config: RunConfig) -> None:
+def check_others_stay(run: Path, training: TrainingConfig) -> None:
     """Raise ConfigError if the model to start from or to learn from is in the folder of the run itself."""
-    run = Path(config.run)
     for name in ("start_from", "teacher"):
-        other: str = getattr(config.training, name)
+        other: str = getattr(training, name)
         if other and model_folder(other).resolve().is_relative_to(run.resolve()):
             raise ConfigError(
                 f"training.{name} is {other}, a model of {run} itself, which a new run there would replace: choose "
@@ -110,12 +110,11 @@ def check_others_stay(config: RunConfig) -> None:
             )
 
 
-def check_nothing_to_lose(config: RunConfig) -> None:
+def check_nothing_to_lose(run: Path, values: Values) -> None:
     """Raise CheckpointError if a new run would replace a model, unless it is that of the same run's first validation.
 
     A run that is killed before its first `last` leaves only that model, which may be named by `best` already.
     """
-    run = Path(config.run)
     if named := pointed_at(run / "last"):
         raise CheckpointError(
             f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
@@ -130,32 +129,29 @@ def check_nothing_to_lose(config: RunConfig) -> None:
                 f"{folder} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
                 "from a copy, choose another --run, or start over with --fresh, which removes the model"
             )
-        check_same_settings(config, folder)
+        check_same_settings(values, folder)
 
 
-def check_steps(config: RunConfig, made: int) -> None:
+def check_steps(run: Path, steps: int, made: int) -> None:
     """Raise ConfigError if no step is left to make, unless the run has ended as asked, with a validation."""
-    last = Path(config.run) / "last"
-    steps = config.training.steps
-    validated = "valid_loss" in load_facts(last)
+    validated = "valid_loss" in load_facts(run / "last")
     if made > steps or (made == steps and not validated):
         raise ConfigError(
-            f"training.steps is {steps:,}, but {config.run} has made {made:,} steps: set training.steps to "
+            f"training.steps is {steps:,}, but {run} has made {made:,} steps: set training.steps to "
             f"{made + 1:,} or more to go on, choose another --run, or start over with --fresh"
         )
 
 
-def check_saved_with_models(config: RunConfig, made: int) -> None:
+def check_saved_with_models(run: Path, values: Values, made: int) -> None:
     """Say which new settings `best` does not have; raise ConfigError if no step is left, so that no model gets them.
 
     The settings of decoding and the test set have no effect on training; a model is saved and used with them.
     """
-    run = Path(config.run)
-    was = _saved_with_models(saved_config(run / "last"))
-    for key, value in _saved_with_models(config).items():
+    was = _saved_with_models(flat(saved_config(run / "last")))
+    for key, value in _saved_with_models(values).items():
         if value == was[key]:
             continue
-        if made == config.training.steps:
+        if made == values["training.steps"]:
             raise ConfigError(
                 f"{key} is {shown(value)}, but {run} has made its {made:,} steps, and its models keep "
                 f"{shown(was[key])}: set training.steps to {made + 1:,} or more, or give test files and search options "
@@ -165,18 +161,17 @@ def check_saved_with_models(config: RunConfig, made: int) -> None:
         print(f"[train] {key} is now {now}; {run / 'best'} keeps {shown(was[key])} until there is a better model")
 
 
-def _saved_with_models(config: RunConfig) -> dict[str, object]:
-    tests = {f"corpora.{name}.test": corpus.test for name, corpus in config.corpora.items()}
-    chosen = {name: value for name, value in flat(config).items() if name in SAVED_WITH_MODELS}
-    return chosen | tests
+def _saved_with_models(values: Values) -> dict[str, object]:
+    tests = {f"{name}.test": value["test"] for name, value in values.items() if isinstance(value, dict)}
+    return {name: value for name, value in values.items() if name in SAVED_WITH_MODELS} | tests
 
 
-def check_same_settings(config: RunConfig, folder: Path) -> None:
+def check_same_settings(values: Values, folder: Path) -> None:
     """Raise ConfigError if the checkpoint in `folder` was trained with other settings, except those in MAY_CHANGE."""
-    before = flat(without_paths(saved_config(folder)))
-    now = flat(without_paths(config))
+    before = without_paths(flat(saved_config(folder)))
+    now = without_paths(values)
     may_change = MAY_CHANGE
-    if METRICS[config.training.best_by].of_translations:
+    if METRICS[str(values["training.best_by"])].of_translations:
         may_change -= SCORING
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     found = [(key, shown(now.get(key)), shown(before.get(key))) for key in differ if key not in may_change]
@@ -199,13 +194,12 @@ def shown(value: object) -> str:
     return repr(value)
 
 
-def check_best(saved: SavedTraining, config: RunConfig) -> None:
+def check_best(saved: SavedTraining, run: Path, values: Values) -> None:
     """Raise CheckpointError or ConfigError if `best` is damaged or of a different run.
 
     If it is missing, its loss is forgotten, so that the next validation saves a new one.
     """
     state = saved.state
-    run = Path(config.run)
     best = run / "best"
     named = pointed_at(best)
     saved_best = model_at(run, state.best_step)
@@ -215,7 +209,7 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
     if (whole := whole_folder(best)) is not None:
         if whole != whole_folder(run / "last"):  # whose files have been read
             verified_folder(best)
-        check_same_settings(config, best)
+        check_same_settings(values, best)
     elif state.best_loss is not None:
         print(f"[train] {best}, found at step {state.best_step:,}, is gone: the next validation replaces it")
         state.best_loss = None
@@ -239,18 +233,17 @@ def check_run_removable(run: Path) -> None:
         check_removable(folder)
 
 
-def remove_run(config: RunConfig) -> None:
+def remove_run(run: Path, training: TrainingConfig) -> None:
     """Remove the checkpoints of an earlier run in the folder, their average and its subwords, and no other files.
 
     Subwords that the new run has made took the place of the earlier ones.
     """
-    run = Path(config.run)
     check_run_removable(run)
     for name in POINTERS:
         (run / name).unlink(missing_ok=True)
     for folder in _folders(run):
         remove_folder(folder)
-    if config.training.start_from or config.training.teacher:
+    if training.start_from or training.teacher:
         remove_folder(run / "subwords")
     with suppress(OSError):  # there is none, or other files are in it
         numbered_in(run).rmdir()
@@ -261,10 +254,14 @@ def _folders(run: Path) -> list[Path]:
     return [run / "averaged", *numbered_folders(run)]
 
 
-def without_paths(config: RunConfig) -> RunConfig:
+def without_paths(values: Values) -> dict[str, object]:
     """Return the settings without the folders and test files of corpora, which may change as those of data may."""
-    corpora = {name: replace(corpus, path=None, test=()) for name, corpus in config.corpora.items()}
-    return replace(config, corpora=corpora)
+    changed = {"path": None, "test": ()}
+    return {name: {**value, **changed} if isinstance(value, dict) else value for name, value in values.items()}
+
+
+Values = Mapping[str, object]
+"""The settings of a run by their dotted names, each corpus of `corpora` being a dict."""
 
 
 def flat(config: RunConfig) -> dict[str, object]:
@@ -278,18 +275,33 @@ def flat(config: RunConfig) -> dict[str, object]:
     return values
 
 
-def check_jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> None:
-    """Raise ConfigError for a setting that may be meant, and makes numbers jump or loses models without a word."""
-    if found := list(jumps(before, now, state)):
+def check_jumps(
+    run: Path, was: TrainingConfig, will_be: TrainingConfig, changed: Changed, state: TrainingState
+) -> None:
+    """Raise ConfigError for a setting that may be meant, and makes numbers jump or loses models without a word.
+
+    `changed` are the settings that have changed of those that validations' scores depend on.
+    """
+    if found := list(jumps(run, was, will_be, changed, state)):
         keep = "the setting" if len(found) == 1 else "these settings"
         raise ConfigError(
             f"{'; '.join(found)}; keep {keep}, begin another --run with training.start_from, or add --insist"
         )
 
 
-def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[str]:
-    """Yield what would jump, of a run that has been saved with the settings `before`."""
-    was, will_be = before.training, now.training
+Changed = Mapping[str, tuple[object, object]]
+"""Settings that have changed, each with what it was and what it is."""
+
+
+def scoring_changed(before: Values, now: Values) -> Changed:
+    """Return the settings that have changed of those that validations' scores depend on."""
+    return {name: (before[name], now[name]) for name in sorted(SCORING) if before[name] != now[name]}
+
+
+def jumps(
+    run: Path, was: TrainingConfig, will_be: TrainingConfig, changed: Changed, state: TrainingState
+) -> Iterator[str]:
+    """Yield what would jump, of a run that has been saved with the settings `was`."""
     if was.precision != will_be.precision:
         yield (
             f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "
@@ -313,18 +325,16 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
             f"training.patience is {will_be.patience}, and the last {state.stale} validations were not better than "
             f"that of step {state.best_step:,}: the run would end without another step"
         )
-    kept = len(kept_models(Path(now.run)))
+    kept = len(kept_models(run))
     if 0 < will_be.keep_checkpoints < min(was.keep_checkpoints, kept):
         yield (
             f"training.keep_checkpoints was {was.keep_checkpoints} and is {will_be.keep_checkpoints}: the next "
-            f"validation would remove {kept + 1 - will_be.keep_checkpoints} of the {kept} models in {now.run}/kept"
+            f"validation would remove {kept + 1 - will_be.keep_checkpoints} of the {kept} models in {run}/kept"
         )
     if not was.validate_bleu or not will_be.validate_bleu:
         return
-    old, new = flat(before), flat(now)
-    for name in sorted(SCORING):
-        if old[name] != new[name]:
-            yield (
-                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations could not be compared "
-                "with the earlier ones"
-            )
+    for name, (old, new) in changed.items():
+        yield (
+            f"{name} was {old} and is {new}: BLEU and chrF of later validations could not be compared with the earlier "
+            "ones"
+        )

@@ -18,6 +18,7 @@ from models import (
 )
 from models.presets import Sizes
 from models.transformer import allocate
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import described
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
@@ -44,6 +45,11 @@ class Translator:
     def models(self) -> list[EncoderDecoder]:
         """Return the models whose probabilities are averaged in translation: most often one."""
         return [self.model, *self.others]
+
+    @property
+    def text(self) -> ModelText:
+        """Return how the model reads and writes text."""
+        return ModelText.of(self.config)
 
     def with_decoding(self, decoding: DecodingConfig) -> Translator:
         """Return the same models, which translate by these settings."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Sequence
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.data import KINDS
+from recipes.translation.settings.data import KINDS, SubwordConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY, DecodingConfig
 from recipes.translation.settings.run import RunConfig
 from recipes.translation.settings.schedules import SCHEDULES
-from recipes.translation.settings.training import save_interval
+from recipes.translation.settings.training import TrainingConfig, save_interval
 
 
 def check_together(config: RunConfig) -> None:
     """Raise ConfigError for settings that are valid one by one but not together."""
-    check_subwords(config)
+    check_subwords(config.subwords)
     check_decoding(config.decoding)
     training = config.training
     if not training.steps and not training.epochs:
@@ -26,20 +26,19 @@ def check_together(config: RunConfig) -> None:
             "anything; set it to the number of sentences to translate, or training.best_by loss"
         )
     save_interval(training.save_every)
-    check_plateau(config)
+    check_plateau(training)
     if config.model.preset in DECODER_ONLY:
-        check_decoder_only(config)
-    check_teacher(config)
-    check_lora(config)
+        check_decoder_only(config.model.preset, config.subwords.joint, training.freeze)
+    check_teacher(training)
+    check_lora(training, config.layout.vocab)
 
 
-def check_plateau(config: RunConfig) -> None:
+def check_plateau(training: TrainingConfig) -> None:
     """Raise ConfigError for settings of a rate that validations reduce which do nothing."""
-    training = config.training
-    names = ("training.plateau_patience", "training.plateau_factor")
+    names = ("plateau_patience", "plateau_factor")
     if not SCHEDULES[training.schedule].by_validations:
         why = f"training.schedule is {training.schedule}, which no validation changes: set training.schedule plateau"
-        check_unset(config, names, why)
+        check_unset("training", training, names, why)
     elif 0 < training.patience <= training.plateau_patience:
         raise ConfigError(
             f"training.patience is {training.patience} and training.plateau_patience {training.plateau_patience}: the "
@@ -56,16 +55,15 @@ def check_decoding(decoding: DecodingConfig) -> None:
         )
 
 
-def check_subwords(config: RunConfig) -> None:
+def check_subwords(subwords: SubwordConfig) -> None:
     """Raise ConfigError for settings of the subwords that do not go together."""
-    subwords = config.subwords
     if subwords.model:
-        check_own_model(config)
+        check_own_model(subwords)
     else:
         check_sampling(subwords.kind, subwords.sampling)
     if not subwords.sampling:
         why = "subwords.sampling is 0, which draws no subwords: set subwords.sampling"
-        check_unset(config, ("subwords.sampled",), why)
+        check_unset("subwords", subwords, ("sampled",), why)
     capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
     if subwords.lowercase and capitals:
         raise ConfigError(
@@ -89,9 +87,8 @@ def check_sampling(name: str, amount: float, where: str = "") -> None:
         )
 
 
-def check_own_model(config: RunConfig) -> None:
+def check_own_model(subwords: SubwordConfig) -> None:
     """Raise ConfigError for settings that contradict the subwords that a user brings."""
-    subwords = config.subwords
     files = " ".join(subwords.model)
     if len(subwords.model) != 2 - subwords.joint:
         raise ConfigError(
@@ -102,24 +99,22 @@ def check_own_model(config: RunConfig) -> None:
     if not KINDS[subwords.kind].words:
         names += ["kind", "normalization"]
     why = f"subwords.model is {files}, which has its own: leave the file out"
-    check_unset(config, tuple(f"subwords.{name}" for name in names), why)
+    check_unset("subwords", subwords, names, why)
 
 
-def check_decoder_only(config: RunConfig) -> None:
+def check_decoder_only(preset: str, joint: bool, freeze: Sequence[str]) -> None:
     """Raise ConfigError for settings that a model without an encoder cannot have."""
-    preset = config.model.preset
-    if not config.subwords.joint:
+    if not joint:
         raise ConfigError(
             f"subwords.joint is false, but model.preset {preset} reads source and target as one sequence, with one "
             "vocabulary: set subwords.joint true, or choose another preset"
         )
-    if "encoder" in config.training.freeze:
+    if "encoder" in freeze:
         raise ConfigError(f"training.freeze names encoder, but model.preset {preset} has none: leave it out")
 
 
-def check_teacher(config: RunConfig) -> None:
+def check_teacher(training: TrainingConfig) -> None:
     """Raise ConfigError for settings of a teacher that do not go together."""
-    training = config.training
     if training.teacher_weight > 1:
         raise ConfigError(
             f"training.teacher_weight is {training.teacher_weight:g}: it is the share of the teacher in the loss, from "
@@ -127,24 +122,24 @@ def check_teacher(config: RunConfig) -> None:
         )
     if not training.teacher:
         why = "training.teacher names no model to learn from: name one"
-        check_unset(config, ("training.teacher_weight", "training.teacher_temperature"), why)
+        check_unset("training", training, ("teacher_weight", "teacher_temperature"), why)
 
 
-def check_unset(config: RunConfig, names: tuple[str, ...], why: str) -> None:
-    """Raise ConfigError for settings that do nothing; `why` says why, and what to do instead of leaving them out."""
+def check_unset(section: str, given: object, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError for settings of a section that do nothing; `why` says why, and what to do instead."""
+    defaults = type(given)()
     for name in names:
-        value = attrgetter(name)(config)
-        if value != attrgetter(name)(RunConfig()):
+        value = getattr(given, name)
+        if value != getattr(defaults, name):
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise ConfigError(f"{name} is {shown}, but {why}, or leave {name} out")
+            raise ConfigError(f"{section}.{name} is {shown}, but {why}, or leave {section}.{name} out")
 
 
-def check_lora(config: RunConfig) -> None:
-    """Raise ConfigError for settings of LoRA that do not go together."""
-    training = config.training
+def check_lora(training: TrainingConfig, vocab: int) -> None:
+    """Raise ConfigError for settings of LoRA that do not go together; `vocab` is the setting of the layout."""
     rank = training.lora_rank
     if not rank:
-        check_unset(config, ("training.lora_alpha",), "training.lora_rank is 0: set the rank")
+        check_unset("training", training, ("lora_alpha",), "training.lora_rank is 0: set the rank")
     elif not training.start_from:
         raise ConfigError(
             f"training.lora_rank is {rank}, but training.start_from names no model: LoRA keeps the weights that a run "
@@ -155,8 +150,8 @@ def check_lora(config: RunConfig) -> None:
             f"training.lora_rank is {rank} and training.freeze {', '.join(training.freeze)}: LoRA keeps all weights as "
             "they are, and changes every layer; leave one of the two out"
         )
-    elif config.layout.vocab > 1:
+    elif vocab > 1:
         raise ConfigError(
-            f"training.lora_rank is {rank} and layout.vocab {config.layout.vocab}: LoRA's matrices are not split over "
+            f"training.lora_rank is {rank} and layout.vocab {vocab}: LoRA's matrices are not split over "
             "processes; use layout.data or layout.shard, or set training.lora_rank 0"
         )

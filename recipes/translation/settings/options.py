@@ -11,9 +11,10 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from recipes.translation.settings.config import SCHEMA, RunConfig
+from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.settings.paths import expanded
 from recipes.translation.settings.schema import SettingType, nearest
 
@@ -78,13 +79,13 @@ def unknown(what: str, word: str, valid: Sequence[str]) -> str:
     return message
 
 
-def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | None = None) -> None:
+def add_config_options(parser: argparse.ArgumentParser, file: Path | None = None) -> None:
     """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`.
 
-    The help names the settings of `defaults` as the defaults: those of `RunConfig` unless the command has others.
+    The help names the settings of a `file` as the defaults, where the command has one.
     """
     groups = {"": parser.add_argument_group("the run")}
-    defaults = defaults or RunConfig()
+    defaults = load_config(file)
     for name, setting in SCHEMA.settings.items():
         section = name.rpartition(".")[0]
         if section not in groups:

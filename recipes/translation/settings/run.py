@@ -6,7 +6,7 @@ A field says everything about a setting: its type and choices (`Literal`), its d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recipes.translation.settings.data import CleaningConfig, CorpusConfig, DataConfig, SubwordConfig
 from recipes.translation.settings.model import DecodingConfig, ModelConfig
@@ -36,3 +36,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+
+    def with_languages(self, source: str, target: str) -> RunConfig:
+        """Return the settings with these languages, which decide the tag in front of a source sentence."""
+        return replace(self, data=replace(self.data, source=source, target=target))

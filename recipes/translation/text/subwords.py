@@ -16,7 +16,7 @@ import sentencepiece
 
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
-from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.data import KINDS, NORMALIZATIONS
 from recipes.translation.text.normalization import composed, normalized, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
@@ -60,10 +60,10 @@ def normalizations(config: SubwordConfig) -> tuple[str, str]:
     return (given, given) if isinstance(given, str) else given
 
 
-def subword_names(config: RunConfig) -> tuple[str, str]:
+def subword_names(config: SubwordConfig) -> tuple[str, str]:
     """Return the names of the source's and the target's subword model: one file has one rule of normalisation."""
-    source, target = normalizations(config.subwords)
-    if config.subwords.joint and (source == target or config.subwords.model):
+    source, target = normalizations(config)
+    if config.joint and (source == target or config.model):
         return "joint", "joint"
     return "source", "target"
 

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -14,8 +14,7 @@ from typing import Self
 from recipes.translation.files.writing import replace_file
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
-from recipes.translation.run_folder.resume import flat
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import hardware, peak_memory, software
 from recipes.translation.training.progress import Metrics, Progress, StepNumbers
@@ -38,17 +37,18 @@ class Journal:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: Path,
+        settings: TrainingConfig,
+        began: Mapping[str, object],
         layout: Layout,
-        size: str,
         ranks: Ranks,
         resumed_at: int | None,
         trackers: Sequence[Tracker],
         progress: Progress,
     ) -> None:
-        """Note how training begins, or goes on after the step `resumed_at`; `size` is that of the model, as text."""
-        self.run = Path(config.run)
-        self.config = config
+        """Note how training begins, or goes on after the step `resumed_at`; `began` is what only the caller knows."""
+        self.run = run
+        self.settings = settings
         self.devices = layout.devices
         self.progress = progress
         self.ranks = ranks
@@ -65,17 +65,15 @@ class Journal:
             self.metrics = held.enter_context(metrics)
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
-            began = {
+            known = {
                 "command": shlex.join(sys.orig_argv),
                 "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
                 "steps": progress.steps,
-                "model": size,
                 "layout": str(layout),
                 "hardware": hardware(self.devices, ranks.world),
                 "software": software(),
-                "settings": flat(config),
             }
-            self.machine.write(step=resumed_at or 0, began=began)
+            self.machine.write(step=resumed_at or 0, began={**known, **began})
             self.files = held.pop_all()
 
     def __enter__(self) -> Self:
@@ -105,7 +103,7 @@ class Journal:
 
     def _scale(self, state: TrainingState) -> dict[str, float]:
         """Return what is noted of the loss scale: that of the next step, and how many have been skipped."""
-        if self.config.training.precision != "fp16":
+        if self.settings.precision != "fp16":
             return {}
         return {"loss_scale": state.loss_scale, "skipped": state.skipped}
 
@@ -153,7 +151,7 @@ class Journal:
 
     def _draw(self) -> None:
         """Draw the report, and say when to draw it again."""
-        if not (self.config.training.report and self.ranks.is_main):
+        if not (self.settings.report and self.ranks.is_main):
             return
         began = time.monotonic()
         draw_report(self.run)

@@ -32,7 +32,7 @@ from recipes.translation.data.batches import Batch, padded_batch
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import MIXED
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
+from recipes.translation.settings.config import LayoutConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD, UNK
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.half_precision import AUTOCAST
@@ -148,8 +148,8 @@ class Layout:
         model: on the device "meta"; it is split in place, and gets memory only for the parts of this process.
         weights: each weight, whole and the same on every rank, by its name; it is asked for after the one before has
             been put into its place.
-        config: the settings of the training and its layout.
-        axes: from `axes_of`.
+        settings: those of the training.
+        layout: how the processes share the work.
         devices: from `devices_of`.
         ranks: the processes.
         teacher: the model to learn from, which is sharded as `model` is.
@@ -162,20 +162,20 @@ class Layout:
         self,
         model: EncoderDecoder,
         weights: Iterable[tuple[str, Tensor]],
-        config: RunConfig,
-        axes: Axes,
+        settings: TrainingConfig,
+        layout: LayoutConfig,
         devices: list[torch.device],
         ranks: Ranks,
         teacher: OpenedModel | None = None,
     ) -> None:
-        self.settings = config.training
-        self.axes = axes
+        self.settings = settings
+        self.axes = axes = axes_of(layout, ranks.world)
         self.devices = devices
         self.device = devices[0]
         if self.device.type != "cpu":
             # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
             torch.accelerator.set_device_index(self.device.index)
-        self.groups = Groups.of(axes, ranks, config.layout.timeout, self.device)
+        self.groups = Groups.of(axes, ranks, layout.timeout, self.device)
         self.data_rank = ranks.rank // axes.vocab
         self.data_ranks = axes.data * axes.shard
         self.model = model
@@ -185,7 +185,7 @@ class Layout:
         if teacher is not None:
             self._fill_teacher(teacher)
             beside = Teacher(teacher.model, devices)
-        objective = Objective(config.training, beside)
+        objective = Objective(settings, beside)
         if ranks.world == 1:
             allocate(model, self.device)
             self.parts.fill_model(self.model, weights)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.layout import Groups, device_of
 from recipes.translation.training.parts import Axes, opened
@@ -37,7 +37,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
         made = opened(read, ranks)
         saved = made.saved
         axes, mesh = Axes(ranks.world, 1, 1), None
-        if was_in_parts(saved.config) and ranks.world > 1:
+        if was_in_parts(saved.config.layout) and ranks.world > 1:
             axes = Axes(1, ranks.world, 1)
             mesh = Groups.of(axes, ranks, saved.config.layout.timeout, device).shards
         fill(made, axes, ranks, mesh, device)
@@ -59,6 +59,6 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
         yield translators, replace(ranks, meet=meet)
 
 
-def was_in_parts(config: RunConfig) -> bool:
+def was_in_parts(layout: LayoutConfig) -> bool:
     """Return whether no process of the training had the whole model."""
-    return config.layout.shard > 1 or config.layout.vocab > 1
+    return layout.shard > 1 or layout.vocab > 1

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.model_text import language_tags, tags_of
+from recipes.translation.data.model_text import ModelText, tag_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.lines import read_lines
@@ -38,24 +38,23 @@ BLOCK = 1_000
 """Sentences that are translated between two writes: an interruption loses at most these."""
 
 
-def sentences_of(config: RunConfig, teacher: RunConfig) -> list[tuple[str, list[str]]]:
+def sentences_of(corpora: Corpora, teacher: ModelText) -> list[tuple[str, list[str]]]:
     """Read the sources of every training corpus, cleaned, each as often as it occurs, with the language tag of each.
 
     The tag is empty where the teacher has none.
 
     Raises ConfigError for a corpus whose language is none of those that the teacher translates into by its tags.
     """
-    corpora = Corpora(config)
     corpora.check_training()
     found = []
     for corpus, pairs in corpora.each_corpus():
         tag = ""
-        if teacher.data.language_tags:
-            (tag,) = language_tags(teacher, corpus.data.target)
-            if tag not in tags_of(teacher):
+        if teacher.own:
+            tag = tag_of(corpus.data.target)
+            if tag not in teacher.tags:
                 raise ConfigError(
                     f"the target language of {corpus.name or 'train'} is {corpus.data.target}, and the teacher has no "
-                    f"tag {tag}: it has {', '.join(tags_of(teacher))}"
+                    f"tag {tag}: it has {', '.join(teacher.tags)}"
                 )
         found.append((tag, [pair.source for pair in pairs]))
     if not any(sources for _, sources in found):
@@ -63,16 +62,17 @@ def sentences_of(config: RunConfig, teacher: RunConfig) -> list[tuple[str, list[
     return found
 
 
-def check_same_sentences(config: RunConfig) -> None:
+def check_same_sentences(corpora: Corpora) -> None:
     """Raise ConfigError for training data whose sentences are not those that the student's translations are of."""
-    folder = Path(config.run) / FOLDER
-    teacher = saved_config(teacher_folder(config.training.teacher))
-    for number, (_, sources) in enumerate(sentences_of(config, teacher), start=1):
+    run = corpora.config.run
+    folder = Path(run) / FOLDER
+    teacher = ModelText.of(saved_config(teacher_folder(corpora.config.training.teacher)))
+    for number, (_, sources) in enumerate(sentences_of(corpora, teacher), start=1):
         lines = [" ".join(sentence.splitlines()) for sentence in sources]
         if noted_digest(folder / f"{number}.json", "sources") != lines_digest(lines):
             raise ConfigError(
                 f"the training data has other sentences than {folder / f'{number}.source.txt'}, on which "
-                f"{config.run} is trained: leave the data out to go on with these, choose another --run, or start over "
+                f"{run} is trained: leave the data out to go on with these, choose another --run, or start over "
                 "with --fresh"
             )
 
@@ -157,7 +157,7 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
     return {
         "sources": lines_digest(lines),
         "tag": tag,
-        "tags": list(tags_of(teacher.config)),
+        "tags": list(teacher.text.tags),
         "weights": list(teacher.digests),
         "subwords": [teacher.source.digest, teacher.target.digest],
         "lowercase": teacher.config.subwords.lowercase,

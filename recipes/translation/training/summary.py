@@ -19,7 +19,7 @@ from recipes.translation.processes.launch import started_by, unambiguous
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_saved
-from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.loaded_models import loaded_models
@@ -34,7 +34,7 @@ RECIPE = ["-m", "recipes.translation"]
 
 
 def announce(
-    config: RunConfig,
+    run: Path,
     settings: TrainingConfig,
     size: str,
     corpus: Corpus,
@@ -69,7 +69,7 @@ def announce(
     if settings.label_smoothing:
         lines.append(f"losses are with label smoothing {settings.label_smoothing:g}, perplexities without it")
     if state.step:
-        lines.append(f"resuming from step {state.step:,} of {config.run}")
+        lines.append(f"resuming from step {state.step:,} of {run}")
     else:
         lines.append(f"starting from {start or f'random weights, training.seed {settings.seed}'}")
     for line in lines:
@@ -194,24 +194,28 @@ class Summary:
 
 
 def summarize(
-    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int, ranks: Ranks
+    run: Path,
+    settings: TrainingConfig,
+    state: TrainingState,
+    stopped_by: signal.Signals | None,
+    corpus: Corpus,
+    ranks: Ranks,
 ) -> Summary:
     """Summarize a run, with the best model's translations of a few validation sentences if it has learned to.
 
     Every rank calls it, as the model may be too large for one of them.
     """
-    run = Path(config.run)
     folder = run / "best"
     best = ranks.run_on_main(lambda: Validation.from_dict(load_facts(folder)) if whole_folder(folder) else None)
     files = ranks.run_on_main(lambda: tuple(sorted(path.name for path in run.iterdir() if path.name[0] != ".")))
-    summary = Summary(run, state, steps, best, stopped_by, files)
+    summary = Summary(run, state, settings.steps, best, stopped_by, files)
     # Nobody who presses Ctrl-C wants to wait for translations
     if best is None or stopped_by:
         return summary
     if is_hopeless(best):
         # A model that has not begun to learn may be a little worse than guessing
         diverged = is_worse_than_guessing(best, len(corpus.target) ** 1.5)
-        found = advice_of_diverged(config, len(corpus.target)) if diverged else advice(config, state)
+        found = advice_of_diverged(settings, len(corpus.target)) if diverged else advice(run, settings, state)
         return replace(summary, advice=found)
     return replace(summary, samples=translated(folder, corpus, ranks))
 
@@ -228,18 +232,16 @@ def is_hopeless(best: Validation) -> bool:
     return bleu < 1 and accuracy < 50
 
 
-def advice_of_diverged(config: RunConfig, classes: int) -> str:
+def advice_of_diverged(training: TrainingConfig, classes: int) -> str:
     """Return what to try with a run whose best validation is worse than guessing."""
-    training = config.training
     return (
         f"it is worse than guessing ({guessing(classes)}): begin again with a training.learning_rate below "
         f"{training.learning_rate:g}, a training.warmup above {training.warmup:,}, or training.clip 1"
     )
 
 
-def advice(config: RunConfig, state: TrainingState) -> str:
+def advice(run: Path, training: TrainingConfig, state: TrainingState) -> str:
     """Return what to try with a run that has learned hardly anything."""
-    training = config.training
     warmup = training.warmup
     if state.step <= warmup:
         why = (
@@ -260,7 +262,7 @@ def advice(config: RunConfig, state: TrainingState) -> str:
         words += ["--training.epochs", 0]
     if SCHEDULES[training.schedule].by_steps:
         words += ["--insist"]  # on a learning rate that jumps to that of a longer training
-    return f"{why}; go on with: {going_on(config.run, *words)}"
+    return f"{why}; go on with: {going_on(run, *words)}"
 
 
 def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:

@@ -19,8 +19,6 @@ from typing import Any
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.writing import check_no_link, replace_file
-from recipes.translation.run_folder.resume import flat
-from recipes.translation.settings.config import RunConfig
 
 
 @dataclass
@@ -65,30 +63,30 @@ def check_installed(names: Iterable[str]) -> None:
             raise ConfigError(f"training.trackers: {name} is not installed: pip install {name}")
 
 
-def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
-    """Begin the trackers of `training.trackers`, or go on with those of the run that resumes after a step.
+def open_trackers(
+    run: Path, names: Iterable[str], settings: Mapping[str, object], resumed_at: int | None
+) -> list[Tracker]:
+    """Begin the trackers of these names, or go on with those of the run that resumes after a step.
 
     Raises ConfigError for a tracker that cannot begin, as wandb without a key.
     """
-    run = Path(config.run)
     note = run / "trackers.json"
     if resumed_at is None:  # another run that was in the folder is another run there, too
         note.unlink(missing_ok=True)
     found: list[Tracker] = []
-    for name in dict.fromkeys(config.training.trackers):
+    for name in dict.fromkeys(names):
         check_no_link(run / name)
         id_there = noted_in(note, "id") or uuid.uuid4().hex[:12]
         replace_file(note, (json.dumps({"id": id_there}) + "\n").encode())
         try:
-            found.append(_begun(config, name, id_there, (resumed_at or 0) + 1))
+            found.append(_begun(run, name, settings, id_there, (resumed_at or 0) + 1))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} cannot start: {type(error).__name__}: {error}") from error
     return found
 
 
-def _begun(config: RunConfig, name: str, id_there: str, first: int) -> Tracker:
+def _begun(run: Path, name: str, settings: Mapping[str, object], id_there: str, first: int) -> Tracker:
     """Begin a tracker at the step `first`, or go on with its run of the name `id_there`."""
-    run = Path(config.run)
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -100,10 +98,10 @@ def _begun(config: RunConfig, name: str, id_there: str, first: int) -> Tracker:
                 writer.add_scalar(number, value, step)
 
         return Tracker(name, add, writer.close)
-    own: dict[str, Any] = {"name": run.name, "id": id_there, "dir": config.run}
+    own: dict[str, Any] = {"name": run.name, "id": id_there, "dir": str(run)}
     if name == "trackio":
         # Found again by its name, which therefore must not be that of another folder's run
         own = {"name": f"{run.name}-{id_there}", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
     project = os.environ.get({"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT"}[name], "seqpar")
-    opened = import_module(name).init(project=project, config=flat(config), resume="allow", **own)
+    opened = import_module(name).init(project=project, config=dict(settings), resume="allow", **own)
     return Tracker(name, opened.log, opened.finish)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from models import EncoderDecoder
 from models.lora import add_lora, without_lora
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.translator import Translator, model_sizes
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.run_folder.translator import Translator
+from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.training import PARTS
 
 
@@ -37,21 +37,20 @@ def freeze(model: EncoderDecoder, names: Collection[str], bias: bool = False) ->
         model.generator.bias.requires_grad_(False)
 
 
-def adapt(model: EncoderDecoder, config: RunConfig) -> None:
-    """Add LoRA to a model by the settings, in place; without `training.lora_rank` it stays as it is.
+def adapt(model: EncoderDecoder, settings: TrainingConfig, width: int) -> None:
+    """Add LoRA to a model of this width by the settings, in place; without `training.lora_rank` it stays as it is.
 
     Raises ConfigError for a rank above the model's width.
     """
-    rank = config.training.lora_rank
+    rank = settings.lora_rank
     if not rank:
         return
-    width = model_sizes(config.model).d_model
     if rank > width:
         raise ConfigError(
             f"training.lora_rank is {rank}, above model.d_model, which is {width}: choose a lower rank, or train the "
             "weights themselves by training.lora_rank 0"
         )
-    add_lora(model, rank, config.training.lora_alpha)
+    add_lora(model, rank, settings.lora_alpha)
 
 
 def merged(translator: Translator) -> Translator:

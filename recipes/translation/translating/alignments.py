@@ -8,12 +8,11 @@ from torch import Tensor
 
 from models.alignment import attention_weights
 from recipes.translation.data.batches import padded_batch
-from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.in_batches import in_batches
-from recipes.translation.translating.sentences import check_unicode, longest_source
+from recipes.translation.translating.sentences import check_unicode
 
 Link = tuple[int, int]
 """The numbers of a source and a target word, from 0; words are what spaces separate."""
@@ -31,13 +30,12 @@ def align(
     """
     check_unicode(sources)
     check_unicode(targets)
-    config = translator.config
-    read = [source_text(config, source) for source in sources]
-    written = [target_text(config, target) for target in targets]
+    text = translator.text
+    read = list(map(text.source, sources))
+    written = list(map(text.target, targets))
     source_words, source_rows = _subwords_of(translator.source, read, sources)
-    longest = longest_source(config)
-    source_words = [words[:longest] for words in source_words]
-    source_rows = [row[:longest] for row in source_rows]
+    source_words = [words[: text.longest] for words in source_words]
+    source_rows = [row[: text.longest] for row in source_rows]
     target_words, target_rows = _subwords_of(translator.target, written, targets)
     # Without a subword on either side there is nothing to link
     rows = [source if target else [] for source, target in zip(source_rows, target_rows, strict=True)]

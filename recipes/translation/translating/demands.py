@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from models import Phrase
-from recipes.translation.data.model_text import one_line, same_text, target_text
+from recipes.translation.data.model_text import one_line, same_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.segmentations import BLANK
@@ -27,7 +27,7 @@ def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> 
 
 def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: str) -> Phrase:
     """Return one phrase as subwords."""
-    text = target_text(translator.config, text)
+    text = translator.text.target(text)
     ids = translator.target.encode([text])[0]
     if ids and pieces[ids[0]] == BLANK and not in_words(text.lstrip()[0]):
         ids = ids[1:]

@@ -7,68 +7,60 @@ import re
 import sys
 from collections.abc import Sequence
 
-from recipes.translation.data.model_text import source_text, tags_of
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import DataError
-from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import TAG, UNK, Subwords
 
 
-def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str], before: int = 0) -> list[list[int]]:
+def source_ids(subwords: Subwords, text: ModelText, sentences: Sequence[str], before: int = 0) -> list[list[int]]:
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings.
 
     What is said of a sentence names its number, after those `before`.
     """
-    longest = longest_source(config)
     check_unicode(sentences, before)
     for number, sentence in enumerate(sentences, start=before + 1):
-        if reason := unknown_tag(subwords, config, sentence):
+        if reason := unknown_tag(subwords, text, sentence):
             raise DataError(f"sentence {number:,} {reason}")
-    ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
-    tags = {tag for row in subwords.encode(list(tags_of(config))) for tag in row} - {UNK}
+    ids = subwords.encode([text.source(sentence) for sentence in sentences])
+    tags = {tag for row in subwords.encode(list(text.tags)) for tag in row} - {UNK}
     # Of a line without subwords (of control characters, say) nothing is left but its tag
     ids = [row if any(subword not in tags for subword in row) else [] for row in ids]
-    cut = [number for number, row in enumerate(ids, start=before + 1) if len(row) > longest]
+    cut = [number for number, row in enumerate(ids, start=before + 1) if len(row) > text.longest]
     if cut:
         first = cut[0]
         subject = f"{len(cut):,} sentences are"
         if len(cut) == 1:
             subject = "1 sentence is"
         print(
-            f"[translate] {subject} cut to {longest:,} "
+            f"[translate] {subject} cut to {text.longest:,} "
             f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
             f"{len(ids[first - before - 1]):,}; split what is longer into sentences",
             file=sys.stderr,
         )
-    return [row[:longest] for row in ids]
+    return [row[: text.longest] for row in ids]
 
 
-def longest_source(config: RunConfig) -> int:
-    """Return the most subwords of a sentence that are translated."""
-    return max(config.training.max_length, config.decoding.max_length)
-
-
-def refusals(subwords: Subwords, config: RunConfig, lines: Sequence[str]) -> dict[int, str]:
+def refusals(subwords: Subwords, text: ModelText, lines: Sequence[str]) -> dict[int, str]:
     """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
     found = {
         place: reason
         for place, line in enumerate(lines)
-        if (reason := not_unicode(line) or unknown_tag(subwords, config, line))
+        if (reason := not_unicode(line) or unknown_tag(subwords, text, line))
     }
     readable = [place for place in range(len(lines)) if place not in found]
-    longest = longest_source(config)
-    ids = subwords.encode([source_text(config, lines[place]) for place in readable])
+    ids = subwords.encode([text.source(lines[place]) for place in readable])
     for place, row in zip(readable, ids, strict=True):
-        if len(row) > longest:
+        if len(row) > text.longest:
             found[place] = (
-                f"has {len(row):,} subwords, and the model reads at most {longest:,}: split it into sentences, one "
-                "a line"
+                f"has {len(row):,} subwords, and the model reads at most {text.longest:,}: split it into sentences, "
+                "one a line"
             )
     return found
 
 
-def unknown_tag(subwords: Subwords, config: RunConfig, sentence: str) -> str:
+def unknown_tag(subwords: Subwords, text: ModelText, sentence: str) -> str:
     """Return what is wrong with a sentence that begins with a tag of a language that the model does not have."""
-    known = subwords.tags | {tag for tag in tags_of(config) if tag.startswith("<2")}
+    known = subwords.tags | {tag for tag in text.tags if tag.startswith("<2")}
     found = re.match(rf"\s*({TAG}|<2[\w-]+>)", sentence)
     if not found or found[1] in known or not any(tag[:2] == found[1][:2] for tag in known):
         return ""

@@ -26,7 +26,7 @@ from models import (
 )
 from models.decoding_rules import Rule
 from recipes.translation.data.batches import padded
-from recipes.translation.data.model_text import one_line, target_text
+from recipes.translation.data.model_text import one_line
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
@@ -133,12 +133,12 @@ def in_words(
 
 def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOptions) -> list[Task]:
     """Return sentences and demands in subwords; raise DataError for a beginning that leaves no step to go on."""
-    sources = source_ids(translator.source, translator.config, sentences, options.before)
+    sources = source_ids(translator.source, translator.text, sentences, options.before)
     longest = translator.config.decoding.max_length
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:
-        texts = [target_text(translator.config, prefix) for prefix in options.prefixes]
+        texts = list(map(translator.text.target, options.prefixes))
         for number, text in enumerate(texts, start=1):
             check_letters(translator, text, f"--prefixes: {text!r} of line {number:,}")
         prefixes = translator.target.encode(texts)

@@ -13,7 +13,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.commands.arguments import path
-from recipes.translation.data.model_text import source_text
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.translator import Translator
@@ -135,7 +135,7 @@ def test_a_larger_ratio_lets_translations_be_longer(tmp_path: Path) -> None:
 def test_the_tag_of_an_unknown_language_is_refused(tmp_path: Path) -> None:
     translator: Translator = random_translator(tmp_path)
     config = replace(translator.config, data=replace(translator.config.data, language_tags=True))
-    assert source_text(config, "<2de>we go") == "<2de> we go"
+    assert ModelText.of(config).source("<2de>we go") == "<2de> we go"
     tagged = replace(translator, config=config)
     best(tagged, ["<2de> Two trains.", "<3 Two trains."])
     with pytest.raises(DataError, match="sentence 2 begins with <2xx>, and the model has no such language: it has 1"):

@@ -11,7 +11,7 @@ import pytest
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import DrawnBatches
-from recipes.translation.data.model_text import check_symbols, tags_of
+from recipes.translation.data.model_text import ModelText, check_symbols
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
@@ -63,7 +63,7 @@ def test_a_sentence_is_translated_into_data_target_unless_it_names_another_langu
     train(config)
     translator = load_translator(tmp_path / "run" / "last")
     sentences = ["One dog.", "<2en> Ein Hund.", "<2de> One dog.", ""]
-    found = source_ids(translator.source, translator.config, sentences)
+    found = source_ids(translator.source, translator.text, sentences)
     assert [pieces(translator.source, ids[:1]) for ids in found] == [
         ["\u2581<2de>"], ["\u2581<2en>"], ["\u2581<2de>"], []
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_corpus_takes_from_data_what_it_does_not_set(tmp_path: Path) -> None:
         "text", "folder", ("a.en", "a.de"), "en", "de"
     )  # fmt: skip
     assert (second.format, second.path, second.train, second.target) == ("tsv", "other", ("b.tsv",), "fr")
-    assert tags_of(config) == ()
+    assert ModelText.of(config).tags == ()
 
 
 def test_corpora_come_back_from_the_file_that_a_run_saves(tmp_path: Path) -> None:

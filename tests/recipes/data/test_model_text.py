@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from recipes.translation.commands.searching import check_same_subwords
-from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import DecodingConfig
@@ -54,12 +53,12 @@ def pieces(subwords: Subwords, ids: list[int]) -> list[str]:
 
 
 def test_a_sentence_has_lower_case_and_a_tag_unless_it_has_one(translator: Translator) -> None:
-    config = translator.config
-    assert source_text(config, SENTENCE) == "<2de> see https://x.org/7, page 12"
-    assert source_text(config, "<2zh-Hant> See 12") == "<2zh-Hant> see 12"
-    assert source_text(config, " ") == " "
-    assert target_text(config, "Siehe HTTPS://X.org/7") == "siehe https://x.org/7"
-    (ids,) = source_ids(translator.source, config, [SENTENCE])
+    text = translator.text
+    assert text.source(SENTENCE) == "<2de> see https://x.org/7, page 12"
+    assert text.source("<2zh-Hant> See 12") == "<2zh-Hant> see 12"
+    assert text.source(" ") == " "
+    assert text.target("Siehe HTTPS://X.org/7") == "siehe https://x.org/7"
+    (ids,) = source_ids(translator.source, text, [SENTENCE])
     assert pieces(translator.source, ids)[0] == BLANK + "<2de>"
 
 
@@ -93,7 +92,7 @@ def test_alignments_count_the_words_of_the_sentence_and_never_link_the_tag(
     for sentence, last in ((SENTENCE, 3), ("<2zh-Hant> " + SENTENCE, 0)):
         found = alignments.align(translator.with_decoding(DECODING), [sentence], ["Siehe 12 Seiten"])
         assert found == [[(last, 0), (last, 1), (last, 2)]]
-        assert read[-1][:-1] == source_ids(translator.source, translator.config, [sentence])[0]
+        assert read[-1][:-1] == source_ids(translator.source, translator.text, [sentence])[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.data import corpora as corpora_module
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.errors import DataError
@@ -93,12 +92,12 @@ def test_a_file_that_changes_after_its_hash_is_refused(format: str, tmp_path: Pa
 def test_the_corpora_of_a_training_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(tmp_path / "run", made(tmp_path / "data", "text"))
     resolved: list[object] = []
-    resolve = corpora_module.training_corpora
+    resolve = Corpora._training
 
-    def noted(given: Any) -> Any:
-        resolved.append(given)
+    def noted(given: Corpora) -> Any:
+        resolved.append(given.config)
         return resolve(given)
 
-    monkeypatch.setattr(corpora_module, "training_corpora", noted)
+    monkeypatch.setattr(Corpora, "_training", noted)
     train(config)
     assert resolved == [config]

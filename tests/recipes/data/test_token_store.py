@@ -29,7 +29,7 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.model_text import source_text
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.data.prepare import drawn
 from recipes.translation.data.token_store import IDS, TEXT_ITEMS, Kind, flat_ids, mapped
 from recipes.translation.data.training_text import write_text
@@ -62,7 +62,9 @@ def test_the_ids_are_those_of_every_pair_under_the_tags_of_its_corpus(tmp_path: 
     config = stored(tmp_path, corpora=TWO, **{"data.language_tags": True})
     corpus = load_corpus(config)
     forward = pairs(100, 1)
-    sources = [source_text(config, pair.source) for pair in forward] + [f"<2en> <bt> {pair.target}" for pair in forward]
+    sources = [ModelText.of(config).source(pair.source) for pair in forward] + [
+        f"<2en> <bt> {pair.target}" for pair in forward
+    ]
     targets = [pair.target for pair in forward] + [pair.source for pair in forward]
     assert list(corpus.train.sources) == corpus.source.encode(sources)  # type: ignore[union-attr]
     assert list(corpus.train.targets) == corpus.target.encode(targets)  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig
 
 from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import huggingface_model
 from recipes.translation.export.lost_settings import lost_settings
@@ -186,8 +187,9 @@ def test_the_length_penalty_is_exported_or_what_comes_nearest() -> None:
     ],
 )
 def test_a_setting_that_a_format_cannot_hold_is_named(changed: dict[str, object], to: str, named: str) -> None:
-    lines = list(lost_settings(load_config(None, changed), to))
+    config = load_config(None, changed)
+    lines = list(lost_settings(config.decoding, ModelText.of(config), to))
     assert any(named in line for line in lines)
     if not named:
         assert not any("length_penalty" in line for line in lines)
-    assert not list(lost_settings(load_config(None, changed), "safetensors"))
+    assert not list(lost_settings(config.decoding, ModelText.of(config), "safetensors"))

@@ -47,7 +47,7 @@ def as_saved(translator: Translator) -> SavedModel:
 
 def under(found: ExportedTranslator, decoding: DecodingConfig) -> ExportedTranslator:
     """The same export, which translates by these settings."""
-    return found._replace(config=replace(found.config, decoding=decoding))
+    return replace(found, config=replace(found.config, decoding=decoding))
 
 
 def recorded(decoding: DecodingConfig) -> tuple[DecodingConfig, set[str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.demo import demo
 from recipes.translation.distil import translations_of
 from recipes.translation.files.lines import read_lines
@@ -96,7 +97,7 @@ def test_each_rank_has_a_share_of_the_layers_of_a_model_that_was_trained_in_part
 
 def taught(rank: int, world: int, config: RunConfig) -> None:
     with joined(60) as every:
-        translations_of(config, every)
+        translations_of(Corpora(config), every)
 
 
 @pytest.mark.parametrize("teacher", ["sharded", "split"])

@@ -14,7 +14,7 @@ from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import DecodingConfig, load_config
-from recipes.translation.training.layout import Layout, axes_of
+from recipes.translation.training.layout import Layout
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import Translation, alternatives
 from seqpar.testing.ranks import ranks
@@ -61,7 +61,7 @@ def translated_in_parts(
         model = build_model(model_sizes(whole.config.model), whole.source, whole.target).double()
     with joined(30) as every:
         weights = tensors_of(whole.model).items()
-        layout = Layout(model, weights, config, axes_of(config.layout, world), [torch.device("cpu")], every)
+        layout = Layout(model, weights, config.training, config.layout, [torch.device("cpu")], every)
         ids = torch.full((4, 4), 7)
         layout.loss_of(Batch(ids, ids, ids))
         translator = Translator(whole.config, model, whole.source, whole.target)

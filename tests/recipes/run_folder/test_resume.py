@@ -172,10 +172,10 @@ def test_nothing_is_remembered_of_a_best_that_is_gone(run: Path) -> None:
     progress: dict[str, Any] = {"step": 4, "epoch": 1, "batch": 2, "tokens": 3, "data": "x"}
     saved = replace(saved, state=TrainingState(**progress, best_loss=1.0, best_score=2.0, best_step=3, stale=5))
     kept = replace(saved.state)
-    check_best(saved, tiny(run, SHORT))
+    check_best(saved, run, flat(tiny(run, SHORT)))
     assert saved.state == kept
     (run / "best").unlink()
-    check_best(saved, tiny(run, SHORT))
+    check_best(saved, run, flat(tiny(run, SHORT)))
     assert saved.state == TrainingState(**progress)
 
 
@@ -495,7 +495,7 @@ def test_a_change_of_the_search_is_refused_where_it_would_change_the_scores_that
     if best_by == "bleu" and name in ("max_length", "max_ratio", "min_length", "no_repeat_ngram"):
         refusal = pytest.raises(ConfigError, match=rf"^decoding\.{name} is {other} but .* was trained with ")
     with refusal:
-        resume.check_same_settings(now, tmp_path / "last")
+        resume.check_same_settings(flat(now), tmp_path / "last")
 
 
 def test_settings_are_read_again_where_a_training_replaces_the_model_at_this_moment(

@@ -14,7 +14,6 @@ import pytest
 from models import PRESETS, make_transformer
 from recipes.translation.commands import served_models
 from recipes.translation.data.corpora import Corpora, language_pairs
-from recipes.translation.data.model_text import source_text
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
@@ -85,7 +84,7 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(translator: Translator, lines: Sequence[str], *_: object) -> list[list[Translation]]:
-        return [[Translation(source_text(translator.config, line), 0.0, 0.0)] for line in lines]
+        return [[Translation(translator.text.source(line), 0.0, 0.0)] for line in lines]
 
     class Counting:
         tags = frozenset[str]()

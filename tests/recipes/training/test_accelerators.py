@@ -17,7 +17,7 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import first_model, train
-from recipes.translation.training.layout import Layout, axes_of, devices_of
+from recipes.translation.training.layout import Layout, devices_of
 from recipes.translation.training.progress import read_step
 from tests.recipes.tiny import tiny, tiny_decoder_only
 
@@ -115,7 +115,7 @@ def test_the_host_waits_four_times_in_a_step(tmp_path: Path) -> None:
     corpus = load_corpus(config)
     devices = devices_of(config.training, ALONE)
     model, weights = first_model(config, corpus, None, ALONE)
-    layout = Layout(model, weights, config, axes_of(config.layout, 1), devices, ALONE)
+    layout = Layout(model, weights, config.training, config.layout, devices, ALONE)
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
 
     def step() -> None:

@@ -25,8 +25,8 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
-from recipes.translation.training.layout import Layout, axes_of
-from recipes.translation.training.parts import Axes, local_of, opened
+from recipes.translation.training.layout import Layout
+from recipes.translation.training.parts import local_of, opened
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.saved import saved_file
@@ -160,10 +160,10 @@ def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path
     corpus = load_corpus(config, subwords_of=lambda _: (load_translator(teacher / "best").source,) * 2)
     torch.manual_seed(5)
     drawn = torch.get_rng_state()
-    beside = opened(lambda: load_teacher(config, corpus.source, corpus.target), ALONE)
+    beside = opened(lambda: load_teacher(config.training.teacher, False, corpus.source, corpus.target), ALONE)
     assert torch.equal(torch.get_rng_state(), drawn)
     model, weights = first_model(config, corpus, None, ALONE)
-    layout = Layout(model, weights, config, Axes(1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside)
+    layout = Layout(model, weights, config.training, config.layout, [torch.device("cpu")] * 2, ALONE, beside)
     before = {name: tensor.clone() for name, tensor in beside.model.state_dict().items()}
     own = {id(parameter) for parameter in layout.model.parameters()}
     both = WithTeacher(layout.model, Teacher(beside.model, layout.devices))
@@ -278,10 +278,9 @@ def held(rank: int, world: int, config: RunConfig, teacher: Path) -> tuple[int, 
     with joined(30) as every:
         subwords = load_translator(teacher / "best").source
         corpus = load_corpus(config, every, subwords_of=lambda _: (subwords, subwords))
-        beside = opened(lambda: load_teacher(config, subwords, subwords), every)
+        beside = opened(lambda: load_teacher(config.training.teacher, False, subwords, subwords), every)
         model, weights = first_model(config, corpus, None, every)
-        axes = axes_of(config.layout, world)
-        layout = Layout(model, weights, config, axes, [torch.device("cpu")], every, beside)
+        layout = Layout(model, weights, config.training, config.layout, [torch.device("cpu")], every, beside)
         loss = layout.loss_of(corpus.train.batch(corpus.train.epoch(0)[0]))
         (loss.total / loss.tokens).backward()
         own = [local_of(weight).numel() for weight in beside.model.parameters()]

@@ -27,7 +27,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.train import first_model, train
 from recipes.translation.training.half_precision import GROWTH_INTERVAL, SMALLEST_SCALE, check_autocast, skips
-from recipes.translation.training.layout import Layout, axes_of
+from recipes.translation.training.layout import Layout
 from seqpar.testing.precision import TWICE, error
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, weights
@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_as_close_to_float64_as_those_of_plain_float16_wit
 
     def model() -> Any:
         made, weights = first_model(config, corpus, None, ALONE)
-        return Layout(made, weights, config, axes_of(config.layout, 1), [torch.device("cpu")] * devices, ALONE)
+        return Layout(made, weights, config.training, config.layout, [torch.device("cpu")] * devices, ALONE)
 
     def plain(module: Any) -> Tensor:
         logits = module.generator(module(batch.src, batch.tgt_in)).flatten(0, 1)

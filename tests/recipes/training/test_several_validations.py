@@ -349,9 +349,9 @@ def test_corpora_without_test_data_are_not_tested_on_the_built_in_corpus(folder:
     config = given(folder / "untested", {"a": {**FORWARD, "valid": VALID}})
     with pytest.raises(DataError, match=r"^there is no test data: .*; without it, evaluate --split valid "):
         Corpora(config).held_out("test")
-    assert "--split valid" in next_steps(config)
+    assert "--split valid" in next_steps(Corpora(config))
     with_test = given(folder / "untested", {"a": {**FORWARD, **FORWARD_HELD_OUT}})
-    assert "--split valid" not in next_steps(with_test)
+    assert "--split valid" not in next_steps(Corpora(with_test))
 
 
 def test_the_test_files_of_a_corpus_may_change_on_resuming_and_the_others_may_not(

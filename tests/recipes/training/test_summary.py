@@ -11,6 +11,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.commands.training import PURPOSES, next_steps
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
@@ -75,10 +76,12 @@ def test_the_command_of_the_advice_goes_on(
 
 def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
     config = tiny(Path("run"), {"training.warmup": 100})
-    assert "still rising" in advice(config, TrainingState(step=100))
-    assert advice(config, TrainingState(step=300, epoch=2)).startswith("training ended in epoch 3; go on with")
-    assert advice(config, TrainingState(step=300, epoch=2)).endswith("--training.steps 1200")
-    assert "n-th line" in advice(config, TrainingState(step=300, epoch=5))
+    assert "still rising" in advice(Path(config.run), config.training, TrainingState(step=100))
+    assert advice(Path(config.run), config.training, TrainingState(step=300, epoch=2)).startswith(
+        "training ended in epoch 3; go on with"
+    )
+    assert advice(Path(config.run), config.training, TrainingState(step=300, epoch=2)).endswith("--training.steps 1200")
+    assert "n-th line" in advice(Path(config.run), config.training, TrainingState(step=300, epoch=5))
 
 
 def test_the_demo_skips_its_samples_too_and_still_names_its_command(
@@ -91,7 +94,7 @@ def test_the_demo_skips_its_samples_too_and_still_names_its_command(
 
 
 def test_next_steps_are_commands_that_exist_on_data_that_the_run_has() -> None:
-    lines = next_steps(tiny(Path("runs/my run"))).splitlines()[1:]
+    lines = next_steps(Corpora(tiny(Path("runs/my run")))).splitlines()[1:]
     assert [shlex.split(line, comments=True)[3] for line in lines] == list(PURPOSES)
     for line in lines:
         words = shlex.split(line, comments=True)[3:]
@@ -103,17 +106,17 @@ def test_next_steps_are_commands_that_exist_on_data_that_the_run_has() -> None:
 
 def test_after_a_training_in_parts_the_next_commands_have_a_process_for_each_part() -> None:
     config = tiny(Path("run"), {"layout.shard": 2, "layout.vocab": 2})
-    said = [shlex.split(line, comments=True)[3:] for line in next_steps(config).splitlines()[1:]]
+    said = [shlex.split(line, comments=True)[3:] for line in next_steps(Corpora(config)).splitlines()[1:]]
     assert [words[0] for words in said if words[3:5] == ["--processes", "4"]] == ["translate", "evaluate"]
-    assert "--processes" not in next_steps(tiny(Path("run"), {"layout.data": 2}))
+    assert "--processes" not in next_steps(Corpora(tiny(Path("run"), {"layout.data": 2})))
 
 
 def test_without_a_test_set_evaluate_is_named_with_the_validation_data() -> None:
     config = load_config(None, {"data.train": ["a.en", "a.de"], "data.valid": ["b.en", "b.de"]})
-    (line,) = (line for line in next_steps(config).splitlines() if " evaluate " in line)
+    (line,) = (line for line in next_steps(Corpora(config)).splitlines() if " evaluate " in line)
     assert shlex.split(line, comments=True)[4:] == ["--run", "runs/demo", "--split", "valid"]
     config = replace(config, data=replace(config.data, test=("c.en", "c.de")))
-    assert "--split" not in next_steps(config)
+    assert "--split" not in next_steps(Corpora(config))
 
 
 def test_training_ends_with_the_commands_to_go_on_with(
@@ -124,7 +127,7 @@ def test_training_ends_with_the_commands_to_go_on_with(
     assert main(["train", *options(run, {"training.steps": 1})]) == 0
     text = capsys.readouterr().out
     assert text.count("->") == 3
-    assert text.endswith(next_steps(tiny(run)) + "\n")
+    assert text.endswith(next_steps(Corpora(tiny(run))) + "\n")
 
 
 @pytest.mark.parametrize(("smoothing", "said"), [(0.1, True), (0.0, False)])
