@@ -11,16 +11,13 @@ from pathlib import Path
 
 import torch
 
-from recipes.translation.data.corpora import Corpora
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import load_saved
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.other_model import teacher_folder, teacher_subwords
+from recipes.translation.run_folder.other_model import teacher_subwords
 from recipes.translation.run_folder.resume import check_others_stay
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
-from recipes.translation.training.loaded_models import loaded_models
-from recipes.translation.training.student_data import FOLDER, sentences_of, student_of, write_translations
+from recipes.translation.training.student_data import student_settings
 from recipes.translation.training.summary import Summary
 
 
@@ -38,18 +35,5 @@ def distil(config: RunConfig, fresh: bool, ranks: Ranks) -> Summary:
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     with ranks.held_by_main(lambda: sole_writer(Path(config.run))):
-        names = translations_of(Corpora(config), ranks)
-    return train(student_of(config, names), fresh=fresh, ranks=ranks)
-
-
-def translations_of(corpora: Corpora, ranks: Ranks) -> list[tuple[str, ...]]:
-    """Translate the sentences of every training corpus by the teacher; return the names of its two files."""
-    teacher_run = teacher_folder(corpora.config.training.teacher)
-    folder = Path(corpora.config.run) / FOLDER
-    names = []
-    with loaded_models([lambda: load_saved(teacher_run)], ranks) as ((teacher,), searching):
-        found = ranks.run_on_main(lambda: sentences_of(corpora, teacher.text))
-        for number, (tag, sources) in enumerate(found, start=1):
-            paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=searching)
-            names.append(tuple(path.name for path in paths))
-    return names
+        student = student_settings(config, ranks)
+    return train(student, fresh=fresh, ranks=ranks)

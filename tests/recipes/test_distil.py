@@ -15,7 +15,6 @@ from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora, HeldOutSplit
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError
@@ -25,6 +24,7 @@ from recipes.translation.run_folder.checkpoint import load_facts, load_translato
 from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
 from recipes.translation.training import student_data
@@ -275,7 +275,7 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
     news, back = sentences_of(Corpora(config), ModelText.of(config))
     assert news == ("<2de>", files["en"])
     assert back == ("<2en>", files["de"])
-    student = student_of(config, [("a", "b"), ("c", "d")])
+    student = student_of(Corpora(config), [("a", "b"), ("c", "d")])
     save_config(student, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == student
     found = {each.name: (each.data.train, each.data.path, each.tags, each.weight) for each in Corpora(student).training}
@@ -290,7 +290,7 @@ def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path:
     held_out_files = {"valid": ["en", "de"], "test": ["x", "y"], "tag": "<bt>"}
     corpora = {"news": {"train": ["en", "de"], "weight": 2, **held_out_files}, "new": {"valid": ["v", "w"]}}
     config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
-    student = student_of(config, [("a", "b")])
+    student = student_of(Corpora(config), [("a", "b")])
     for split in SPLITS:
         theirs = Corpora(config).held_out(split)
         own = [replace(each, config=student, data=replace(each.data, train=())) for each in theirs]
@@ -305,7 +305,7 @@ def test_a_student_reads_validation_and_test_data_in_their_own_format(format: st
     names = {split: ["a", "b"] if format == "text" else [f"{split}.{format}"] for split in ("train", *SPLITS)}
     files = {f"data.{split}": each for split, each in names.items()}
     config = tiny(tmp_path / "run", {"data.format": format, "data.path": str(tmp_path), **files})
-    student = student_of(config, [("a", "b")])
+    student = student_of(Corpora(config), [("a", "b")])
     for split in SPLITS:
         (own,), (theirs,) = Corpora(student).held_out(split), Corpora(config).held_out(split)
         assert own.data == replace(theirs.data, train=())
@@ -313,7 +313,7 @@ def test_a_student_reads_validation_and_test_data_in_their_own_format(format: st
 
 def test_files_that_are_the_only_corpus_become_one(tmp_path: Path) -> None:
     files = {"data.format": "text", "data.path": str(tmp_path), "data.train": ["en", "de"], "data.valid": ["en", "de"]}
-    student = student_of(tiny(tmp_path / "run", files), [("a", "b")])
+    student = student_of(Corpora(tiny(tmp_path / "run", files)), [("a", "b")])
     assert student.data.train == ()
     (translations,) = Corpora(student).training
     assert (translations.name, translations.data.train, translations.weight) == ("translations", ("a", "b"), 1.0)
@@ -371,11 +371,11 @@ def test_several_processes_share_the_sentences_and_write_them_in_order(run: Path
 def test_a_student_of_files_without_a_test_set_has_none(tmp_path: Path) -> None:
     corpora = {"news": {"train": ["en", "de"], "valid": ["v", "w"]}}
     config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
-    student = student_of(config, [("a", "b")])
+    student = student_of(Corpora(config), [("a", "b")])
     assert not Corpora(config).has("test")
     assert not Corpora(student).has("test")
     builtin = tiny(tmp_path / "run")
-    assert Corpora(student_of(builtin, [("a", "b")])).has("test")
+    assert Corpora(student_of(Corpora(builtin), [("a", "b")])).has("test")
 
 
 def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_path: Path) -> None:

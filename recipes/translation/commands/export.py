@@ -62,10 +62,8 @@ def export(argv: Sequence[str]) -> int:
     for package in PACKAGES[options.to]:
         require(package)
 
-    from recipes.translation.data.model_text import ModelText
-    from recipes.translation.export.lost_settings import lost_settings
+    from recipes.translation.export.lost_settings import lost_in
     from recipes.translation.processes.ranks import joined
-    from recipes.translation.run_folder.checkpoint import saved_config
 
     folder = Path(options.out or Path(options.run) / options.to)
     checkpoint = checkpoint_folder(options.run, options.checkpoint)
@@ -75,8 +73,7 @@ def export(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out: {folder} is not empty and is no export, so it was not made here: name another")
     with joined(LayoutConfig().timeout) as ranks:
         ranks.run_on_main(lambda: write(folder, checkpoint, options))
-        config = ranks.run_on_main(lambda: saved_config(checkpoint))
-        for line in lost_settings(config.decoding, ModelText.of(config), options.to):
+        for line in ranks.run_on_main(lambda: lost_in(checkpoint, options.to)):
             print(f"[export] {line}")
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"[export] {folder}: {size / 1e6:.1f} MB")

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from recipes.translation.data.corpora import Corpora, language_pairs
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.batching import Line, Model
 from recipes.translation.translating.alignments import Link, align
@@ -47,7 +46,7 @@ def translate(
     links: bool,
 ) -> list[Line]:
     """Translate lines in torch or by CTranslate2, but those that cannot be; link words where that is possible."""
-    refused = refusals(given.source, ModelText.of(given.config), lines)
+    refused = refusals(given.source, given.text, lines)
     fine = [line for number, line in enumerate(lines) if number not in refused]
     if isinstance(given, Translator):
         found = alternatives(given, fine, SearchOptions(n_best=n_best))

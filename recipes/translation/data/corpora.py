@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.model_text import corpus_tags, language_tags
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs, say_to_stderr
 from recipes.translation.data.split_files import check_named, named
 from recipes.translation.data.token_store import Store
@@ -24,6 +23,7 @@ from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.settings.paths import expanded
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.model_text import corpus_tags, language_tags
 from recipes.translation.text.pair import Pair, Split
 
 HeldOutSplit = Literal["valid", "test"]

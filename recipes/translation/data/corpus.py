@@ -14,7 +14,6 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.mistakes import check_meant
-from recipes.translation.data.model_text import ModelText, check_known
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import say_to_stderr
 from recipes.translation.data.token_store import ENDS, IDS, Store
@@ -22,6 +21,7 @@ from recipes.translation.data.training_ids import LAYOUT, write_ids
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.model_text import ModelText, check_known
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 

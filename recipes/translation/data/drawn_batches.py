@@ -18,8 +18,8 @@ import numpy.typing
 
 from recipes.translation.data.batches import Batch, EpochBatches, Ids, TokenBatches, padded_batch
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.settings.checks import check_sampling
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import Subwords
 
 PROBED = 1_000

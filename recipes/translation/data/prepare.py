@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.model_text import ModelText, check_symbols
 from recipes.translation.data.training_text import TrainingText
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import check_replaceable, replaced_folder, sha256, verified_folder
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.paths import expanded
+from recipes.translation.text.model_text import ModelText, check_symbols
 from recipes.translation.text.normalization import normalized, with_rules
 from recipes.translation.text.own_model import own_model
 from recipes.translation.text.segmentations import BLANK

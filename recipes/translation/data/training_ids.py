@@ -11,9 +11,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy
 
-from recipes.translation.data.model_text import OtherForm
 from recipes.translation.data.token_store import SLICE, Array, sequence, write_store, writer
 from recipes.translation.data.training_text import SIDES, TrainingText
+from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.subwords import UNK, Subwords
 
 LAYOUT = 1

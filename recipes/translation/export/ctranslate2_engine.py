@@ -12,12 +12,12 @@ import torch
 
 from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.translating.sentences import source_ids
 from recipes.translation.translating.translate import Task, Translation, in_words, most_steps, note_unfinished
@@ -31,6 +31,11 @@ class ExportedTranslator:
     engine: ctranslate2.Translator
     source: Subwords
     target: Subwords
+
+    @property
+    def text(self) -> ModelText:
+        """Return how the model reads and writes text."""
+        return ModelText.of(self.config)
 
 
 def load(folder: Path, overrides: Mapping[str, object] | None = None) -> ExportedTranslator:
@@ -80,7 +85,7 @@ def alternatives(
     An empty sentence has one translation, which is empty.
     """
     decoding = translator.config.decoding
-    ids = source_ids(translator.source, ModelText.of(translator.config), sentences, before)
+    ids = source_ids(translator.source, translator.text, sentences, before)
     rows = [row for row in range(len(ids)) if ids[row]]
     most = [most_steps(Task(each), decoding) for each in ids]
     limits = [most[row] for row in rows]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from recipes.translation.data.model_text import ModelText
+from recipes.translation.run_folder.checkpoint import saved_config
 from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.model_text import ModelText
 
 USUAL_LENGTH = 25
 """Subwords of a translation at which two length penalties are made to agree."""
@@ -19,6 +21,12 @@ def length_penalty_there(decoding: DecodingConfig) -> float:
     if decoding.length_norm == "length":
         return decoding.length_penalty
     return round(decoding.length_penalty * USUAL_LENGTH / (5 + USUAL_LENGTH), 3)
+
+
+def lost_in(folder: Path, to: str) -> list[str]:
+    """Return `lost_settings` of the model in a folder."""
+    config = saved_config(folder)
+    return list(lost_settings(config.decoding, ModelText.of(config), to))
 
 
 def lost_settings(decoding: DecodingConfig, text: ModelText, to: str) -> Iterator[str]:

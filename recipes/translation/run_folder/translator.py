@@ -18,10 +18,10 @@ from models import (
 )
 from models.presets import Sizes
 from models.transformer import allocate
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import described
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import PAD, Subwords
 
 WEIGHTS = {"float64": torch.float64} | dict.fromkeys(("float32", "bf16", "fp16"), torch.float32)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora, CorpusSplit, HeldOutSplit
-from recipes.translation.data.model_text import OtherForm
 from recipes.translation.data.sentence_pairs import aligned, lowercased
 from recipes.translation.errors import DataError
 from recipes.translation.files.json_fields import noted_in
@@ -24,6 +23,7 @@ from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import best, note_unfinished
 

@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.model_text import ModelText, tag_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import noted_in
 from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
-from recipes.translation.run_folder.checkpoint import saved_config
+from recipes.translation.run_folder.checkpoint import load_saved, saved_config
 from recipes.translation.run_folder.made_from import lines_digest, noted_digest
 from recipes.translation.run_folder.other_model import teacher_folder
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig
+from recipes.translation.text.model_text import ModelText, tag_of
+from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.translating.translate import best
 
 FOLDER = "translations"
@@ -62,6 +63,25 @@ def sentences_of(corpora: Corpora, teacher: ModelText) -> list[tuple[str, list[s
     return found
 
 
+def student_settings(config: RunConfig, ranks: Ranks) -> RunConfig:
+    """Translate the training sentences by the teacher; return the settings with which the student is trained."""
+    corpora = ranks.run_on_all(lambda: Corpora(config))
+    return student_of(corpora, translations_of(corpora, ranks))
+
+
+def translations_of(corpora: Corpora, ranks: Ranks) -> list[tuple[str, ...]]:
+    """Translate the sentences of every training corpus by the teacher; return the names of its two files."""
+    teacher_run = teacher_folder(corpora.config.training.teacher)
+    folder = Path(corpora.config.run) / FOLDER
+    names = []
+    with loaded_models([lambda: load_saved(teacher_run)], ranks) as ((teacher,), searching):
+        found = ranks.run_on_main(lambda: sentences_of(corpora, teacher.text))
+        for number, (tag, sources) in enumerate(found, start=1):
+            paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=searching)
+            names.append(tuple(path.name for path in paths))
+    return names
+
+
 def check_same_sentences(corpora: Corpora) -> None:
     """Raise ConfigError for training data whose sentences are not those that the student's translations are of."""
     run = corpora.config.run
@@ -77,14 +97,14 @@ def check_same_sentences(corpora: Corpora) -> None:
             )
 
 
-def student_of(config: RunConfig, names: list[tuple[str, ...]]) -> RunConfig:
+def student_of(originals: Corpora, names: list[tuple[str, ...]]) -> RunConfig:
     """Return the settings with which the student is trained: the translations in place of the training data.
 
     Args:
-        config: with the original training data.
+        originals: those with the original training data.
         names: the two files of each training corpus.
     """
-    originally = Corpora(config).training
+    config, originally = originals.config, originals.training
     corpora = {}
     for corpus, files in zip(originally, names, strict=True):
         prefix = f"{corpus.name}." if corpus.name else ""

@@ -6,9 +6,9 @@ import unicodedata
 from collections.abc import Sequence
 
 from models import Phrase
-from recipes.translation.data.model_text import one_line, same_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
+from recipes.translation.text.model_text import one_line, same_text
 from recipes.translation.text.segmentations import BLANK
 
 

@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import DataError
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import TAG, UNK, Subwords
 
 

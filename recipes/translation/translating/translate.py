@@ -26,11 +26,11 @@ from models import (
 )
 from models.decoding_rules import Rule
 from recipes.translation.data.batches import padded
-from recipes.translation.data.model_text import one_line
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.model_text import one_line
 from recipes.translation.text.subwords import EOS, Subwords
 from recipes.translation.translating.demands import check_letters, phrases_of, word_boundaries
 from recipes.translation.translating.in_batches import in_batches

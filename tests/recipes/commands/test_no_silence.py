@@ -13,12 +13,12 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.commands.arguments import path
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.options import OneLineParser, add_config_options, overrides
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.translating.translate import best, note_unfinished
 from tests.recipes.random_translator import random_translator
 

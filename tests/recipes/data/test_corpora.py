@@ -11,11 +11,11 @@ import pytest
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import DrawnBatches
-from recipes.translation.data.model_text import ModelText, check_symbols
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, save_config
+from recipes.translation.text.model_text import ModelText, check_symbols
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.alignments import align

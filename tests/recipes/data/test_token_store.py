@@ -29,12 +29,12 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.data.prepare import drawn
 from recipes.translation.data.token_store import IDS, TEXT_ITEMS, Kind, flat_ids, mapped
 from recipes.translation.data.training_text import write_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import load_training
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from tests.recipes.tiny import options, tiny

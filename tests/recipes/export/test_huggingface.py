@@ -15,12 +15,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig
 
 from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.model_text import ModelText
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import huggingface_model
 from recipes.translation.export.lost_settings import lost_settings
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig, load_config
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded

@@ -14,7 +14,6 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.demo import demo
-from recipes.translation.distil import translations_of
 from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import load_saved, save_model
@@ -22,7 +21,7 @@ from recipes.translation.settings.config import LayoutConfig, RunConfig
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.parts import local_of
 from recipes.translation.training.shards import layers_of
-from recipes.translation.training.student_data import FOLDER
+from recipes.translation.training.student_data import FOLDER, translations_of
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_search_over_ranks import SENTENCES
 from tests.recipes.random_translator import random_translator

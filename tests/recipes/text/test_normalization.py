@@ -16,7 +16,6 @@ from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.model_text import OtherForm
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.export import huggingface_model
@@ -25,6 +24,7 @@ from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.settings.data import NORMALIZATIONS
+from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.normalization import SENTENCEPIECE, normalized, rules_of
 from recipes.translation.text.subwords import Subwords, train_subwords
 from recipes.translation.translating.search_options import SearchOptions
