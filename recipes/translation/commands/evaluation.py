@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +63,7 @@ def evaluate(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     _check_files(parser, options)
 
-    from recipes.translation.scores.metric_command import check_metrics
+    from recipes.translation.scores.evaluate import check_metrics
 
     check_metrics(options.tokenize, options.metric_command)
     check_typed(options)
@@ -83,7 +82,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     """Translate and score what the options name: one test set, or those of several corpora."""
-    from recipes.translation.scores.evaluate import evaluate_files
+    from recipes.translation.scores.evaluate import evaluate_files, scored_by
 
     if options.hypotheses:
         sources = Path(options.sources) if options.sources else None
@@ -93,7 +92,7 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         with loaded_ensemble(options, ranks) as (translator, searching):
             found = _translated(options, translator, searching)
     if options.metric_command:
-        found = _with_command(options.metric_command, found, ranks)
+        found = ranks.run_on_main(lambda: scored_by(options.metric_command, found))
     return found
 
 
@@ -117,23 +116,6 @@ def _translated(options: argparse.Namespace, translator: Translator, ranks: Rank
         found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
     if options.ensemble:  # what --run alone has translated stays
         found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
-    return found
-
-
-def _with_command(command: str, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
-    """Add the scores of a command, which only rank 0 runs, for all test sets together."""
-    from recipes.translation.scores.metric_command import command_scores
-    from recipes.translation.scores.statistics import mean_of
-
-    sources = [pair.source for evaluation in evaluations for pair in evaluation.pairs]
-    references = [pair.target for evaluation in evaluations for pair in evaluation.pairs]
-    translations = [text for evaluation in evaluations for text in evaluation.translations]
-    scores = iter(ranks.run_on_main(lambda: command_scores(command, sources, translations, references)))
-    found = []
-    for evaluation in evaluations:
-        own = list(islice(scores, len(evaluation.pairs)))
-        measured = mean_of("metric_command", f"mean of the sentences, by {command}", own)
-        found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
     return found
 
 

@@ -37,9 +37,16 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     add(search, "--ensemble")
     search.add_argument(
         "--mbr",
-        choices=("chrf", "bleu"),
-        help="of the translations of --n-best or --sample, print the one most like the others by chrF or by "
-        "sentence-BLEU (minimum Bayes risk)",
+        choices=("chrf", "bleu", "command"),
+        help="of the translations of --n-best or --sample, print the one most like the others by chrF, by "
+        "sentence-BLEU or by --metric-command (minimum Bayes risk)",
+    )
+    search.add_argument(
+        "--metric-command",
+        metavar="COMMAND",
+        help="of the translations of --n-best or --sample, print the one that this program scores best, such as "
+        "CometKiwi; it is run as by evaluate, without references. With --mbr command, with each of the others as the "
+        "reference",
     )
     search.add_argument(
         "--alignments",
@@ -75,7 +82,18 @@ whole = number(int, lambda found: found >= 0, "a whole number from 0 up")
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 OF_SEARCH = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
-OF_TORCH = ("n_best", "scores", "prefixes", "constraints", "ensemble", "mbr", "alignments", "sample", "checkpoint")
+OF_TORCH = (
+    "n_best",
+    "scores",
+    "prefixes",
+    "constraints",
+    "ensemble",
+    "mbr",
+    "metric_command",
+    "alignments",
+    "sample",
+    "checkpoint",
+)
 
 
 def clashing(options: argparse.Namespace) -> str | None:
@@ -87,11 +105,19 @@ def clashing(options: argparse.Namespace) -> str | None:
     if options.sample and (names := given(options, OF_SEARCH)):
         return f"{as_option(names[0])} has no effect on --sample, which does not search: leave one of them out"
     many = options.n_best or options.sample
-    if options.mbr and not many:
-        return "--mbr chooses among several translations: add --n-best N or --sample N"
-    if options.mbr and options.scores:
-        return "--mbr prints one translation of each sentence, without the scores of --scores: leave one of them out"
-    if options.alignments and (options.scores or (many and not options.mbr)):
+    choosing = given(options, ("mbr", "metric_command"))
+    if choosing and not many:
+        return f"{as_option(choosing[0])} chooses among several translations: add --n-best N or --sample N"
+    if choosing and options.scores:
+        return (
+            f"{as_option(choosing[0])} prints one translation of each sentence, without the scores of --scores: leave "
+            "one of them out"
+        )
+    if options.mbr == "command" and options.metric_command is None:
+        return "--mbr command is by the program that --metric-command names: add it"
+    if options.mbr in ("chrf", "bleu") and options.metric_command is not None:
+        return f"--mbr {options.mbr} uses no --metric-command: leave one of them out, or write --mbr command"
+    if options.alignments and (options.scores or (many and not choosing)):
         return "--alignments are those of one translation of each sentence: leave out --n-best, --sample and --scores"
     return None
 

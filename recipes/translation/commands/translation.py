@@ -26,7 +26,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import is_plain, lines_of, read_lines
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
-from recipes.translation.settings.config import LayoutConfig, RunConfig
+from recipes.translation.settings.config import DataConfig, LayoutConfig, RunConfig
 from recipes.translation.translating.search_options import SearchOptions
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def translate(argv: Sequence[str]) -> int:
     """Translate sentences given on the command line, in a file, through a pipe, or typed one by one.
 
     With --n-best, --sample or --scores a line has the sentence's number, with --scores also the translation's score and
-    log-probability, and then the translation, separated by tabs; with --mbr only the translation chosen among these.
+    log-probability, and then the translation, separated by tabs; with --mbr or --metric-command only the
+    translation chosen among these.
     docs/decoding.md explains the options.
 
     example:
@@ -185,13 +186,25 @@ def printed(
     found = alternatives(translator, sentences, replace(search, before=before), ranks, "translate")
     if ranks.is_main:
         note_unfinished([next((one for one in row if not one.finished), row[0]) for row in found], "translate", before)
-    if options.mbr:
-        from recipes.translation.scores.rerank import chosen_by_mbr
-
-        return chosen_by_mbr([[one.text for one in row] for row in found], options.mbr, translator.config.data)
+    if options.mbr or options.metric_command:
+        texts = [[one.text for one in row] for row in found]
+        return ranks.run_on_main(lambda: chosen(sentences, texts, options, translator.config.data))
     if options.n_best or options.sample or options.scores:
         return table(found, options.scores, before)
     return [row[0].text for row in found]
+
+
+def chosen(
+    sources: Sequence[str], texts: Sequence[Sequence[str]], options: argparse.Namespace, data: DataConfig
+) -> list[str]:
+    """Return the one of each sentence's translations that --mbr or --metric-command prefers."""
+    from recipes.translation.scores import rerank
+
+    if options.mbr == "command":
+        return rerank.chosen_by_mbr_of_command(sources, texts, options.metric_command)
+    if options.mbr:
+        return rerank.chosen_by_mbr(texts, options.mbr, data)
+    return rerank.chosen_by_command(sources, texts, options.metric_command)
 
 
 def table(found: Sequence[Sequence[Translation]], scores: bool, before: int = 0) -> list[str]:

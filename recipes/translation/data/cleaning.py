@@ -10,9 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from html.entities import html5
+from itertools import islice
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import CleaningConfig
+from recipes.translation.text.metric_command import check_without_references, command_scores
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import mostly_in, scripts_of_language
 
@@ -59,6 +61,12 @@ def markup_in(text: str, symbols: frozenset[str] = frozenset()) -> str:
     return ""
 
 
+COMMAND = "cleaning.metric_command"
+BELOW = "scored too low"
+AT_ONCE = 100_000
+"""Pairs for which the program is started once."""
+
+
 class Cleaning:
     """The rules that are set, and how many pairs each of them has removed.
 
@@ -68,31 +76,52 @@ class Cleaning:
         symbols: words such as <url> that are no markup.
 
     Raises:
-        ConfigError: `cleaning.script` for a language whose script is not known.
+        ConfigError: `cleaning.script` for a language whose script is not known; a `cleaning.metric_command` that
+            cannot run, or needs references.
     """
 
     def __init__(self, settings: CleaningConfig, source: str, target: str, symbols: Sequence[str] = ()) -> None:
         self._symbols = frozenset(symbols)
         self._rules = rules(settings, source, target, self._symbols)
+        self._command = settings.metric_command
+        self._least = settings.metric_least or 0.0
+        if self._command:
+            check_without_references(self._command, COMMAND)
         self._counts_markup = not settings.markup
         self.markup = 0
         """Pairs with markup that are kept."""
         self.example = ""
-        self.removed = dict.fromkeys(self._rules, 0)
+        self.removed = dict.fromkeys([*self._rules, *([BELOW] if self._command else [])], 0)
         self.read = 0
 
     def kept(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Yield the pairs that no rule removes, in their order; each other one counts for the first rule it breaks."""
+        for pair in self._scored(self._unbroken(pairs)):
+            if self._counts_markup and (found := _markup_of(pair, self._symbols)):
+                self.markup += 1
+                self.example = self.example or found
+            yield pair
+
+    def _unbroken(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         for pair in pairs:
             self.read += 1
             broken = next((name for name, breaks in self._rules.items() if breaks(pair)), None)
             if broken is None:
-                if self._counts_markup and (found := _markup_of(pair, self._symbols)):
-                    self.markup += 1
-                    self.example = self.example or found
                 yield pair
             else:
                 self.removed[broken] += 1
+
+    def _scored(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        """Yield the pairs that the program of the settings does not score below the least number."""
+        if not self._command:
+            yield from pairs
+            return
+        while part := list(islice(pairs, AT_ONCE)):
+            sources, targets = zip(*part, strict=True)
+            scores = command_scores(self._command, sources, targets, named=COMMAND)
+            kept = [pair for pair, score in zip(part, scores, strict=True) if score >= self._least]
+            self.removed[BELOW] += len(part) - len(kept)
+            yield from kept
 
     def __str__(self) -> str:
         counts = "; ".join(f"{name} {count:,}" for name, count in self.removed.items() if count)

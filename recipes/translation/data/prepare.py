@@ -60,6 +60,10 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     return models[names[0]], models[names[1]]
 
 
+LATER = ("markup", "metric_command", "metric_least")
+"""The rules of cleaning that models of earlier versions do not name."""
+
+
 def made_from(corpora: Corpora) -> dict[str, object]:
     """Return everything on which the models depend: the training text, and the subword settings.
 
@@ -78,7 +82,9 @@ def made_from(corpora: Corpora) -> dict[str, object]:
             subwords["model"] = [sha256(path) for path in own_files(config.subwords)]
         except DataError:  # the run has copies, and needs the files no longer
             subwords["model"] = noted_in(Path(config.run) / "subwords" / SETTINGS, "subwords", "model")
-    cleaning = {name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name != "markup"}
+    cleaning = {
+        name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name not in LATER
+    }
     return {
         "data": corpora.identity,
         "subwords": {**subwords, "symbols": list(config.subwords.symbols)},

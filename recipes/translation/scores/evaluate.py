@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
-from recipes.translation.scores.statistics import Measured
+from recipes.translation.scores.statistics import Measured, mean_of
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.metric_command import command_scores, words_of
 from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import best, note_unfinished
@@ -193,3 +195,23 @@ def scores_table(evaluations: Sequence[Evaluation]) -> str:
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:
     """Read two files that are aligned line by line; raise DataError if they are not."""
     return list(lowercased(aligned([sources, references], "evaluate"), lowercase))
+
+
+def check_metrics(tokenize: str | None, command: str | None) -> None:
+    """Raise an error, before the work of translating, for a tokeniser or a program that cannot be had."""
+    tokenizer_for(tokenize or "auto", "")
+    if command is not None:
+        words_of(command)
+
+
+def scored_by(command: str, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """Add the scores of a command, which runs once for all test sets together."""
+    pairs = [pair for evaluation in evaluations for pair in evaluation.pairs]
+    translations = [text for evaluation in evaluations for text in evaluation.translations]
+    scores = iter(command_scores(command, [p.source for p in pairs], translations, [p.target for p in pairs]))
+    found = []
+    for evaluation in evaluations:
+        own = list(islice(scores, len(evaluation.pairs)))
+        measured = mean_of("metric_command", f"mean of the sentences, by {command}", own)
+        found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
+    return found

@@ -1,4 +1,6 @@
-"""Minimum Bayes risk: of several candidates, choose the translation that is most like the others.
+"""The choice among several translations: the one most like the others, or that which another program scores best.
+
+The former is minimum Bayes risk, by chrF, by sentence-BLEU or by another program's metric.
 
 Shapes: N candidates, G n-grams that occur in any of them.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,7 +20,10 @@ from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_
 from recipes.translation.scores.statistics import Array, scores_of_sums
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.metric_command import command_scores
 
+Scored = tuple[str, str, str | None]
+"""A source, a translation and, if there is one, a reference."""
 Utility = Literal["chrf", "bleu"]
 """What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
 CHARACTER_ORDERS = 6
@@ -32,6 +38,43 @@ def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataCo
     return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 
+def chosen_by_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
+    """Return the one of each sentence's translations to which a command gives the largest number.
+
+    Of equally good ones the first is chosen. Raises ConfigError as `command_scores` does.
+    """
+    rows = [[(source, text, None) for text in row] for source, row in zip(sources, texts, strict=True)]
+    scores = _scores_by_row(rows, command)
+    return [row[int(np.argmax(found))] for row, found in zip(texts, scores, strict=True)]
+
+
+def chosen_by_mbr_of_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
+    """Return the one of each sentence's translations with the largest mean score against the others, by a command.
+
+    It scores each translation that differs from the others with each of them as its reference, and with itself where
+    there are several alike. Raises ConfigError as `command_scores` does.
+    """
+    different = [list(dict.fromkeys(row)) for row in texts]
+    pairs = [
+        [(source, text, other) for text in row for other in row] for source, row in zip(sources, different, strict=True)
+    ]
+    scores = _scores_by_row(pairs, command)
+    return [
+        row[_best(_means(row, np.array(found).reshape(len(own), len(own))))]
+        for row, own, found in zip(texts, different, scores, strict=True)
+    ]
+
+
+def _scores_by_row(rows: Sequence[Sequence[Scored]], command: str) -> list[list[float]]:
+    """Return a command's scores of sources, translations and references, row by row; it runs once."""
+    flat = list(chain.from_iterable(rows))
+    references = [reference for _, _, reference in flat if reference is not None] or None
+    scores = iter(
+        command_scores(command, [row[0] for row in flat], [row[1] for row in flat], references) if flat else ()
+    )
+    return [list(islice(scores, len(row))) for row in rows]
+
+
 def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:
     """Return the number of the candidate with the largest mean utility, the others taken as its references.
 
@@ -42,8 +85,11 @@ def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13
     """
     if not candidates:
         raise ValueError("there are no candidates to choose from")
-    means_N = mean_utilities(candidates, utility, tokenize)
-    # The first within rounding of the best: sums of the same terms in another order may differ in the last place
+    return _best(mean_utilities(candidates, utility, tokenize))
+
+
+def _best(means_N: Array) -> int:
+    """Return the first within rounding of the best: sums in another order may differ in the last place."""
     return int(np.argmax(means_N >= means_N.max() - 1e-9))
 
 
@@ -51,13 +97,19 @@ def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = 
     """Return the mean utility of each candidate against the others, in percent, (N,); 0 for a single one."""
     if utility not in get_args(Utility):
         raise ValueError(f"utility is {utility!r}: it must be chrf or bleu")
-    times = Counter(candidates)
-    different = list(times)
+    different = list(dict.fromkeys(candidates))
     if utility == "chrf":
         utilities_NN = pairwise_chrf(different)
     else:
         tokenizer = BLEU(tokenize=tokenize, force=True).tokenizer
         utilities_NN = pairwise_bleu([tokenizer(text.rstrip()) for text in different])
+    return _means(candidates, utilities_NN)
+
+
+def _means(candidates: Sequence[str], utilities_NN: Array) -> Array:
+    """Return the mean utility of each candidate against the others; `utilities_NN` are those of different ones."""
+    times = Counter(candidates)
+    different = list(times)
     # A candidate is not a reference for itself, but its repetitions are
     others_NN = np.array(list(times.values())) - np.eye(len(different))
     means = dict(zip(different, (utilities_NN * others_NN).sum(1) / max(1, len(candidates) - 1), strict=True))

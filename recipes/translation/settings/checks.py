@@ -16,6 +16,14 @@ from recipes.translation.settings.training import TrainingConfig, save_interval
 def check_together(config: RunConfig) -> None:
     """Raise ConfigError for settings that are valid one by one but not together."""
     check_subwords(config.subwords)
+    cleaning = config.cleaning
+    if not cleaning.metric_command:
+        why = "cleaning.metric_command names no program whose numbers these would be: name one"
+        check_unset("cleaning", cleaning, ("metric_least",), why)
+    elif cleaning.metric_least is None:
+        raise ConfigError(
+            "cleaning.metric_command is set, but cleaning.metric_least is not: set the number below which pairs go"
+        )
     check_decoding(config.decoding)
     training = config.training
     if not training.steps and not training.epochs:

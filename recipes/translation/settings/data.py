@@ -169,6 +169,14 @@ class CleaningConfig:
     )
     copies: bool = setting(False, "Remove pairs with the same text on both sides.")
     duplicates: bool = setting(False, "Keep only the first of several equal pairs.")
+    metric_command: str = setting(
+        "",
+        "Remove pairs that this program, such as CometKiwi, scores below metric_least; it is run as by evaluate "
+        "--metric-command, with the pair as source and translation, without references.",
+    )
+    metric_least: float | None = setting(
+        None, "The lowest number of metric_command with which a pair stays.", at_least=-1e9, below=1e9
+    )
 
 
 @dataclass(frozen=True)

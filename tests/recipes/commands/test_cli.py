@@ -205,6 +205,15 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["translate", SENTENCE, "--mbr", "chrf", "--n-best", "4", "--scores"], "without the scores of --scores"),
         (["translate", SENTENCE, "--alignments", "a", "--n-best", "4"], "--alignments are those of one translation"),
         (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
+        (
+            ["translate", SENTENCE, "--metric-command", "cat"],
+            "--metric-command chooses among several translations",
+        ),
+        (["translate", SENTENCE, "--mbr", "command", "--n-best", "4"], "is by the program that --metric-command names"),
+        (
+            ["translate", SENTENCE, "--mbr", "bleu", "--n-best", "4", "--metric-command", "cat"],
+            "--mbr bleu uses no --metric-command: leave one of them out",
+        ),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
         (["report", "a", "--run", "b"], "name the runs with --run or without, not both"),
@@ -484,6 +493,26 @@ def test_minimum_bayes_risk_chooses_among_what_is_printed_without_it(
         found[number].append(text)
     assert main([*words, "--mbr", utility]) == 0
     best = [texts[best_by_mbr(texts, utility)] for texts in found.values()]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in best)
+
+
+@pytest.mark.parametrize("mbr", [(), ("--mbr", "command")])
+def test_a_command_chooses_among_what_is_printed_without_it(
+    mbr: tuple[str, ...], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number of the letter e in the translation, less that of its reference where it has one."""
+    (tmp_path / "m.py").write_text(
+        "import json, sys\nfor line in sys.stdin:\n    row = json.loads(line)\n"
+        "    print(row['translation'].count('e') - row.get('reference', '').count('e'))\n"
+    )
+    words = ["translate", "--run", str(run), SENTENCE, "The number is six.", "--n-best", "5", "--beam", "5"]
+    assert main(words) == 0
+    found: dict[str, list[str]] = {"1": [], "2": []}
+    for line in capsys.readouterr().out.split("\n")[:-1]:
+        number, _, text = line.partition("\t")
+        found[number].append(text)
+    assert main([*words, *mbr, "--metric-command", shlex.join([sys.executable, str(tmp_path / "m.py")])]) == 0
+    best = [max(texts, key=lambda text: text.count("e")) for texts in found.values()]
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in best)
 
 

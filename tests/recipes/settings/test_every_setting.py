@@ -46,6 +46,8 @@ FILES: dict[str, Any] = {
     "data.test": ("test.tsv",),
 }
 DIRTY: dict[str, Any] = {**FILES, "data.train": ("dirty.tsv",)}
+METRIC = "sed s/.*/30/;2s/.*/1/"
+"""A metric with which every pair is well translated, but the second one."""
 TWO: dict[str, Any] = {"a": {}, "b": {"format": "tsv", "path": "one", "train": ["small.tsv"]}}
 PLATEAU: dict[str, Any] = {
     "training.schedule": "plateau",
@@ -108,6 +110,15 @@ CHANGES: dict[str, Sequence[Change]] = {
     "cleaning.markup": [Change(True, beside=DIRTY)],
     "cleaning.copies": [Change(True, beside=DIRTY)],
     "cleaning.duplicates": [Change(True, beside=DIRTY)],
+    "cleaning.metric_command": [
+        Change(METRIC, beside={**DIRTY, "cleaning.metric_least": 20.0}),
+        Change(METRIC, refused="cleaning.metric_command is set, but cleaning.metric_least is not"),
+        Change("no-such-metric", beside={"cleaning.metric_least": 20.0}, refused="there is no program no-such-metric"),
+    ],
+    "cleaning.metric_least": [
+        Change(20.0, beside={**DIRTY, "cleaning.metric_command": METRIC}),
+        Change(20.0, refused="cleaning.metric_least is 20, but cleaning.metric_command names no program"),
+    ],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
     "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
     "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],

@@ -47,6 +47,7 @@ RANGES: dict[tuple[float, float], str] = {
     (0, 100): "training.weight_decay",
     (1, 1e9): "layout.timeout",
     (0, 50): "decoding.length_penalty",
+    (-1e9, 1e9): "cleaning.metric_least",
 }
 """From what to below what, for each setting."""
 
@@ -81,7 +82,7 @@ def test_a_setting_ends_exactly_where_its_range_does(name: str) -> None:
         expected = [False, True, True, True, False]
     else:
         least, above = limits.at_least, limits.below
-        edges = [math.nextafter(least, -1), least, math.nextafter(least, 1e9)]
+        edges = [math.nextafter(least, -math.inf), least, math.nextafter(least, 1e9)]
         expected = [False, True, True]
         if above < math.inf:
             edges += [math.nextafter(above, 0), above]
