@@ -27,7 +27,7 @@ from tests.recipes.tiny import options, tiny
 Curves = dict[str, list[tuple[int, float]]]
 
 
-def begun(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
+def trackers_of(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     """The trackers of a run, as training begins them."""
     return open_trackers(Path(config.run), config.training.trackers, flat(config), resumed_at)
 
@@ -51,7 +51,7 @@ def logged_twice(run: Path, names: tuple[str, ...]) -> None:
     config = tiny(run, {"training.trackers": names})
     run.mkdir(parents=True)
     for resumed_at, steps in ((None, range(1, 5)), (2, range(3, 7))):
-        opened = begun(config, resumed_at)
+        opened = trackers_of(config, resumed_at)
         with Metrics(run / "metrics.jsonl", after_step=resumed_at or 0, trackers=opened) as metrics:
             for step in steps:
                 metrics.write(**record(step))
@@ -91,7 +91,7 @@ def test_tensorboard_forgets_an_earlier_run_of_the_folder(tmp_path: Path) -> Non
     logged_twice(run, ("tensorboard",))
     (run / "metrics.jsonl").unlink()  # as --fresh does
     time.sleep(1.1)  # files of events are read in the order of their names, which begin with the second
-    opened = begun(tiny(run, {"training.trackers": ("tensorboard",)}), None)
+    opened = trackers_of(tiny(run, {"training.trackers": ("tensorboard",)}), None)
     with Metrics(run / "metrics.jsonl", after_step=0, trackers=opened) as metrics:
         for step in (1, 2):
             metrics.write(**record(step))
@@ -122,7 +122,7 @@ def test_a_tracker_is_sent_the_steps_from_where_it_begins(tmp_path: Path, monkey
     monkeypatch.setattr("trackio.init", lambda **_: trackio)
     # Saved after step 2 and killed after step 4
     for names, resumed_at, last in ((["wandb"], None, 4), (["trackio"], 2, 6), (["wandb"], 6, 7)):
-        opened = begun(tiny(run, {"training.trackers": names}), resumed_at)
+        opened = trackers_of(tiny(run, {"training.trackers": names}), resumed_at)
         with Metrics(run / "metrics.jsonl", after_step=resumed_at or 0, trackers=opened) as metrics:
             for step in range((resumed_at or 0) + 1, last + 1):
                 metrics.write(**record(step))
@@ -138,10 +138,10 @@ def test_another_run_in_the_folder_is_another_run_of_its_trackers(
     monkeypatch.setattr("wandb.init", lambda *, id, **_: begun.append(id) or Counted())
     (tmp_path / "run").mkdir()
     wandb = tiny(tmp_path / "run", {"training.trackers": ["wandb"]})
-    begun(wandb, None)
-    begun(tiny(tmp_path / "run"), None)  # --fresh
+    trackers_of(wandb, None)
+    trackers_of(tiny(tmp_path / "run"), None)  # --fresh
     for _ in range(2):
-        begun(wandb, 3)
+        trackers_of(wandb, 3)
     assert len(set(begun[1:])) == 1
     assert begun[0] != begun[1]
 
@@ -161,7 +161,7 @@ def test_where_the_record_of_trackers_is_damaged_they_start_over(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trackers.json").write_text(content)
     for _ in range(2):
-        assert begun(config, 3)
+        assert trackers_of(config, 3)
     assert json.loads((tmp_path / "run" / "trackers.json").read_text()) == {"id": begun[0]}
     assert begun[0] == begun[1]
 
@@ -252,7 +252,7 @@ def test_a_tracker_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("wandb.init", fail)
     (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match=r"training\.trackers: wandb cannot start: OSError: no key"):
-        begun(tiny(tmp_path / "run", {"training.trackers": ["wandb"]}), None)
+        trackers_of(tiny(tmp_path / "run", {"training.trackers": ["wandb"]}), None)
 
 
 def test_a_tracker_that_fails_later_is_one_line_and_left_out(
@@ -276,7 +276,7 @@ def test_a_tracker_that_fails_later_is_one_line_and_left_out(
     monkeypatch.setattr("trackio.init", lambda **_: full)
     monkeypatch.setattr(full, "log", lambda values, step: None)
     (tmp_path / "run").mkdir()
-    opened = begun(tiny(tmp_path / "run", {"training.trackers": ["wandb", "trackio"]}), None)
+    opened = trackers_of(tiny(tmp_path / "run", {"training.trackers": ["wandb", "trackio"]}), None)
     with Metrics(tmp_path / "run" / "metrics.jsonl", after_step=0, trackers=opened) as metrics:
         for step in (1, 2, 3):
             metrics.write(**record(step))
@@ -290,7 +290,7 @@ def test_a_tracker_that_fails_later_is_one_line_and_left_out(
 
 def test_nothing_is_tracked_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert tiny(tmp_path).training.trackers == ()
-    assert begun(tiny(tmp_path), None) == []
+    assert trackers_of(tiny(tmp_path), None) == []
     assert list(tmp_path.iterdir()) == []
     check_installed(())
 
