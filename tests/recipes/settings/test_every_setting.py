@@ -111,12 +111,12 @@ CHANGES: dict[str, Sequence[Change]] = {
     "cleaning.copies": [Change(True, beside=DIRTY)],
     "cleaning.duplicates": [Change(True, beside=DIRTY)],
     "cleaning.metric_command": [
-        Change(METRIC, beside={**DIRTY, "cleaning.metric_least": 20.0}),
+        Change(METRIC, beside={**DIRTY, "cleaning.metric_command": "sed s/.*/30/", "cleaning.metric_least": 20.0}),
         Change(METRIC, refused="cleaning.metric_command is set, but cleaning.metric_least is not"),
         Change("no-such-metric", beside={"cleaning.metric_least": 20.0}, refused="there is no program no-such-metric"),
     ],
     "cleaning.metric_least": [
-        Change(20.0, beside={**DIRTY, "cleaning.metric_command": METRIC}),
+        Change(20.0, beside={**DIRTY, "cleaning.metric_command": METRIC, "cleaning.metric_least": 0.0}),
         Change(20.0, refused="cleaning.metric_least is 20, but cleaning.metric_command names no program"),
     ],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
