@@ -36,7 +36,7 @@ UNLIKE_DEFAULTS: dict[str, Any] = {
     "training.seed": 7,
 }
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
-    "fairseq": {"vocab 2": {"layout.vocab": 2}, "sequence 2": {"layout.sequence": 2}},
+    "fairseq": {"vocab 2": {"layout.vocab": 2}, "data 2": {}},
     "harvard": {"data 2": {}, "shard 2": {"layout.shard": 2}},
 }
 
