@@ -146,7 +146,7 @@ class Gradients:
         rows_wanted = wanted[: len(per_token)]
         sums_wanted = wanted[len(per_token) :]
         first, *_ = [t for t in per_token if t is not None]
-        covered = cover(chunks, len(first))
+        covered = cover(chunks, first.size(0))
         self.per_token = [
             RowGradient(t, covered) if t is not None and w else None
             for t, w in zip(per_token, rows_wanted, strict=True)

@@ -62,6 +62,14 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def compiled_kernels() -> Any:
+    """Return the module of the kernels, which imports Triton where the first one is launched."""
+    from seqpar.kernels import triton_rows
+
+    return triton_rows
+
+
 class RowKernel:
     """The row function of `rows/scores.py` for one projection.
 
@@ -72,9 +80,7 @@ class RowKernel:
     """
 
     def __init__(self, function: RowFunction, bias_V: Tensor | None, softcap: float | None, temperature: float) -> None:
-        from seqpar.kernels import triton_rows
-
-        self.kernels: Any = triton_rows
+        self.kernels = compiled_kernels()
         self.function = function
         self.bias_V = bias_V
         self.weight_V = None

@@ -40,9 +40,7 @@ class RowLoss:
         softcap: float | None,
         temperature: float,
     ) -> None:
-        from seqpar.kernels import triton_rows
-
-        self.kernel: Any = triton_rows._row_loss
+        self.kernel = row_kernel.compiled_kernels()._row_loss
         self.vectors = (bias_V, weight_V, weight_sum if isinstance(weight_sum, Tensor) else None)
         classes = weight_sum if isinstance(weight_sum, float) else 0.0
         # Two numbers that float32 holds for each, whose sum it is: Triton passes no float64
@@ -84,19 +82,15 @@ class RowLoss:
 
 def count_targets(target_N: Tensor, classes: int, ignored: int) -> Tensor:
     """Return, on the device, how many targets are not ignored; below 0 if one of those is none of the classes."""
-    from seqpar.kernels import triton_rows
-
     count = target_N.new_empty(())
-    rows = len(target_N)
+    rows = target_N.size(0)
     arguments = (target_N, rows, classes, ignored, count)
-    row_kernel.run_programs(triton_rows._count_targets, 1, rows, target_N.device, *arguments)
+    row_kernel.run_programs(row_kernel.compiled_kernels()._count_targets, 1, rows, target_N.device, *arguments)
     return count
 
 
 def scale_rows(x: Tensor, factor: Tensor | None, out: Tensor, beside: Tensor | None = None) -> None:
     """Write the rows of `x` times a factor into `out`, which may be `x`, and the column after out's into `beside`."""
-    from seqpar.kernels import triton_rows
-
     width = out.size(1)
     arguments = (x, x.stride(0), factor, out, out.stride(0), beside, width)
-    row_kernel.run_programs(triton_rows._scaled_rows, len(x), width, x.device, *arguments)
+    row_kernel.run_programs(row_kernel.compiled_kernels()._scaled_rows, x.size(0), width, x.device, *arguments)

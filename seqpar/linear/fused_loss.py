@@ -128,7 +128,7 @@ class FusedLoss:
     def _product_memory(self, most: int) -> Tensor | None:
         """Return memory for so many rows of a product in which each is aligned; None if that is so by itself."""
         weight_VD = self.projection.weight_VD
-        classes = len(weight_VD)
+        classes = weight_VD.size(0)
         if align(classes) == classes:
             return None
         return weight_VD.new_empty((most, align(classes)))[:, :classes]
@@ -165,11 +165,11 @@ class _Stored:
 
     def add(self, chunk: Chunk, grad_KV: Tensor, hidden_KD: Tensor, out_RN: Tensor, place: int) -> None:
         """Store a chunk's gradients, given that of its product."""
-        rows = len(grad_KV)
+        rows = grad_KV.size(0)
         if self.hidden is not None:
             self.hidden.write_product(chunk, grad_KV, self.weight_VD)
         if self.ones_KB is not None:
-            ones_KB = self.ones_KB if rows == len(self.ones_KB) else self.ones_KB[:rows]
+            ones_KB = self.ones_KB if rows == self.ones_KB.size(0) else self.ones_KB[:rows]
             hidden_KD = torch.cat([hidden_KD, ones_KB], 1)
         if self.weight is not None:
             self.weight.add_product(grad_KV.t(), hidden_KD)
@@ -220,10 +220,10 @@ class _WeightGradient(SummedGradient):
             if factor is not None:
                 scale_rows(total, factor, total)
             return total
-        found = total.new_empty((len(total), self.width), dtype=self.dtype)
+        found = total.new_empty((total.size(0), self.width), dtype=self.dtype)
         bias_V = None
         if self.beside is not None:
-            bias_V = total.new_empty(len(total), dtype=self.beside.dtype)
+            bias_V = total.new_empty(total.size(0), dtype=self.beside.dtype)
             self.beside.parts = [bias_V]
             self.beside.factor = factor
         scale_rows(total, factor, found, bias_V)
