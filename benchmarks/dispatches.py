@@ -12,7 +12,8 @@ is what a chunk takes, the rest is the call's.
 
 A training step is that of docs/results/gpu.md at d128: batch, forward, loss, backward, clipping and Adam. Attention is
 one launch forward and one backward, as PyTorch's fused kernels are counted by the dispatcher; Adam is one for each of
-its two groups.
+its two groups. It is counted as it is, and with the layers compiled (`training.compile`), where each kernel that
+Inductor generates for an H100 is a launch (benchmarks/generated_kernels.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import seqpar
+from models.compiled import compile_layers, compiled, compiling
 from seqpar.core.device_facts import FACTS
 from seqpar.markdown_table import markdown_table
 from tests.emulated import NAME, register
@@ -133,53 +135,40 @@ def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
     return log.operators
 
 
-class _Attention(torch.autograd.Function):
-    """Attention of which nothing is known but that it is one launch, and one in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, log: Log, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        ctx.log = log
-        ctx.save_for_backward(query, keys, values)
-        return _written_down(log, "attention", query)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, *_written_down(ctx.log, "attention_backward", *ctx.saved_tensors)
-
-
-def _written_down(log: Log, name: str, *like: Tensor) -> list[Tensor]:
-    """Note a launch that returns memory like these tensors."""
-    log.operators.append(Operator("launch", name, False))
-    with _disable_current_modes():
-        return [torch.zeros_like(t) for t in like]
-
-
-def training_operators() -> list[Operator]:
-    """Return what a training step at d128 dispatches."""
+def training_operators() -> Iterator[tuple[str, list[Operator]]]:
+    """Yield what a training step at d128 dispatches as it is, and with layers that are compiled."""
+    from benchmarks.generated_kernels import fused_attention, noted_launches, register_compiler
     from benchmarks.seq2seq_peers import SIZES, Ours, batches
 
     config, vocab_size = SIZES["d128"]
     model = Ours(config, vocab_size, "float32", f"{NAME}:0")
     batch = next(batches(vocab_size, 300, "similar"))
-    model.step(batch)  # the first call looks at some logits
     log = Log()
+    model.step(batch)  # the first call looks at some logits
+    register_compiler()
+    noted = noted_launches(log, lambda name: log.operators.append(Operator("launch", "generated", False)))
+    with as_on_cuda(log), noted, patch("torch.nn.functional.scaled_dot_product_attention", fused_attention()):
+        yield "training step", _launched(model, batch, log)
+        compile_layers(model.model)
+        with compiling():
+            model.step(batch)
+        yield "with compiled layers", _launched(model, batch, log)
 
-    def attention(query: Tensor, keys: Tensor, values: Tensor, **_: object) -> Tensor:
-        found: Tensor = _Attention.apply(log, query, keys, values)
-        return found
 
-    with as_on_cuda(log), patch("torch.nn.functional.scaled_dot_product_attention", attention), log:
+def _launched(model: Any, batch: Any, log: Log) -> list[Operator]:
+    log.operators.clear()
+    with compiled(), log:
         model.step(batch)
-    return log.operators
+    return [operator for operator in log.operators if operator.kind in ("kernel", "launch", "read")]
 
 
 def tell_training() -> None:
-    """Print how many launches and reads a training step has, and the most frequent."""
-    found = [operator for operator in training_operators() if operator.kind in ("kernel", "launch", "read")]
-    for (kind, name), count in Counter((operator.kind, operator.name) for operator in found).most_common(20):
-        print(f"{count:5} {kind:8}{name}")
-    kinds = Counter(operator.kind for operator in found)
-    print(f"training step: {kinds['kernel'] + kinds['launch']} launches, {kinds['read']} reads")
+    """Print a training step's launches and reads, and the most frequent, without and with compiled layers."""
+    for what, found in training_operators():
+        for (kind, name), count in Counter((operator.kind, operator.name) for operator in found).most_common(20):
+            print(f"{count:5} {kind:8}{name}")
+        kinds = Counter(operator.kind for operator in found)
+        print(f"{what}: {kinds['kernel'] + kinds['launch']} launches, {kinds['read']} reads")
 
 
 def counted(padding: float = 0.0) -> tuple[int, int]:

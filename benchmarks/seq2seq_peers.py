@@ -1,9 +1,9 @@
 """Build one translation model, each time with its training step: ours, Marian (Hugging Face), `nn.Transformer`.
 
-Ours is there twice, the second time with the loss as it is usually written. All get the same padded batches, the same
-optimizer (fused Adam) and the same clipping, so that only the model and its loss differ. Dropout is on embeddings and
-sublayers; `nn.Transformer` also has it on attention weights and inside the feed-forward network, where it cannot be set
-separately.
+Ours is there three times: as it is, with compiled layers, and with the loss as it is usually written. All get the same
+padded batches, the same optimizer (fused Adam) and the same clipping, so that only the model and its loss differ.
+Dropout is on embeddings and sublayers; `nn.Transformer` also has it on attention weights and inside the feed-forward
+network, where it cannot be set separately.
 """
 
 from __future__ import annotations
@@ -104,11 +104,16 @@ class Ours(Trained):
     """Train `models/` with the step that `recipes/translation/train.py` takes, on one device."""
 
     name = "seqpar"
+    compiles = False
 
     def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
         with torch.device("meta"):
             self.model = make_transformer(config, vocab_size, vocab_size, PAD)
-        settings = {"training.precision": precision, "training.label_smoothing": SMOOTHING}
+        settings = {
+            "training.precision": precision,
+            "training.label_smoothing": SMOOTHING,
+            "training.compile": self.compiles,
+        }
         run = load_config(None, settings)
         self.layout = Layout(
             self.model, first_weights(self.model), run.training, run.layout, list(check_devices([device])), ALONE
@@ -117,8 +122,15 @@ class Ours(Trained):
 
     def loss_mean(self, batch: Batch) -> float:
         """Return the mean loss, exactly divided, read as the recipe reads it."""
-        loss = seqpar.accumulate_gradients([batch], self.layout.loss_of, self.layout.tokens_of)
+        loss = self.layout.accumulate([batch])
         return read_step(loss, self.layout.clip(CLIP)).loss
+
+
+class Compiled(Ours):
+    """Train the same with compiled layers."""
+
+    name = "seqpar, compiled layers"
+    compiles = True
 
 
 class PlainLoss(Ours):

@@ -32,6 +32,7 @@ from benchmarks.loss.results import hardware
 from benchmarks.loss.timing import wall_seconds
 from benchmarks.seq2seq_peers import (
     SIZES,
+    Compiled,
     Marian,
     Ours,
     PlainLoss,
@@ -54,7 +55,7 @@ SENTENCES = 64
 LENGTH = 20
 """Tokens of every hypothesis."""
 PARTS = ("training", "decoding")
-KINDS = (Ours, Marian, TorchTransformer, PlainLoss)
+KINDS = (Ours, Compiled, Marian, TorchTransformer, PlainLoss)
 Row = dict[str, Any]
 """The figures of one row of a table, its part and name among them."""
 

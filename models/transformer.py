@@ -106,7 +106,7 @@ class Layer(nn.Module):
         def attend_to_itself(y: Tensor) -> Tensor:
             lookup = keys_values_so_far(self.self_attention, y, memory, cache)
             # A single cached step attends to all steps so far, so there is nothing to mask
-            causal = self.causal and mask is None and y.size(1) > 1
+            causal = self.causal and mask is None and not (cache is not None and y.size(1) == 1)
             attended: Tensor = self.self_attention(y, lookup, mask, causal)
             return attended
 

@@ -85,6 +85,8 @@ LIBRARIES = {
         "_flat_weights",
         "_flat_weights_names",
     },
+    ("torch", "models/compiled.py"): {"_dynamo"},
+    ("torch", "recipes/translation/training/compilation.py"): {"_dynamo"},
     ("torch", "recipes/translation/export/onnx_model.py"): {"_subclasses"},
     ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
     ("torch", "recipes/translation/training/layout.py"): {"_foreach_mul_"},

@@ -1,10 +1,11 @@
 """Time whole training steps of the recipe's model on a GPU, and count their launches, beside Marian and nn.Transformer.
 
     python -m benchmarks.gpu.training_steps
-    python -m benchmarks.gpu.training_steps --only seqpar     # or: Marian, nn.Transformer
+    python -m benchmarks.gpu.training_steps --only seqpar     # or: Marian, nn.Transformer, "seqpar, compiled layers"
     python -m benchmarks.gpu.training_steps --dry-run         # the smallest model on the CPU, one step
 
 A figure is the median over batches of about 4,000 target tokens, of similar lengths, after a step of each kind.
+Compiled layers are measured only where they are named, because compiling takes a minute or more.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch
 from benchmarks.gpu.figures import options_of, tell
 from benchmarks.gpu.trace import traced
 from benchmarks.loss.timing import wall_seconds
-from benchmarks.seq2seq_peers import SIZES, Marian, Ours, TorchTransformer, Trained, batches
+from benchmarks.seq2seq_peers import SIZES, Compiled, Marian, Ours, TorchTransformer, Trained, batches
 from benchmarks.training import TOKENS, placed
 from recipes.translation.data.batches import Batch
 
 STEPS = 6
-KINDS = (Ours, Marian, TorchTransformer)
+KINDS = (Ours, Marian, TorchTransformer, Compiled)
 
 
 def kinds(size: str, precision: str, device: str, only: str) -> Iterator[tuple[str, Trained]]:
     """Yield every model of a size with its step, each made when it is asked for."""
     config, vocab_size = SIZES[size]
     for kind in KINDS:
-        if only in ("", kind.name):
+        if only == kind.name or not (only or kind is Compiled):
             yield f"{kind.name}, {precision}", kind(config, vocab_size, precision, device)
 
 

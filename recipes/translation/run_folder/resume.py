@@ -47,6 +47,7 @@ MAY_CHANGE = frozenset(
         "data.test",
         "data.tokenize",
         "training.teacher",  # its weights are compared by their fingerprint
+        "training.compile",  # rounding, and the values that dropout drops
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "timeout")),
         *(f"training.{name}" for name in ("steps", "epochs", "validate_every", "validate_bleu")),

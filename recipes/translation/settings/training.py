@@ -138,6 +138,11 @@ class TrainingConfig:
         "float32 | bf16 (autocast) | fp16 (autocast with a dynamic loss scale, for GPUs without bfloat16: V100, T4) | "
         "float64 (to compare layouts: several times slower).",
     )
+    compile: bool = setting(
+        False,
+        "Compile the layers of the model for training steps (torch.compile), whose kernels then do several operations "
+        "at once; dropout draws other numbers. On a CPU the steps are no faster.",
+    )
     max_length: int = setting(
         256,
         "Training pairs longer than this many subwords on either side are dropped (and counted in the log);"

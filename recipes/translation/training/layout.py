@@ -10,7 +10,7 @@ usually on the same machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from models import EncoderDecoder
+from models.compiled import compile_layers, compiled, compiling
 from models.sharding import cut_of, split_weights, whole_outputs
 from models.transformer import allocate
 from recipes.translation.data.batches import Batch, padded_batch
@@ -34,6 +35,7 @@ from recipes.translation.files.tensors import MIXED
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD, UNK
+from recipes.translation.training.compilation import check_compiler, told_if_not_compiled
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.half_precision import AUTOCAST
 from recipes.translation.training.objective import Objective
@@ -181,6 +183,12 @@ class Layout:
         self.model = model
         self.parts = Parts(axes, ranks, model)
         self.reducer: nn.Module | None = None
+        self.stance: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What a step is within: what it may compile."""
+        if self.settings.compile:
+            ranks.run_on_all(lambda: check_compiler(axes, devices))
+            compile_layers(model)
+            self.stance = compiling
         beside = None
         if teacher is not None:
             self._fill_teacher(teacher)
@@ -192,7 +200,7 @@ class Layout:
             self.forward = self.over_devices(model, objective)
         else:
             self.forward = self._distribute(objective, weights)
-            self._settle_buckets()
+        self._settle()
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
         """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
@@ -236,23 +244,35 @@ class Layout:
         wrapped = self.reducer or both
         return lambda batch: wrapped(batch.src, batch.tgt_in, target=batch.tgt_out)
 
-    def _settle_buckets(self) -> None:
-        """Let DDP give gradients their final places in its buckets, which it does after the first backward.
+    def _settle(self) -> None:
+        """Take a step that changes nothing, after which the next ones compute what they would after a resume, too.
 
-        Over more than two ranks the order of a number's sum depends on its place. Settled by the first step, the places
-        would be other ones in the first step after a resume than in the same step of a run that was not interrupted.
+        DDP gives gradients their final places in its buckets after the first backward. Over more than two ranks the
+        order of a number's sum depends on its place. Settled by the first step of a run, the places would be other ones
+        in the first step after a resume than in the same step of a run that was not interrupted.
+
+        And layers are compiled here, for a batch with three numbers of sentences, source and target steps on each
+        device, as `compiling` needs it.
         """
-        if isinstance(self.reducer, DistributedDataParallel):
-            one = [UNK]
-            self.accumulate([padded_batch([one], [one])])
-            self.model.zero_grad()
+        if not self.settings.compile and not isinstance(self.reducer, DistributedDataParallel):
+            return
+        sentences, source, target = 1, 1, 1
+        if self.settings.compile:
+            target = min(27, self.settings.max_length)
+            sentences, source = 32 * len(self.devices), min(22, target - 1)
+        with told_if_not_compiled():
+            self.accumulate([padded_batch([[UNK] * source] * sentences, [[UNK] * target] * sentences)])
+        self.model.zero_grad()
+        if self.settings.compile:
+            self.stance = compiled
 
     def __str__(self) -> str:
+        layers = ", layers compiled" if self.settings.compile else ""
         if self.groups == Groups(None, None, None):
-            return f"devices {', '.join(map(str, self.devices))}"
+            return f"devices {', '.join(map(str, self.devices))}{layers}"
         # An axis of 1 process distributes nothing
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
-        return f"{prod(self.axes)} processes ({axes}), here {self.device}"
+        return f"{prod(self.axes)} processes ({axes}), here {self.device}{layers}"
 
     def over_devices(self, model: EncoderDecoder, objective: Objective) -> Callable[[Batch], seqpar.TokenLoss]:
         """Return the forward of a batch over the devices of this process only; hidden states stay on them."""
@@ -313,15 +333,16 @@ class Layout:
 
         `agree` names what must be the same on all ranks. The gradient, and not the loss, is multiplied by `scale`.
         """
-        return seqpar.accumulate_gradients(
-            batches,
-            self.loss_of,
-            self.tokens_of,
-            model=self.reducer,
-            group=self.groups.tokens or seqpar.THIS_PROCESS,
-            backward=Tensor.backward if scale == 1 else lambda loss: (loss * scale).backward(),
-            agree=agree,
-        )
+        with self.stance():
+            return seqpar.accumulate_gradients(
+                batches,
+                self.loss_of,
+                self.tokens_of,
+                model=self.reducer,
+                group=self.groups.tokens or seqpar.THIS_PROCESS,
+                backward=Tensor.backward if scale == 1 else lambda loss: (loss * scale).backward(),
+                agree=agree,
+            )
 
     def loss_of(self, batch: Batch) -> seqpar.TokenLoss:
         """Return the summed loss of this rank's tokens of a batch.

@@ -199,6 +199,7 @@ MAY_CHANGE = (
         "training.devices",
         "training.chunk_tokens",
         "training.precision",
+        "training.compile",
     ),
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.timeout"),
     *("training.steps", "training.epochs", "training.validate_every", "training.validate_bleu", "training.patience"),

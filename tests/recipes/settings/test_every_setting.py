@@ -210,6 +210,7 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(2.0, refused="training.teacher names no model to learn from"),
     ],
     "training.precision": [Change("bf16"), Change("fp16"), Change("float64")],
+    "training.compile": [Change(True, ("weights", "said"), ("batches", "subwords"))],
     "training.max_length": [Change(20, ("weights", "said"))],
     "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
     "training.validate_bleu": [Change(3, ("metrics",), ("weights", "translations"))],

@@ -1,0 +1,45 @@
+"""What `training.compile` needs: a layout whose layers are whole, and a compiler for the devices."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from recipes.translation.errors import ConfigError
+from recipes.translation.training.parts import Axes
+
+
+def check_compiler(axes: Axes, devices: Iterable[torch.device]) -> None:
+    """Raise ConfigError where layers cannot be compiled, found by compiling a small function for each device."""
+    if axes.vocab > 1:
+        raise ConfigError(
+            f"training.compile is true, but with layout.vocab {axes.vocab} the parts of a layer communicate, which is "
+            "not compiled: set layout.data or layout.shard instead, or leave training.compile out"
+        )
+    for device in dict.fromkeys(devices):
+        try:
+            with warnings.catch_warnings(), torch.compiler.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+                warnings.simplefilter("ignore")  # by which torch says what it does not cache
+                torch.compile(lambda x: x.exp() + 1)(torch.ones(2, device=device))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"training.compile is true, but torch.compile fails for {device} ({_said(error)}): install a C++ "
+                "compiler and, for a GPU, Triton, or leave training.compile out"
+            ) from error
+
+
+@contextmanager
+def told_if_not_compiled() -> Iterator[None]:
+    """Within the block, raise ConfigError for a layer that the compiler does not take."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise ConfigError(f"the layers cannot be compiled ({_said(error)}): set training.compile false") from error
+
+
+def _said(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0][:200]
