@@ -1,11 +1,13 @@
 """What the tests' own settings promise: a failing example is shown in time, and what is not installed is named."""
 
+import os
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
-from tests import conftest
+from tests import conftest, emulated
 
 ROOT = Path(__file__).parent.parent
 CODE = """
@@ -63,3 +65,15 @@ def test_packages_that_are_not_installed_are_named_and_nothing_else_that_is_miss
         "chooses its devices itself",
     ]
     assert conftest.names_not_here(reasons) == ["fairseq", "nemo-rl", "rattler_build", "spmd_types", "verl"]
+
+
+def test_the_lock_of_a_killed_build_of_the_emulated_accelerator_goes_and_that_of_a_running_one_stays(tmp_path):
+    lock = tmp_path / "lock"
+    emulated.forget_killed_build(tmp_path)  # where there is none
+    lock.touch()
+    emulated.forget_killed_build(tmp_path)
+    assert lock.exists()
+    long_ago = time.time() - emulated.COMPILED_WITHIN - 1
+    os.utime(lock, (long_ago, long_ago))
+    emulated.forget_killed_build(tmp_path)
+    assert not lock.exists()

@@ -7,19 +7,24 @@ a real one it refuses tensors on different devices. Its journal tells what each 
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import time
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import load
+from torch.utils.cpp_extension import get_default_build_root, load
 
 from tests.emulated.races import Happened
 
 NAME = "emulated"
 DEVICES = 2
 """As in accelerator.cpp."""
-
+COMPILED_WITHIN = 900.0
+"""Seconds that compiling takes at most, on a busy machine."""
 
 CAPTURING: set[int] = set()
 """Devices whose stream is said to be captured."""
@@ -28,7 +33,20 @@ CAPTURING: set[int] = set()
 @functools.cache
 def _extension() -> Any:
     """Return the compiled accelerator."""
-    return load("emulated_accelerator", [str(Path(__file__).with_name("accelerator.cpp"))], extra_cflags=["-O0"])
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    folder = Path(root, f"emulated_accelerator-{sys.implementation.cache_tag}-{torch.__version__}")
+    folder.mkdir(parents=True, exist_ok=True)
+    forget_killed_build(folder)
+    source = str(Path(__file__).with_name("accelerator.cpp"))
+    return load("emulated_accelerator", [source], extra_cflags=["-O0"], build_directory=str(folder))
+
+
+def forget_killed_build(folder: Path) -> None:
+    """Remove the lock of a process that was killed while it compiled: torch would wait for it for ever."""
+    lock = folder / "lock"
+    with suppress(FileNotFoundError):
+        if time.time() - lock.stat().st_mtime > COMPILED_WITHIN:
+            lock.unlink()
 
 
 def take_journal() -> list[Happened]:

@@ -27,7 +27,7 @@ from tests.seqpar.linear.test_linear_cross_entropy import LEAVES
 from tests.seqpar.linear.test_low_precision import LOW, both_errors
 from tests.seqpar.recording import recorded
 
-ROWS = 64 if DEVICE == "cpu" else 256  # the interpreter takes them one by one
+ROWS = 32 if DEVICE == "cpu" else 256  # the interpreter takes them one by one
 EXAMPLES = 20 if DEVICE == "cpu" else 15  # every other vocabulary is another kernel, which a GPU must compile
 
 pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
