@@ -46,7 +46,7 @@ pytest: .venv/dev
 # One collection for four suites, and while one waits for its processes or for its last test, another one works
 test-recipe: .venv/dev  ## test-launched, test-faults, test-formats and test-tutorial in one run, which takes less time than the four (about 15 minutes on 2 cores)
 	@echo "[test-recipe] pytest, the recipe's suites beside make test, and the tutorials"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'launched or faults or formats or tutorial' -q --durations=10 tests/test_documents.py tests/tutorials tests/examples tests/recipes
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'launched or faults or formats or tutorial' -q --durations=10 tests/test_documents.py tests/tutorials tests/examples tests/benchmarks tests/recipes
 
 test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service (5 to 9 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
@@ -56,9 +56,9 @@ test-faults: .venv/dev  ## check the recipe under kills, interrupts, hostile fil
 	@echo "[test-faults] pytest, the recipe killed, interrupted and given hostile files"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'faults and not formats' -q --durations=5 tests/recipes
 
-test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, the examples, and the trainings of docs/results/ made short (about 4 minutes on 2 cores)
+test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, the examples, and the trainings of docs/results/ and the parts for a GPU made short (about 4 minutes on 2 cores)
 	@echo "[test-tutorial] pytest, every block of the tutorials, every example, every training of the results"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m tutorial -q --durations=5 tests/tutorials tests/examples tests/test_documents.py
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m tutorial -q --durations=5 tests/tutorials tests/examples tests/benchmarks tests/test_documents.py
 
 test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (a minute or two)
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"

@@ -132,6 +132,7 @@ def test_failures_come_first_and_passed_tests_are_counted():
     assert "| test | a |" not in text
 
 
+@pytest.mark.tutorial
 @pytest.mark.parametrize("part", ["products", "kernels", "steps", "gaps", "scores"])
 def test_every_part_of_the_loss_runs_small_on_the_cpu(part, monkeypatch):
     for step in parts()[part]:
