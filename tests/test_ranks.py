@@ -35,6 +35,28 @@ def test_ranks_are_processes_of_their_own_that_stay_alive():
     assert len({os.getpid(), *(p for _, p in first)}) == 4
 
 
+class OnlyHere:
+    """What the process that made it can send, and another one cannot load."""
+
+    def __reduce__(self):
+        return load_in, (os.getpid(),)
+
+
+def load_in(process):
+    if process != os.getpid():
+        raise ValueError("made in another process")
+
+
+def only_in_a_rank(rank, world):
+    return OnlyHere()
+
+
+def test_a_result_that_cannot_be_loaded_is_an_error_and_the_next_call_has_a_new_pool():
+    with pytest.raises(ValueError, match="made in another process"):
+        ranks(2, only_in_a_rank)
+    assert [value for value, _ in ranks(2, sum_of_ranks, 2)] == [2, 2]
+
+
 def test_a_failure_names_the_rank_and_the_next_call_has_a_new_pool():
     before = ranks(2, sum_of_ranks, 1)
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*KeyError: 'only here'"):

@@ -204,6 +204,20 @@ def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: s
     assert not hasattr(generator, "scale")
 
 
+class Failing(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        raise RuntimeError("a criterion's own error")
+
+
+def test_what_a_pair_keeps_is_put_back_also_after_its_own_error() -> None:
+    generator = Head(after=lambda self, scores: (listed(self, scores), queued(self, scores), binned(self, scores)))
+    with pytest.raises(RuntimeError, match="a criterion's own error"):
+        seqpar.LossCompute(generator, Failing())(*batch())
+    assert not generator.seen
+    assert not generator.recent
+    assert not generator.histogram.any()
+
+
 class Metric(nn.Module):
     """Counts rows by a method that is set on the instance, and so belongs to it in every copy, as torchmetrics does."""
 
@@ -342,6 +356,23 @@ def test_a_backward_that_adds_to_main_grad_is_refused_and_has_added_nothing() ->
     assert not generator.weight.main_grad.any()
 
 
+class MakesMain(Accumulating):
+    """The same where there is no main_grad yet: backward makes one."""
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        ctx.weight.main_grad = upstream.flatten(0, -2).mT @ hidden.flatten(0, -2)
+        return upstream @ weight, None
+
+
+def test_a_backward_that_makes_a_main_grad_is_refused_and_leaves_none() -> None:
+    generator = Fused(MakesMain)
+    with pytest.raises(ValueError, match=r"backward writes into generator\.weight\.main_grad"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    assert not hasattr(generator.weight, "main_grad")
+
+
 class Ignoring(nn.Module):
     def __init__(self, ignored: int, named: int | None = None) -> None:
         super().__init__()
@@ -361,6 +392,21 @@ def test_padding_without_a_name_is_refused_with_its_target(padding: int) -> None
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding))(hidden, target)
     loss = seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding, padding))(hidden, target)
     assert loss.tokens == (target != padding).sum()
+
+
+class CountsItself(Ignoring):
+    def token_loss(self, logits: Tensor, target: Tensor) -> seqpar.TokenLoss:
+        return seqpar.TokenLoss(super().forward(logits, target), (target != self.ignored).sum())
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.token_loss(logits, target).total
+
+
+def test_padding_without_a_name_passes_where_the_criterion_counts_no_tokens_of_it() -> None:
+    hidden, target = batch()
+    target[15:] = 3
+    loss = seqpar.LossCompute(nn.Linear(4, V).double(), CountsItself(3), chunk_tokens=6)(hidden, target)
+    assert loss.tokens == (target != 3).sum()
 
 
 @pytest.mark.parametrize("where", [slice(None, -1), slice(-1, None)], ids=["most common", "last"])

@@ -86,6 +86,15 @@ def test_a_criterion_that_looks_at_other_rows_is_refused_whatever_the_rows(name,
             engine(hidden, torch.randint(V, (40,)))
 
 
+def test_a_large_vocabulary_has_a_smaller_company():
+    """At most 16 MiB of scores in float32: 41 rows of 100,000 classes."""
+    sizes = []
+    criterion = Of(lambda self, z, y: sizes.append(len(y)) or F.cross_entropy(z, y, reduction="sum"))
+    target = torch.randint(100_000, (40,))
+    seqpar.LossCompute(nn.Linear(1, 100_000), criterion, chunk_tokens=16)(torch.randn(40, 1), target)
+    assert max(sizes) == 41
+
+
 @pytest.mark.parametrize("name", [n for n in JOINING if "quantile" not in n])
 def test_it_is_found_in_a_batch_of_one_token(name):
     """The rows that are asked about are made from that one, and differ: of equal rows none is the hardest."""

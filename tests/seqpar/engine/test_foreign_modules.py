@@ -199,6 +199,20 @@ class Centred(nn.Module):
         return F.cross_entropy(logits, target, reduction="sum")
 
 
+class Averaging(nn.Module):
+    """A criterion with a slow moving average of its loss, which half of the rows twice change by 1 % otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones((), dtype=torch.float64))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits, target, reduction="none")
+        if self.training:
+            self.average.lerp_(losses.detach().mean(), 0.01)
+        return losses.sum()
+
+
 CHANGING = {
     "generator.scale": (lambda: Scaling(False), seqpar.CrossEntropy),
     "the same in place: generator.scale": (lambda: Scaling(True), seqpar.CrossEntropy),
@@ -207,6 +221,7 @@ CHANGING = {
         seqpar.CrossEntropy,
     ),
     "criterion.calls": (lambda: nn.Linear(4, V).double(), Centred),
+    "criterion.average": (lambda: nn.Linear(4, V).double(), Averaging),
 }
 
 

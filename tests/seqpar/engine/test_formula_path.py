@@ -130,6 +130,15 @@ def test_explain_has_chunks_and_bytes_and_the_reason():
     assert "5 time steps" in seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy(), chunk_size=5).explain()
 
 
+@pytest.mark.unswitched
+@pytest.mark.parametrize("generator", [nn.Linear, Twice])
+def test_explain_has_the_bytes_of_float32_for_logits_in_bfloat16(generator):
+    """Their softmax is computed in float32: 512 x 1,024 x 4 bytes are 2 MiB."""
+    engine = seqpar.LossCompute(generator(4, 1024).bfloat16(), seqpar.CrossEntropy(), chunk_tokens=512)
+    engine(torch.randn(3, 4).bfloat16(), torch.zeros(3).long())
+    assert engine.explain(1000).endswith("2 chunks of at most 512, whose logits (1,024 each) take 2.0 MiB")
+
+
 def batch(rows, padding, width=4):
     target = torch.randint(7, (rows,))
     target[:padding] = -100

@@ -37,6 +37,15 @@ class Counting(seqpar.CrossEntropy):
         return TokenLoss((losses * w).sum(), counted.sum())
 
 
+class CountingAlone(Counting):
+    """The same, whose `forward` takes no weights, and is never called."""
+
+    token_loss = Counting.token_loss
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        raise AssertionError
+
+
 class AnyKeyword(Weighted):
     """Takes what is left, by whatever name."""
 
@@ -149,6 +158,12 @@ def wrapped(run):
 def test_a_keyword_goes_where_it_is_named_else_where_any_is_taken(generator, criterion, takers):
     seen = given_to(generator, criterion, w=1)
     assert [who for who in seen if seen[who] == {"w"}] == takers
+
+
+def test_a_keyword_that_token_loss_alone_names_goes_there():
+    generator, hidden, target, w = nn.Linear(D, V), torch.randn(3, D), torch.tensor([1, 0, 3]), torch.rand(3)
+    alone, both = (seqpar.LossCompute(generator, kind(ignore_index=0)) for kind in (CountingAlone, Counting))
+    assert alone(hidden, target, w=w).total == both(hidden, target, w=w).total
 
 
 @pytest.mark.parametrize("criterion", [seqpar.CrossEntropy(), nn.CrossEntropyLoss(reduction="sum"), Weighted()])

@@ -150,8 +150,10 @@ def test_a_loss_of_0_is_no_sum_in_a_narrow_dtype():
     assert "sums in" not in likely_cause(Evidence((0 * value, {"w": plain}), (value, {"w": plain})))
 
 
-def test_the_last_chunk_is_dropped_also_where_padding_is_at_its_end():
-    plain = wide(*[1.0, 2.0, 3.0, 5.0, 7.0, 4.0, 0.0, 0.0]).view(4, 2)
+@pytest.mark.parametrize("padding", [2, 3])
+def test_the_last_chunk_is_dropped_also_where_padding_is_in_it_or_at_its_end(padding):
+    plain = wide(*[1.0, 2.0, 3.0, 5.0, 7.0, 4.0, 6.0, 9.0]).view(4, 2)
+    plain[padding] = 0
     got = plain * wide(1.0, 0.0, 0.0, 0.0).unsqueeze(1)
     value = wide(math.pi)[0]
     found = Evidence((value, {"hidden": got}), (value, {"hidden": plain}), per_token=frozenset({"hidden"}))

@@ -206,5 +206,30 @@ def test_per_token_tensors_and_devices_take_part():
         assert_same_loss(Gated(), criterion, hidden, target, loss=forgets_the_gate, gate=gate)
 
 
+def test_targets_that_are_shifted_are_named_beside_per_token_tensors():
+    gate, target = torch.rand(2, 4) + 0.5, torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
+    with pytest.raises(
+        AssertionError, match=r"^Likely cause: targets shifted by one: each token is held against the n"
+    ):
+        assert_same_loss(Gated(), seqpar.CrossEntropy(), torch.randn(2, 4, 4), target, loss=against_the_next, gate=gate)
+
+
+def against_the_next(generator, criterion, hidden, target, gate):
+    return plain_loss(generator, criterion, hidden[:, :-1], target[:, 1:], gate=gate[:, :-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_per_token_tensors_are_made_float64(dtype):
+    gate, target = torch.rand(2, 3).to(dtype), torch.randint(5, (2, 3))
+    seen = set()
+
+    def looks(generator, criterion, hidden, target, gate):
+        seen.add(gate.dtype)
+        return plain_loss(generator, criterion, hidden, target, gate=gate)
+
+    assert_same_loss(Gated(), seqpar.CrossEntropy(), torch.randn(2, 3, 4), target, loss=looks, gate=gate)
+    assert seen == {torch.float64}
+
+
 def forgets_the_gate(generator, criterion, hidden, target, gate):
     return plain_loss(generator, criterion, hidden, target, gate=gate.detach())

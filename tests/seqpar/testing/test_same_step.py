@@ -19,6 +19,7 @@ import seqpar
 from seqpar.integrations.accumulate import accumulate_step
 from seqpar.integrations.trl import SeqparScores
 from seqpar.testing import Layout, assert_same_step
+from seqpar.testing.step_run import Watch
 from tests.fenced import fenced
 from tests.seqpar.integrations.tiny_models import tiny
 from tests.seqpar.integrations.trainer_runs import ONE_STEP
@@ -158,6 +159,19 @@ def test_a_failure_names_the_first_module_and_the_call_that_shows_it():
         assert_same_step(trainer("world"), [LAYOUTS[0], Layout(ranks=2, kind="tensor parallel")])
     assert "the first module that differs is 0, and 2 of 2 parameters do" in str(e.value)
     assert "_step(trainer.<locals>.make_trainer, [Layout(ranks=2, kind='tensor parallel')])" in str(e.value)
+
+
+def test_a_gradient_that_is_clipped_twice_is_kept_as_it_was_before_the_first_time():
+    model = nn.Linear(3, 2)
+    optimizer, watch = torch.optim.SGD(model.parameters(), lr=0.1), Watch(model)
+    model(torch.ones(4, 3)).square().sum().backward()
+    unclipped = model.weight.grad.clone()
+    with watch.watching():
+        for most in (0.1, 0.01):
+            nn.utils.clip_grad_norm_(model.parameters(), most)
+        optimizer.step()
+    assert not torch.equal(model.weight.grad, unclipped)
+    assert torch.equal(watch.gradients["weight"], unclipped)
 
 
 def changed(change):
