@@ -239,10 +239,10 @@ def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
     return None
 
 
-def graphs_held(held: Held) -> list[str]:
-    """Return the attributes that hold a tensor with a graph, directly or in a container."""
+def names_that_hold(kind: type, *held: Held) -> list[str]:
+    """Return the names of what holds something of a kind, directly or in a container; a tensor may be a `Graph`."""
 
-    def has_graph(value: object) -> bool:
-        return isinstance(value, Graph) or (isinstance(value, tuple) and any(map(has_graph, value)))
+    def holds(value: object) -> bool:
+        return isinstance(value, kind) or (isinstance(value, tuple) and any(map(holds, value)))
 
-    return [name for (name, _), value in held.values.items() if has_graph(value)]
+    return [name for each in held for (name, _), value in each.values.items() if holds(value)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, graphs_held, random_states_kept
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Graph, Held, names_that_hold, random_states_kept
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
@@ -119,7 +119,7 @@ def ask_about_state(trial: Trial) -> None:
             f"backward writes into {outcome.written[0]}, which would happen for each chunk and before the loss is "
             "divided: return the gradient instead (without a fused gradient accumulation)"
         )
-    if graphs := [name for name in graphs_held(first) if not _is_made_by_a_hook(trial, name)]:
+    if graphs := [name for name in names_that_hold(Graph, first) if not _is_made_by_a_hook(trial, name)]:
         raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
     if not before.changed(first):
         return

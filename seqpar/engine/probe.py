@@ -38,7 +38,12 @@ from seqpar.engine.pair import criterion_loss
 from seqpar.engine.row_mixing import ask_about_rows
 from seqpar.engine.shards import Shard, check_targets
 from seqpar.engine.situation import LogitFacts, Situation
-from seqpar.engine.surroundings import Surroundings, ask_about_graphs_left, ask_about_surroundings
+from seqpar.engine.surroundings import (
+    Surroundings,
+    ask_about_graphs_left,
+    ask_about_iterators,
+    ask_about_surroundings,
+)
 from seqpar.engine.trial import PROBE_ROWS, Trial
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.leaves import product_dtype
@@ -100,7 +105,7 @@ def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classe
     around = Surroundings(trial.head)
     with trial.kept(), torch.no_grad():
         logits_KV, keeps_nothing = _first_call(trial, check_classes)
-    ask_about_surroundings(trial, around)
+    harmless = ask_about_surroundings(trial, around)
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     with trial.kept(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
         is_checked = criterion_adds_up(trial, logits_KV)
@@ -110,6 +115,9 @@ def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classe
         adds_up = buffers_add_up(trial)
     ask_about_rows(trial)
     ask_about_state(trial)
+    # Once more, because a hook may change other things in backward alone
+    ask_about_surroundings(trial, around, harmless)
+    ask_about_iterators(trial, around)
     ask_about_graphs_left(trial, around)
     ask_about_backward(trial, situation.is_scaled)
     return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up)

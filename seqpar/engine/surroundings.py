@@ -7,7 +7,7 @@ chunks. A tensor that is left there with a graph, such as an auxiliary loss, wou
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Graph, Held, graphs_held
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Graph, Held, names_that_hold
 from seqpar.engine.module_calls import HOOKS
-from seqpar.engine.trial import Outcome, Trial
+from seqpar.engine.trial import REPEATS, Outcome, Trial
 
 MOST_FUNCTIONS = 200
 """How many functions are looked into: one may reach a whole program."""
@@ -97,33 +97,49 @@ def _set_on_class(kind: type, name: str, old: object, value: object) -> None:
         setattr(kind, name, value)
 
 
-def ask_about_surroundings(trial: Trial, before: Surroundings) -> None:
-    """Raise ValueError if results depend on what calls change outside the modules.
+def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collection[str] = ()) -> list[str]:
+    """Raise ValueError if results depend on what calls change outside the modules; else return what they change.
 
     Even a small dependence, such as that of smoothing annealed over many thousand calls: what changes it is put back,
-    and then the results must be the same bit by bit.
+    and then the results must be the same bit by bit. One that shows after more than `REPEATS` calls is not found.
     """
     here = Surroundings(trial.head)
-    changed = before.changed(here)
+    changed = [name for name in before.changed(here) if name not in harmless]
     if not changed:
-        return
-    first, second = _call(trial), _call(trial)
+        return []
+    first = _call(trial)
+    later = ((number, _call(trial)) for number in range(1, REPEATS))
+    number, other = next((found for found in later if not _is_equal(first, found[1])), (0, first))
+    if other is first:
+        return changed
     for _ in range(2):
-        if _is_equal(first, second):
-            return
         here.put_back()
-        if not (_is_equal(first, _call(trial)) and _is_equal(second, _call(trial))):
-            return
+        again = [_call(trial) for _ in range(number + 1)]
+        if not (_is_equal(first, again[0]) and _is_equal(other, again[-1])):
+            return changed
     raise ValueError(
         f"{changed[0]} changes with every call, and so do the results; the pair is called once for each chunk, so that "
         "they would depend on the chunks: change it outside, once a step"
     )
 
 
+def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
+    """Raise ValueError if results change where the pair takes from an iterator, which cannot be put back."""
+    names = names_that_hold(Iterator, trial.held, before)
+    if not names:
+        return
+    first = _call(trial)
+    if not all(first.is_same(_call(trial)) for _ in range(REPEATS)):
+        raise ValueError(
+            f"{names[0]} is an iterator, and the results change from call to call; the pair is called once for each "
+            "chunk, so that what is taken from it would depend on the chunks: take from it outside, once a step"
+        )
+
+
 def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
     """Raise ValueError if calls have left a tensor with a graph outside the modules."""
-    there_before = {*graphs_held(before)}
-    left = [name for name in graphs_held(Surroundings(trial.head)) if name not in there_before]
+    there_before = {*names_that_hold(Graph, before)}
+    left = [name for name in names_that_hold(Graph, Surroundings(trial.head)) if name not in there_before]
     if left:
         before.put_back()
         raise ValueError(f"{left[0]} {KEEPS_A_GRAPH}")

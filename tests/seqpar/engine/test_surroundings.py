@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,17 @@ def of_few_calls() -> nn.Module:
     def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
         calls[0] += 1
         return F.cross_entropy(z, y, reduction="sum", label_smoothing=min(0.5, calls[0] / 20))
+
+    return Calling(function)
+
+
+def of_every_thirteenth_call() -> nn.Module:
+    calls = 0
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return smoothed(z, y, calls // 13)
 
     return Calling(function)
 
@@ -149,6 +161,28 @@ def of_an_object() -> nn.Module:
     return Calling(lambda self, z, y: smoothed(z, y, schedule()))
 
 
+def of_a_hook(kind: str) -> Any:
+    """A count in the closure of a hook, of the kind that torch registers under that name."""
+
+    def made() -> nn.Module:
+        calls = 0
+
+        def hook(module: nn.Module, *given: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            changed = given[0 if kind == "full_backward_hook" else -1]
+            if isinstance(changed, Tensor):
+                return changed * (1 + calls / 100_000)
+            # Of targets there is no gradient, and they are no numbers
+            return tuple(t * (1 + calls / 100_000) if t is not None and t.is_floating_point() else t for t in changed)
+
+        module = Calling(lambda self, z, y: F.cross_entropy(z, y, reduction="sum"))
+        getattr(module, f"register_{kind}")(hook)
+        return module
+
+    return made
+
+
 def of_slots() -> nn.Module:
     @dataclass(slots=True)
     class Config:
@@ -167,6 +201,7 @@ CHANGING = [
     (of_a_global, "the global NUMBER"),
     (of_a_closure, "calls in the closure of function"),
     (of_few_calls, "calls in the closure of function"),
+    (of_every_thirteenth_call, "calls in the closure of function"),
     (of_a_default, "a default of function"),
     (of_a_function, "function.calls"),
     (of_a_class, "Annealed.calls"),
@@ -176,6 +211,10 @@ CHANGING = [
     (of_what_a_partial_holds, "step in the closure of <lambda>"),
     (of_an_object, "schedule in the closure of <lambda>"),
     (of_slots, "criterion.config"),
+    (of_a_hook("forward_pre_hook"), "calls in the closure of hook"),
+    (of_a_hook("forward_hook"), "calls in the closure of hook"),
+    (of_a_hook("full_backward_pre_hook"), "calls in the closure of hook"),
+    (of_a_hook("full_backward_hook"), "calls in the closure of hook"),
 ]
 
 
@@ -207,6 +246,43 @@ def test_what_counts_calls_around_the_code_passes_where_nothing_depends_on_it() 
     loss = seqpar.LossCompute(generator, Calling(counting), chunk_tokens=5)(hidden, target)
     assert torch.allclose(loss.total, F.cross_entropy(generator(hidden), target, reduction="sum"))
     assert all(new > old for new, old in zip((NUMBER, COUNTS["calls"], len(LEFT)), before, strict=True))
+
+
+def around(taken_from: Any) -> nn.Module:
+    """A criterion that takes its smoothing from an iterator which stands around its code."""
+    return Calling(lambda self, z, y: F.cross_entropy(z, y, reduction="sum", label_smoothing=next(taken_from)))
+
+
+def within(taken_from: Any) -> nn.Module:
+    """One that takes it from an iterator in a list of its own."""
+    made = Calling(lambda self, z, y: F.cross_entropy(z, y, reduction="sum", label_smoothing=next(self.held[0])))
+    made.held = [taken_from]
+    return made
+
+
+ITERATORS = {
+    "a cycle": lambda: itertools.cycle([0.0] * 5 + [0.1] * 5),
+    "a list's": lambda: iter([number // 9 / 100 for number in range(900)]),
+    "a generator": lambda: (number // 9 / 100 for number in itertools.count()),
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "held"), [(around, "taken_from in the closure of <lambda>"), (within, r"criterion\.held")]
+)
+@pytest.mark.parametrize("name", ITERATORS)
+def test_results_that_depend_on_what_an_iterator_gives_are_refused_by_name(name: str, made: Any, held: str) -> None:
+    engine = seqpar.LossCompute(nn.Linear(4, V), made(ITERATORS[name]()), chunk_tokens=3)
+    with pytest.raises(ValueError, match=rf"^{held} is an iterator, and the results change from call to call[^\n]*$"):
+        engine(*batch())
+
+
+def test_an_iterator_that_gives_the_same_passes() -> None:
+    hidden, target = batch()
+    generator = nn.Linear(4, V)
+    loss = seqpar.LossCompute(generator, around(itertools.repeat(0.1)), chunk_tokens=5)(hidden, target)
+    plain = F.cross_entropy(generator(hidden), target, reduction="sum", label_smoothing=0.1)
+    assert torch.allclose(loss.total, plain)
 
 
 def with_dropout(self: Any, z: Tensor, y: Tensor) -> Tensor:
