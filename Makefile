@@ -48,7 +48,7 @@ test-recipe: .venv/dev  ## test-launched, test-faults, test-formats and test-tut
 	@echo "[test-recipe] pytest, the recipe's suites beside make test, and the tutorials"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'launched or faults or formats or tutorial' -q --durations=10 tests/test_documents.py tests/tutorials tests/examples tests/benchmarks tests/recipes
 
-test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service (5 to 9 minutes on 2 cores)
+test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service, and with compiled layers (5 to 9 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
 

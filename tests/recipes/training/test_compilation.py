@@ -79,6 +79,7 @@ def layout_of(run: Path, changes: dict[str, Any]) -> tuple[Layout, Corpus]:
     return Layout(*first_model(config, corpus, None, ALONE), config.training, config.layout, [CPU], ALONE), corpus
 
 
+@pytest.mark.launched
 @pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu]"])
 def test_a_training_with_compiled_layers_is_the_one_without_to_rounding(devices: str, tmp_path: Path) -> None:
     given = {**FEW, "training.devices": devices}
@@ -115,6 +116,7 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path) -> None:
     assert last.endswith("install a C++ compiler and, for a GPU, Triton, or leave training.compile out")
 
 
+@pytest.mark.launched
 def test_a_run_with_dropout_and_compiled_layers_is_resumed_bit_for_bit_by_another_process(tmp_path: Path) -> None:
     dropout = {**COMPILED, "training.accumulate": 2, "training.steps": 4, "training.validate_every": 2}
     train(tiny(tmp_path / "through", dropout))
@@ -146,6 +148,7 @@ def test_shapes_that_the_code_is_not_for_are_computed_without_it(
             assert error(mine.grad, theirs.grad) <= 1e-12, name
 
 
+@pytest.mark.launched
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_the_gradient_of_each_matrix_is_as_close_to_float64_as_without_compiled_layers(
     precision: str, tmp_path: Path
