@@ -30,7 +30,7 @@ SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 
-GONE = {"data.streaming": "false", "training.r_drop": "0.0", "noise": "0.0"}
+GONE = {"data.streaming": "false", "training.r_drop": "0.0", "noise": "0.0", "layout.sequence": "1"}
 """Settings and sections that models saved by earlier versions have, and the value that means what is done without
 them."""
 
@@ -268,8 +268,8 @@ def _check_gone(key: str, node: yaml.Node, location: str) -> None:
     values = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else [node]
     if any(_shown(value) != repr(GONE[key]) for value in values):
         raise ConfigError(
-            f"{key} ({location}) is a setting of an earlier version: that version can export the model for Hugging "
-            "Face, and `import` reads the export"
+            f"{key} ({location}) is a setting of an earlier version: leave it out of a new training; a model that has "
+            "it can be exported by that version for Hugging Face, and `import` reads the export"
         )
 
 

@@ -209,6 +209,7 @@ def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callab
         ("subwords: {vocab_size: 4}", ["from 5 up"]),
         ("subwords: {kind: word}", ["subwords.kind (", "run.yaml:1", "unigram, bpe"]),
         ("data: {streaming: true}", ["data.streaming (", "run.yaml:1", "of an earlier version", "`import` reads"]),
+        ("layout: {sequence: 2}", ["layout.sequence (", "run.yaml:1", "of an earlier version", "leave it out"]),
         ("data: {format: txt}", ["data.format", "builtin, text, tsv", "did you mean text?"]),
         ("data: {train: [[a]]}", ["data.train", "a list, each text"]),
         ("data: {path: null}", ["data.path", "text", "got nothing"]),
@@ -228,6 +229,11 @@ def test_a_mistake_in_a_file_is_answered_with_key_place_and_remedy(
 ) -> None:
     answer = refusal(written(text))
     assert [part for part in parts if part not in answer] == [], answer
+
+
+def test_settings_of_earlier_versions_that_did_nothing_are_read_as_left_out(written: Callable[[str], Path]) -> None:
+    before = "data: {streaming: false}\ntraining: {r_drop: 0.0}\nnoise: {words: 0.0}\nlayout: {sequence: 1, data: 2}"
+    assert load_config(written(before)) == load_config(written("layout: {data: 2}"))
 
 
 @pytest.mark.parametrize(
