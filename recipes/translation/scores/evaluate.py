@@ -24,7 +24,7 @@ from recipes.translation.scores.mean_of_sets import scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured, mean_of
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
-from recipes.translation.text.metric_command import command_scores, words_of
+from recipes.translation.text.metric_command import command_scores
 from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import best, note_unfinished
@@ -195,13 +195,6 @@ def scores_table(evaluations: Sequence[Evaluation]) -> str:
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:
     """Read two files that are aligned line by line; raise DataError if they are not."""
     return list(lowercased(aligned([sources, references], "evaluate"), lowercase))
-
-
-def check_metrics(tokenize: str | None, command: str | None) -> None:
-    """Raise an error, before the work of translating, for a tokeniser or a program that cannot be had."""
-    tokenizer_for(tokenize or "auto", "")
-    if command is not None:
-        words_of(command)
 
 
 def scored_by(command: str, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
