@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from models.transformer import Layer
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder import saving
@@ -455,6 +457,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     train_subwords((en for en, _ in builtin_pairs(300, 8)), root / "own", SubwordConfig(vocab_size=360, kind="bpe"))
     train(tiny(root / "start", {**BASE, "training.seed": 9}))
     return Runs(root)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graphs() -> Iterator[None]:
+    """Compile layers to graphs of torch's own kernels, which is done sooner; test_compilation has generated ones."""
+    with patch("models.compiled._compiled_forward", torch.compile(Layer.forward, dynamic=True, backend="aot_eager")):
+        yield
 
 
 def test_a_run_that_is_repeated_has_the_same_outcome(runs: Runs) -> None:

@@ -126,6 +126,7 @@ def test_a_run_with_dropout_and_compiled_layers_is_resumed_bit_for_bit_by_anothe
     assert_same_run(tmp_path / "run", tmp_path / "through")
 
 
+@pytest.mark.launched
 @pytest.mark.parametrize(("sentences", "subwords", "calls"), [(2, 3, 4), (1, 3, 0), (3, 0, 0), (2, 150, 0)])
 def test_shapes_that_the_code_is_not_for_are_computed_without_it(
     sentences: int, subwords: int, calls: int, tmp_path: Path
