@@ -63,13 +63,9 @@ def evaluate(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     _check_files(parser, options)
 
-    from recipes.translation.text.bleu_tokenizers import tokenizer_for
-    from recipes.translation.text.metric_command import words_of
+    from recipes.translation.scores.scores import check_metrics
 
-    # Before torch is imported
-    tokenizer_for(options.tokenize or "auto", "")
-    if options.metric_command is not None:
-        words_of(options.metric_command)
+    check_metrics(options.tokenize, options.metric_command)
     check_typed(options)
 
     from recipes.translation.processes.ranks import joined

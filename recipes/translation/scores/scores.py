@@ -8,6 +8,8 @@ from typing import Any
 from recipes.translation.errors import DataError
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, intervals
 from recipes.translation.scores.statistics import TITLES, Measured, mean_of, measured, metrics
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.metric_command import words_of
 
 
 def record_of(found: Sequence[Measured]) -> dict[str, Any]:
@@ -81,3 +83,10 @@ def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
         )
     if not references:
         raise DataError("there is nothing to evaluate: no sentences")
+
+
+def check_metrics(tokenize: str | None, command: str | None) -> None:
+    """Raise an error, before torch is imported, for a tokeniser or a program that cannot be had."""
+    tokenizer_for(tokenize or "auto", "")
+    if command is not None:
+        words_of(command)
