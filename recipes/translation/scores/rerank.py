@@ -54,15 +54,17 @@ def chosen_by_mbr_of_command(sources: Sequence[str], texts: Sequence[Sequence[st
     It scores each translation that differs from the others with each of them as its reference, and with itself where
     there are several alike. Raises ConfigError as `command_scores` does.
     """
-    different = [list(dict.fromkeys(row)) for row in texts]
+    asked = [_others(row) for row in texts]
     pairs = [
-        [(source, text, other) for text in row for other in row] for source, row in zip(sources, different, strict=True)
+        [(source, different[text], different[other]) for text, other in np.argwhere(others_NN)]
+        for source, (different, others_NN) in zip(sources, asked, strict=True)
     ]
-    scores = _scores_by_row(pairs, command)
-    return [
-        row[_best(_means(row, np.array(found).reshape(len(own), len(own))))]
-        for row, own, found in zip(texts, different, scores, strict=True)
-    ]
+    chosen = []
+    for row, (_, others_NN), scores in zip(texts, asked, _scores_by_row(pairs, command), strict=True):
+        utilities_NN = np.zeros_like(others_NN)
+        utilities_NN[others_NN > 0] = scores  # in the order of `argwhere`
+        chosen.append(row[_best(_means(row, utilities_NN))])
+    return chosen
 
 
 def _scores_by_row(rows: Sequence[Sequence[Scored]], command: str) -> list[list[float]]:
@@ -106,12 +108,16 @@ def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = 
     return _means(candidates, utilities_NN)
 
 
+def _others(candidates: Sequence[str]) -> tuple[list[str], Array]:
+    """Return the different candidates, and how many references for each of them each of them is, (N, N)."""
+    times = Counter(candidates)
+    # A candidate is not a reference for itself, but its repetitions are
+    return list(times), np.array(list(times.values())) - np.eye(len(times))
+
+
 def _means(candidates: Sequence[str], utilities_NN: Array) -> Array:
     """Return the mean utility of each candidate against the others; `utilities_NN` are those of different ones."""
-    times = Counter(candidates)
-    different = list(times)
-    # A candidate is not a reference for itself, but its repetitions are
-    others_NN = np.array(list(times.values())) - np.eye(len(different))
+    different, others_NN = _others(candidates)
     means = dict(zip(different, (utilities_NN * others_NN).sum(1) / max(1, len(candidates) - 1), strict=True))
     return np.array([means[text] for text in candidates])
 

@@ -122,6 +122,11 @@ def test_minimum_bayes_risk_is_by_the_mean_of_the_numbers_against_the_others(tmp
     assert chosen_by_mbr_of_command(["", "", ""], rows, command) == expected == ["aaaa", "bb", "e"]
 
 
+def test_a_command_is_not_asked_for_a_translation_beside_itself(tmp_path: Path) -> None:
+    command = scoring(tmp_path, "float('nan') if row['translation'] == row['reference'] else len(row['translation'])")
+    assert chosen_by_mbr_of_command(["s", "t"], [["a", "bb"], ["c"]], command) == ["bb", "c"]
+
+
 def test_repeated_translations_are_references_for_each_other_by_a_command_too(tmp_path: Path) -> None:
     """Scores that are 1 for the same text, and 0 for another: only what occurs twice has any."""
     command = scoring(tmp_path, "int(row['translation'] == row['reference'])")
