@@ -36,9 +36,14 @@ def words_of(command: str, named: str = OPTION) -> list[str]:
     return words
 
 
+def names(file: str, words: Sequence[str]) -> bool:
+    """Return whether a command names one of FILES."""
+    return any(f"{{{file}}}" in word for word in words)
+
+
 def check_without_references(command: str, named: str = OPTION) -> None:
     """Raise ConfigError for a command that cannot run, or reads references, where there are none."""
-    if any("{references}" in word for word in words_of(command, named)):
+    if names("references", words_of(command, named)):
         raise ConfigError(
             f"{named}: {command} reads {{references}}, and there are none here: name a metric that needs no references"
         )
@@ -65,11 +70,12 @@ def command_scores(
     if references is not None:
         texts["reference"] = references
     with TemporaryDirectory() as folder:
+        wanted = {name: lines for name, lines in zip(FILES, texts.values(), strict=False) if names(name, words)}
         given = ""
-        if not any(f"{{{name}}}" in word for name in FILES for word in words):
+        if not wanted:
             rows = zip(*texts.values(), strict=True)
             given = "".join(json.dumps(dict(zip(texts, row, strict=True))) + "\n" for row in rows)
-        for name, lines in zip(FILES, texts.values(), strict=False):
+        for name, lines in wanted.items():
             path = Path(folder, f"{name}.txt")
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
             words = [word.replace(f"{{{name}}}", str(path)) for word in words]
