@@ -18,7 +18,7 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.data import KINDS, NORMALIZATIONS
-from recipes.translation.text.normalization import composed, normalized, setting_of, with_rules
+from recipes.translation.text.normalization import all_composed, composed, normalized, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import kind_of_model, model_of, notes_of
 
@@ -215,9 +215,7 @@ class Subwords:
         """Encode each sentence as ids, without start and end symbol."""
         if self.tags:
             sentences = [self._tag_apart(sentence) for sentence in sentences]
-        # Each part of text in NFC is in NFC, and of many sentences this is known faster than of each
-        if not unicodedata.is_normalized("NFC", " ".join(sentences)):
-            sentences = [composed(sentence, self._rules) for sentence in sentences]
+        sentences = all_composed(sentences, self._rules)
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
             return ids
