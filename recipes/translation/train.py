@@ -98,7 +98,7 @@ def train(
         if ranks is None:
             ranks = held.enter_context(joined(config.layout.timeout))
         ranks.agree(must_agree(flat(config)))
-        axes_of(config.layout, ranks.world)
+        axes_of(config.layout, ranks.world)  # its errors, before anything is locked or read
         devices = devices_of(config.training, ranks)
         check_autocast(config.training.precision, devices)
         held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))

@@ -39,6 +39,11 @@ def check_together(config: RunConfig) -> None:
         check_decoder_only(config.model.preset, config.subwords.joint, training.freeze)
     check_teacher(training)
     check_lora(training, config.layout.vocab)
+    if training.compile and config.layout.vocab > 1:
+        raise ConfigError(
+            f"training.compile is true, but with layout.vocab {config.layout.vocab} the parts of a layer communicate, "
+            "which is not compiled: set layout.data or layout.shard instead, or leave training.compile out"
+        )
 
 
 def check_plateau(training: TrainingConfig) -> None:

@@ -1,4 +1,4 @@
-"""What `training.compile` needs: a layout whose layers are whole, and a compiler for the devices."""
+"""What `training.compile` needs: a compiler for the devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.training.parts import Axes
 
 
-def check_compiler(axes: Axes, devices: Iterable[torch.device]) -> None:
+def check_compiler(devices: Iterable[torch.device]) -> None:
     """Raise ConfigError where layers cannot be compiled, found by compiling a small function for each device."""
-    if axes.vocab > 1:
-        raise ConfigError(
-            f"training.compile is true, but with layout.vocab {axes.vocab} the parts of a layer communicate, which is "
-            "not compiled: set layout.data or layout.shard instead, or leave training.compile out"
-        )
     for device in dict.fromkeys(devices):
         try:
             with warnings.catch_warnings(), torch.compiler.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]

@@ -186,7 +186,7 @@ class Layout:
         self.stance: Callable[[], AbstractContextManager[None]] = nullcontext
         """What a step is within: what it may compile."""
         if self.settings.compile:
-            ranks.run_on_all(lambda: check_compiler(axes, devices))
+            ranks.run_on_all(lambda: check_compiler(devices))
             compile_layers(model)
             self.stance = compiling
         beside = None

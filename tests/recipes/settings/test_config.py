@@ -210,6 +210,7 @@ def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callab
         ("subwords: {kind: word}", ["subwords.kind (", "run.yaml:1", "unigram, bpe"]),
         ("data: {streaming: true}", ["data.streaming (", "run.yaml:1", "of an earlier version", "`import` reads"]),
         ("layout: {sequence: 2}", ["layout.sequence (", "run.yaml:1", "of an earlier version", "leave it out"]),
+        ("training: {compile: true}\nlayout: {vocab: 2}", ["training.compile is true", "with layout.vocab 2"]),
         ("data: {format: txt}", ["data.format", "builtin, text, tsv", "did you mean text?"]),
         ("data: {train: [[a]]}", ["data.train", "a list, each text"]),
         ("data: {path: null}", ["data.path", "text", "got nothing"]),
