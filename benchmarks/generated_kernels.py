@@ -102,7 +102,7 @@ def register_compiler() -> None:
 def noted_launches(log: TorchDispatchMode, noted: Callable[[str], None]) -> Iterator[None]:
     """Within the block, tell `noted` each launch of a generated kernel, and `log` what generated code dispatches."""
     call = CompiledFxGraph.__call__
-    forward = compiled._compiled_forward
+    forward = compiled._compiled_forward()
 
     def logged(graph: CompiledFxGraph, inputs: Any) -> Any:
         # Once, also where the mode is on already, as in backward
@@ -123,7 +123,7 @@ def noted_launches(log: TorchDispatchMode, noted: Callable[[str], None]) -> Iter
         stack.enter_context(patch("torch._inductor.async_compile.AsyncCompile.triton", kernel))
         stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
         stack.enter_context(patch.object(CompiledFxGraph, "__call__", logged))
-        stack.enter_context(patch.object(compiled, "_compiled_forward", outside_modes))
+        stack.enter_context(patch.object(compiled, "_compiled_forward", lambda: outside_modes))
         yield
 
 

@@ -15,8 +15,9 @@ Values are the layer's own but for rounding. Dropout draws other numbers, which 
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -31,21 +32,24 @@ class CompiledLayer(Layer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Transform the states as `Layer.forward` does."""
-        forward = _compiled_forward if self.training and torch.is_grad_enabled() else Layer.forward
+        forward = _compiled_forward() if self.training and torch.is_grad_enabled() else Layer.forward
         return forward(self, *args, **kwargs)
 
 
-_compiled_forward = torch.compile(
-    Layer.forward,
-    dynamic=True,
-    options={
-        # Without measuring, by which Inductor would choose kernels with other roundings from process to process
-        "deterministic": True,
-        # On a GPU, whose small layers wait for launches: one for each sum over rows, and one for several that are alike
-        "split_reductions": False,
-        "combo_kernels": True,
-    },
-)
+@functools.cache
+def _compiled_forward() -> Callable[..., Tensor]:
+    """Return the code that all layers share; made when it is needed, as importing the compiler takes seconds."""
+    return torch.compile(
+        Layer.forward,
+        dynamic=True,
+        options={
+            # Without measuring, by which Inductor would choose kernels with other roundings from process to process
+            "deterministic": True,
+            # On a GPU, whose small layers wait for launches: one for each sum over rows, one for several that are alike
+            "split_reductions": False,
+            "combo_kernels": True,
+        },
+    )
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -43,6 +43,15 @@ def waves(start: int, stop: int, d_model: int, *, like: Tensor, steps: float) ->
     return angle.sin(), angle.cos()
 
 
+def _lookup(entries: int, d_model: int) -> nn.Embedding:
+    """Return an embedding whose vectors are drawn later.
+
+    `nn.Embedding(entries, d_model)` draws them, for which torch imports its compiler on "meta": three seconds.
+    """
+    made: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(entries, d_model), freeze=False)
+    return made
+
+
 class Embedding(nn.Module):
     """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4).
 
@@ -52,11 +61,11 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, config: TransformerConfig) -> None:
         super().__init__()
         how = ARCHITECTURES[config.architecture]
-        self.lookup = nn.Embedding(vocab, config.d_model)
+        self.lookup = _lookup(vocab, config.d_model)
         self.dropout = Dropout(config.dropout)
         self.positions = how.positions
         if how.positions == "learned":
-            self.learned = nn.Embedding(config.max_positions, config.d_model)
+            self.learned = _lookup(config.max_positions, config.d_model)
         self.norm: nn.Module = nn.Identity()
         if how.norm:
             self.norm = nn.LayerNorm(config.d_model)

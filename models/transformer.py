@@ -370,7 +370,8 @@ def allocate(module: nn.Module, device: torch.device) -> None:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_meta:
                 if id(parameter) not in allocated:
-                    empty = torch.empty_like(parameter, device=device)
+                    # Not `empty_like`, for which torch imports sympy where the parameter is on "meta"
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 setattr(owner, name, allocated[id(parameter)])
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from recipes.translation.errors import ConfigError
 
@@ -31,7 +30,12 @@ def told_if_not_compiled() -> Iterator[None]:
     """Within the block, raise ConfigError for a layer that the compiler does not take."""
     try:
         yield
-    except TorchDynamoException as error:
+    except RuntimeError as error:
+        # Importing the compiler takes a second
+        from torch._dynamo.exc import TorchDynamoException
+
+        if not isinstance(error, TorchDynamoException):
+            raise
         raise ConfigError(f"the layers cannot be compiled ({_said(error)}): set training.compile false") from error
 
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import seqpar
 from models import EncoderDecoder
+from recipes.translation.training.shards import reshard
 from seqpar.core.device_sum import sum_on_first
-from seqpar.distributed.torch_private import forget_forwards
+from seqpar.distributed.torch_private import forget_forwards, is_fsdp_unit
 from seqpar.engine.scores import over_devices
 
 
@@ -60,8 +60,8 @@ class Teacher:
     def release(self) -> None:
         """Free what the loss of a batch needed: of a model that is sharded, all but this rank's rows."""
         for model in self.models.values():
-            if isinstance(model, FSDPModule):
-                model.reshard()
+            if is_fsdp_unit(model):
+                reshard(model)
                 # No backward follows, at whose end it would forget them
                 forget_forwards(model)
 

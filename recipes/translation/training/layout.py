@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
@@ -40,7 +39,7 @@ from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.half_precision import AUTOCAST
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
-from recipes.translation.training.shards import fill, gathered_together, shard_layers
+from recipes.translation.training.shards import fill, gathered_together, shard_layers, shard_module
 from seqpar.distributed.collectives import group_sum, whole_tensor
 from seqpar.multi_device.devices import check_devices
 
@@ -231,7 +230,7 @@ class Layout:
         self.usual_loss = Objective(self.settings).loss(self.model, own_devices, vocab)
         if self.groups.shards is not None:
             # What is in none of the layers
-            fully_shard(both, mesh=self.groups.shards)
+            shard_module(both, self.groups.shards)
             self.parts.fill_model(self.model, weights)
             self.reducer = both
         elif self.groups.tokens is not None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
@@ -16,7 +15,7 @@ from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.layout import Groups, device_of
 from recipes.translation.training.parts import Axes, opened
-from recipes.translation.training.shards import fill, gathered_together
+from recipes.translation.training.shards import fill, gathered_together, reshard
 
 
 @contextmanager
@@ -53,8 +52,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     for model, _ in in_parts:
         with torch.no_grad():
             model(ids, ids)  # since FSDP2 takes the module that is called first for the root
-        assert isinstance(model, FSDPModule)
-        model.reshard()
+        reshard(model)
     with gathered_together([model for model, _ in in_parts], in_parts[0][1]) as meet:
         yield translators, replace(ranks, meet=meet)
 

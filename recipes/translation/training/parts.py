@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from models import EncoderDecoder
 from models.sharding import cut, cut_of, join
@@ -24,6 +23,7 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.saving import copies
 from recipes.translation.run_folder.translator import model_on_meta, model_sizes, tensors_of
+from seqpar.core.checks import is_dtensor
 
 
 class Axes(NamedTuple):
@@ -155,8 +155,8 @@ def opened(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = to
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a parameter, or a tensor like it, that is in this rank's memory."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
+    if is_dtensor(tensor):
+        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
     return tensor
 
 

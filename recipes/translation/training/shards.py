@@ -11,18 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from models.transformer import Layer, allocate
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
 from seqpar.distributed.collectives import gather_numbers
 from seqpar.distributed.torch_private import forget_forwards, take_for_root
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a module a unit of FSDP2, over a mesh."""
+    # Importing FSDP2 takes a second, which most runs need not wait for
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=mesh)
+
+
+def unshard(unit: nn.Module) -> None:
+    """Gather the weights of a unit."""
+    cast("FSDPModule", unit).unshard()
+
+
+def reshard(unit: nn.Module) -> None:
+    """Free the weights of a unit, but for this rank's rows."""
+    cast("FSDPModule", unit).reshard()
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -34,7 +55,7 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
     """Shard the layers of a model that is on "meta", and give memory to this rank's rows."""
     for layer in layers_of(model):
         allocate(layer, device)  # and, by the next line, freed but for this rank's rows
-        fully_shard(layer, mesh=mesh)
+        shard_module(layer, mesh)
 
 
 def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -44,7 +65,7 @@ def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None,
         shard_layers(opened.model, mesh, device)
     allocate(opened.model, device)
     if mesh is not None:
-        fully_shard(opened.model, mesh=mesh)
+        shard_module(opened.model, mesh)
     parts.fill_model(opened.model, opened.weights)
 
 
@@ -62,16 +83,13 @@ def gathered_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterat
     def wait_for_turn(number: int) -> None:
         """Help to gather what others need before layer `number`, until it is the one that is gathered next."""
         while (turn := min(wanted for (wanted,) in gather_numbers([number], group))) != number:
-            layer = layers[turn]
-            assert isinstance(layer, FSDPModule)
-            layer.unshard()
-            layer.reshard()
+            unshard(layers[turn])
+            reshard(layers[turn])
 
     with torch.no_grad():
         for root in roots:
-            assert isinstance(root, FSDPModule)
             take_for_root(root)
-            root.unshard()
+            unshard(root)
         hooks = []
         for number, layer in enumerate(layers):
             turn = partial(wait_for_turn, number)
@@ -84,7 +102,6 @@ def gathered_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterat
             for hook in hooks:
                 hook.remove()
             for root in roots:
-                assert isinstance(root, FSDPModule)
-                root.reshard()
+                reshard(root)
                 # FSDP2 gathers ahead, in backward, what was called before; other ranks have made other calls
                 forget_forwards(root)

@@ -17,12 +17,13 @@ import pytest
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.commands.translation import typed
 from recipes.translation.errors import OtherRankError
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.scores.rerank import best_by_mbr
 from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.translating.alignments import align, pharaoh
 from recipes.translation.translating.translate import translate
 from tests.recipes.command_line import SENTENCE, refusal, run_main
+from tests.recipes.random_translator import random_translator
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
 
@@ -138,6 +139,30 @@ def test_mistakes_do_not_wait_for_torch() -> None:
 def test_the_list_of_commands_does_not_wait_for_torch() -> None:
     script = "import sys; from recipes.translation.commands import main; main([]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+
+
+def imported(words: list[str], slow: list[str]) -> list[str]:
+    """Which of these packages a command has imported when it ends."""
+    script = (
+        "import sys; from recipes.translation.commands import main; main(sys.argv[1:])\n"
+        f"print(*[name for name in {slow} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_a_translation_does_not_wait_for_what_only_training_in_parts_needs(tmp_path: Path) -> None:
+    """Torch's compiler, FSDP2 and sympy, which take longer to import than all else takes together."""
+    run = tmp_path / "run"
+    save_model(run / "best", random_translator(tmp_path), {"step": 1})
+    slow = ["torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"]
+    assert imported(["translate", "--run", str(run), "a house"], slow) == []
+
+
+def test_training_does_not_wait_for_the_code_generator(tmp_path: Path) -> None:
+    """Torch's optimizers import its compiler, but none of what generates code."""
+    words = ["train", *options(tmp_path / "run", {"training.steps": 1})]
+    assert imported(words, ["torch._inductor.compile_fx"]) == []
 
 
 @pytest.mark.parametrize(
