@@ -1,4 +1,4 @@
-"""Run the same checks on anybody's linear + cross-entropy; a failure comes with five lines of code.
+"""Run the same checks on anybody's linear + cross-entropy; a failure comes with the lines that repeat it.
 
     python -m conformance losses torch seqpar my_module:my_adapter
     python -m conformance scores torch seqpar my_module:my_score_adapter
@@ -19,6 +19,7 @@ from conformance.layout_peers import KNOWN_LAYOUTS
 from conformance.parts import adapter_of, run
 from conformance.peers import KNOWN, KNOWN_SCORES
 from conformance.plain import plain_loss, plain_scores
+from conformance.problem import Problem
 
 __all__ = [
     "ALL_SCORES",
@@ -36,6 +37,7 @@ __all__ = [
     "Finding",
     "LayoutAdapter",
     "Options",
+    "Problem",
     "ScoreAdapter",
     "Work",
     "adapter_of",

@@ -31,6 +31,12 @@ if torch.cuda.is_available():
 Returned = TypeVar("Returned")
 
 
+def call_of(x: Any) -> str:
+    """Return the call that makes a dataclass's object, without what is at its default."""
+    given = [(f.name, repr(getattr(x, f.name))) for f in fields(x) if repr(getattr(x, f.name)) != repr(f.default)]
+    return f"{type(x).__name__}({', '.join(f'{name}={value}' for name, value in given)})"
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of one call of a loss or of scores; each is used only if the adapter offers its feature."""
@@ -57,12 +63,7 @@ class Options:
     ids: Tensor | None = None
     """Of scores: (N, J) classes whose log-probabilities are wanted too ("given classes")."""
 
-    def __repr__(self) -> str:
-        """Return the call that makes them, without what is at its default; a tensor by its name."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        words = {n: n if isinstance(v, Tensor) else repr(v) for n, v in given.items()}
-        changed = [f for f in fields(self) if isinstance(given[f.name], Tensor) or given[f.name] != f.default]
-        return f"Options({', '.join(f'{f.name}={words[f.name]}' for f in changed)})"
+    __repr__ = call_of
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,12 @@ class Implementation:
         """Return the name that `adapter_of` finds it by."""
         return self.where or self.name
 
+    def __repr__(self) -> str:
+        """Return the call that finds it."""
+        return f"adapter_of({self.part!r}, {self.spec!r})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Adapter(Implementation):
     """An implementation of linear + cross-entropy: `function(hidden, weight, target, bias, options)` returns the loss.
 
@@ -123,7 +128,7 @@ class Adapter(Implementation):
         return "mean"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScoreAdapter(Implementation):
     """An implementation of the scores of tokens: `function(hidden, weight, target, bias, options)` returns them.
 

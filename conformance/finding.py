@@ -1,10 +1,10 @@
-"""What a check is, and what it finds: a verdict, a figure, and five lines that show a failure."""
+"""What a check is, and what it finds: a verdict, a figure, and the lines that repeat a failure."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from conformance.adapter import Implementation, quietly
 
 
 class RaisedError(Exception):
-    """The implementation raised an error, the cause of this exception, which has five lines that show it."""
+    """The implementation raised an error, the cause of this exception."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,11 @@ class Finding:
     """"pass", "fail", "not offered" or "not measured"."""
     figure: str = ""
     reproduction: str = ""
-    """Five lines that show the failure."""
+    """Lines of Python that judge the same problem again, and print the failure."""
     is_raised: bool = False
     """Whether the failure is an error, or ranks that hang, which nobody overlooks."""
+    of_allowed: float = field(default=0.0, compare=False)
+    """The error relative to the allowed one, by which the worst of several findings is known."""
 
     def __str__(self) -> str:
         return ": ".join(filter(None, [self.verdict, self.figure]))
@@ -53,9 +55,11 @@ class Check:
         # Dynamo stops compiling a function after a few settings of its arguments
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
-        try:
-            return quietly(lambda: self.run(adapter))
-        except RaisedError as raised:
-            text = next(iter(str(raised.__cause__).strip().splitlines()), "")
-            figure = f"{type(raised.__cause__).__name__}: {text[:80]}"
-            return Finding("fail", figure, str(raised), is_raised=True)
+        return quietly(lambda: self.run(adapter))
+
+
+def shown(judge: Callable[..., object], *given: object) -> str:
+    """Return the lines that judge the same again; each of the given objects is written as the call that makes it."""
+    module = judge.__module__.rpartition(".")[2]
+    call = f"{module}.{judge.__name__}({', '.join(map(repr, given))})"
+    return f"import torch\nfrom conformance import Case, Options, Problem, adapter_of, {module}\nprint({call})"

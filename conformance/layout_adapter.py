@@ -120,7 +120,7 @@ class Work:
         return ROWS[self.layout]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayoutAdapter(Implementation):
     """An implementation of a training step over several ranks: `function(work)`, called in every rank.
 

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
+from conformance.adapter import call_of
 from conformance.layout_adapter import LAYOUTS, ROWS, Row, Work
 from conformance.layout_experts import Experts
 from seqpar.distributed.collectives import sum_from_group
@@ -124,6 +125,8 @@ class Case:
     groups: int = 1
     """How many groups of ranks have a step of their own; with 2, the group is not the world."""
     seed: int = 0
+
+    __repr__ = call_of
 
     @property
     def row(self) -> Row:

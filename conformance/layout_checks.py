@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance.adapter import load
-from conformance.finding import Check, Finding
+from conformance.finding import Check, Finding, shown
 from conformance.layout_adapter import LAYOUTS, LayoutAdapter
 from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, Answer, Case, GoneError, cases
 from conformance.layout_causes import cause_of
@@ -51,11 +51,11 @@ def layout_check(adapter: LayoutAdapter, layout: str, name: str, seed: int = 0) 
             said = _ended(str(raised))
             if name in MAY_RAISE and " raises " in said:
                 return Finding("pass", said.partition(" raises ")[2].partition(":")[0])
-            return Finding("fail", f"{case.ranks} ranks: {said}", shown(adapter, case), is_raised=True)
+            return Finding("fail", f"{case.ranks} ranks: {said}", shown(fault, adapter, case), is_raised=True)
         if found:
             case, found = _smallest(adapter, case, found)
             figure = f"{case.ranks} ranks: {found.cause}; {found.numbers}"
-            return Finding("fail", figure, shown(adapter, case, found.worst))
+            return Finding("fail", figure, shown(fault, adapter, case))
     return Finding("pass")
 
 
@@ -161,21 +161,6 @@ def _smallest(adapter: LayoutAdapter, case: Case, found: Fault) -> tuple[Case, F
             if again and again.cause.partition(": all")[0] == found.cause.partition(": all")[0]:
                 return one, again
     return case, found
-
-
-def shown(adapter: LayoutAdapter, case: Case, worst: str = "loss") -> str:
-    """Return the lines that print the ranks' loss and a gradient's norm beside the right ones."""
-    given = ", ".join(f"{f.name}={getattr(case, f.name)!r}" for f in fields(case) if getattr(case, f.name) != f.default)
-    norm = "" if worst == "loss" else f", {{}}.gradients[{worst!r}].norm()"
-    return "\n".join(
-        [
-            "from conformance import Case, answers",
-            f"case = Case({given})",
-            f"for rank, got in enumerate(answers({adapter.spec!r}, case)):",
-            f"    print(rank, got.loss{norm.format('got')})",
-            f"right = case.right(); print('right', right.loss{norm.format('right')})",
-        ]
-    )
 
 
 def _ended(message: str) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import sys
 
 from conformance.adapter import DEVICE, quietly
-from conformance.checks import measured_problem
+from conformance.checks import MEASURED
 from conformance.parts import adapter_of
 from conformance.peak_memory import peak_bytes
+from conformance.problem import asked
 
 
 def main(part: str, name: str, rows: str) -> None:
     """Print this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
-    step = measured_problem(adapter_of(part, name), int(rows)).answer
+    step = asked(adapter_of(part, name), **MEASURED | {"rows": int(rows)}).answer
     quietly(step)
     print(peak_bytes(lambda: quietly(step), DEVICE))
 

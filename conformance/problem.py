@@ -1,4 +1,4 @@
-"""State a problem for a loss or for scores, by the text that a reproduction shows, and measure the error of its answer.
+"""State a problem for a loss or for scores, and measure the error of its answer.
 
 Shape suffixes: N rows, D hidden, V vocabulary.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from conformance.adapter import DEVICE, Adapter, Implementation, Options
+from conformance.adapter import DEVICE, Adapter, Implementation, Options, call_of
 from conformance.finding import RaisedError
 from conformance.plain import plain_loss, plain_scores
 from seqpar.linear.token_scores import TokenScores
@@ -22,28 +24,99 @@ from seqpar.testing.precision import DRAWS, EXACT, TWICE, error
 GRADIENTS = ("hidden", "weight", "bias")
 FACTORS = {"log_prob": "u", "entropy": "h", "log_probs_at": "g"}
 """The upstream factor of each score that has a gradient, one for each of its numbers."""
-NEEDED = {"entropy": "entropy", "log_probs_at": "given classes"}
-"""The feature that each further score needs."""
+NEEDED = {
+    "entropy": "entropy",
+    "log_probs_at": "given classes",
+    "softcap": "softcap",
+    "chunk": "chunks",
+    "temperature": "temperature",
+    "token_temperature": "token temperature",
+}
+"""The feature that a score, an option or a field of a problem needs."""
+QUIET = 8
+"""The number of tokens whose scores are looked at while the rest of the batch changes."""
 
 Answer = dict[str, Tensor | None]
 """The results and the gradients, by name, in float64; None for a tensor without a gradient."""
+Change = Callable[[SimpleNamespace], object]
+"""Changes the tensors of a problem, its attributes, in place."""
+
+
+def _make_whole(t: SimpleNamespace) -> None:
+    """Round the tensors, so that all logits are whole numbers."""
+    t.weight.data.mul_(2)
+    for name in vars(t).keys() & {*GRADIENTS}:
+        getattr(t, name).data.round_()
+
+
+def _raise_logits(t: SimpleNamespace) -> None:
+    """Make all logits whole numbers about 512."""
+    _make_whole(t)
+    t.hidden.data[:, 0] = 32
+    t.weight.data[:, 0] = 16
+
+
+def _exclude_classes(t: SimpleNamespace) -> None:
+    """Leave two classes of three, which have all targets."""
+    t.bias.data[1::3] = -torch.inf
+    t.target -= t.target % 3
+
+
+def _make_certain(t: SimpleNamespace) -> None:
+    """Make every target almost certain."""
+    t.hidden.data *= 40
+    t.target = F.linear(t.hidden, t.weight, getattr(t, "bias", None)).argmax(1)
+
+
+def _leave_quiet(t: SimpleNamespace) -> None:
+    """Leave the first tokens alone in the batch."""
+    for name in vars(t).keys() & {"hidden", "target", "ids", *FACTORS.values()}:
+        setattr(t, name, getattr(t, name).detach()[:QUIET])
+    t.hidden.requires_grad_()
+
+
+CHANGES: Mapping[str, Change] = {
+    "": lambda t: None,
+    "every second target is -100": lambda t: t.target[::2].fill_(-100),
+    "every third target is -100": lambda t: t.target[::3].fill_(-100),
+    "every third target is 3": lambda t: t.target[::3].fill_(3),
+    "the first 50 targets are -100": lambda t: t.target[:50].fill_(-100),
+    "the second 32 targets are -100": lambda t: t.target[32:64].fill_(-100),
+    "one target of 32 is not -100": lambda t: t.target.masked_fill_(torch.arange(len(t.target)) % 32 != 12, -100),
+    "all targets are -100": lambda t: t.target.fill_(-100),
+    # -1 would index the last class from the end, and V the memory behind the logits
+    "target 5 is V": lambda t: t.target[5].fill_(len(t.weight)),
+    "target 5 is V + 7": lambda t: t.target[5].fill_(len(t.weight) + 7),
+    "target 5 is -1": lambda t: t.target[5].fill_(-1),
+    "targets in reverse": lambda t: t.target.copy_(t.target.flip(0)),
+    "3 x the weight": lambda t: t.weight.data.mul_(3),
+    "1000 x the hidden states": lambda t: t.hidden.data.mul_(1000),
+    "40 x the hidden states of all but the first 8": lambda t: t.hidden.data[QUIET:].mul_(40),
+    "the first 8 alone": _leave_quiet,
+    "whole logits": _make_whole,
+    "whole logits about 512": _raise_logits,
+    "logits far below 0": lambda t: (t.hidden.data.abs_(), t.weight.data.abs_().mul_(-2)),
+    "a bias of -inf for one class of three": _exclude_classes,
+    "targets that are almost certain": _make_certain,
+}
+"""What the checks change in a problem's tensors."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, options of the call, what is differentiated, and a line that changes the tensors."""
+    """Sizes, options of the call, what is differentiated, and what is changed in the tensors."""
 
     adapter: Implementation
     rows: int = 96
     width: int = 16
     vocab_size: int = 128
-    options: Options = field(default_factory=Options)
-    """`temperature` and `ids` are filled in where `temperatures` and `given` ask for tensors."""
-    change: str = ""
-    """Such as `target[::3] = -100`."""
+    options: Options = Options()  # noqa: RUF009 - frozen
+    """`temperature` and `ids` are filled in where `token_temperature` and `given` ask for tensors."""
+    change: str | Change = ""
+    """One of `CHANGES`, by its name, or your own."""
     frozen: tuple[str, ...] = ()
-    temperatures: str = ""
-    """The code of a temperature for each token, such as `torch.rand(96) + 0.5`."""
+    token_temperature: bool = False
+    """Whether each token has a temperature of its own."""
     given: int = 0
     """J."""
     used: tuple[str, ...] = ("loss",)
@@ -53,99 +126,37 @@ class Problem:
     seed: int = 0
     device: str = DEVICE
 
-    @property
-    def result(self) -> str:
-        """Return what a reproduction calls the result of the call."""
-        return "loss" if self.adapter.part == "losses" else "scores"
+    __repr__ = call_of
 
     @property
-    def imports(self) -> str:
-        """Return the first line of a reproduction, which puts the tensors of the next ones on the device."""
-        plain = self.plain.__name__
-        names = f"Options, adapter_of, {plain}; adapter = adapter_of({self.adapter.part!r}, {self.adapter.spec!r})"
-        device = "" if self.device == "cpu" else f"; torch.set_default_device({self.device!r})"
-        return f"import torch; from conformance import {names}{device}"
-
-    @property
-    def code(self) -> str:
-        """Return the line of code that makes the tensors: bias is None if the adapter takes none."""
-        n, d, v = self.rows, self.width, self.vocab_size
-        to = ""
-        if self.options.dtype != torch.float32:
-            to = f".to({self.options.dtype})"
-        has_bias = "bias" in self.adapter.offers
-        bias = f"torch.nn.Parameter(torch.randn({v}){to})" if has_bias else "None"
-        shapes = {"u": (n,), "h": (n,), "g": (n, self.given)}
-        lines = [
-            f"torch.manual_seed({self.seed})",
-            f"hidden = torch.randn({n}, {d}){to}.requires_grad_()",
-            # Divided by sqrt(width), the logits have a variance of 1 whatever the width
-            f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
-            f"bias = {bias}",
-            f"target = torch.randint({v}, ({n},))",
-            f"temperature = {self.temperatures}" if self.temperatures else "",
-            f"ids = torch.randint({v}, ({n}, {self.given}))" if self.given else "",
-            *(f"{FACTORS[name]} = torch.randn{shapes[FACTORS[name]]}" for name in self.used if name in FACTORS),
-            self.change,
-        ]
-        lines += [f"{name}.requires_grad_(False)" for name in self.frozen if has_bias or name != "bias"]
-        return "; ".join(filter(None, lines))
-
-    @property
-    def call(self) -> str:
-        """Return the call in a reproduction."""
-        return self._call("adapter.function")
-
-    def _call(self, function: str) -> str:
-        return f"{function}(hidden, weight, target, bias, {self.options_of(self.made())!r})"
-
-    @property
-    def loss_code(self) -> str:
-        """Return what is differentiated, in terms of the result."""
-        terms = " + ".join(f"({FACTORS[n]} * scores.{n}).sum()" if n in FACTORS else n for n in self.used)
-        if self.factor != 1:
-            return f"({self.factor} * ({terms}))"
-        return f"({terms})" if "scores" in terms else terms
-
-    @property
-    def backward_code(self) -> str:
-        """Return the statement that runs backward in a reproduction; nothing if nothing is differentiated."""
-        return f"{self.loss_code}.backward()" if self.used else ""
-
-    @property
-    def step_code(self) -> str:
-        """Return forward and backward on one line."""
-        return self._step("adapter.function")
-
-    def _step(self, function: str) -> str:
-        return "; ".join(filter(None, [f"{self.result} = {self._call(function)}", self.backward_code]))
-
-    def shown(self, *lines: str) -> str:
-        """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
-        return "\n".join([self.imports, self.code, f"{self.result} = {self.call}", *lines])
-
-    def seen(self, name: str) -> str:
-        """Return a number or a gradient in a reproduction."""
-        if name in GRADIENTS:
-            return f"{name}.grad"
-        return name if name == "loss" else f"scores.{name}"
-
-    def compared(self, name: str, allowed: str, rows: str = "") -> str:
-        """Return a reproduction that prints the error of a number or a gradient, or of some rows of it."""
-        what = self.seen(name) + rows
-        names = ", ".join(leaves(self.made()))
-        wide = f"{names} = (t.detach().double().requires_grad_() for t in ({names},))"
-        right = f"{wide}; {self._step(self.plain.__name__)}; right = {what}"
-        off = "((got - right).norm() / right.norm()).detach()"
-        compare = f"print(got if got is None else float({off}))  # {allowed}"
-        return "\n".join([self.imports, self.code, f"{self.step_code}; got = {what}", right, compare])
+    def is_loss(self) -> bool:
+        """Return whether the result is a loss, and not scores."""
+        return self.adapter.part == "losses"
 
     def made(self) -> dict[str, Tensor]:
         """Return new tensors: hidden, weight, target, bias if the implementation has one, and further ones."""
-        here: dict[str, Tensor | None] = {}
+        n, v, d, dtype = self.rows, self.vocab_size, self.width, self.options.dtype
+        t = SimpleNamespace()
         with torch.device(self.device):
-            exec(self.code, {"torch": torch}, here)
-        return {name: t for name, t in here.items() if t is not None}
+            torch.manual_seed(self.seed)
+            t.hidden = torch.randn(n, d).to(dtype).requires_grad_()
+            # Divided by sqrt(width), the logits have a variance of 1 whatever the width
+            t.weight = nn.Parameter((torch.randn(v, d) / d**0.5).to(dtype))
+            if "bias" in self.adapter.offers:
+                t.bias = nn.Parameter(torch.randn(v).to(dtype))
+            t.target = torch.randint(v, (n,))
+            if self.token_temperature:
+                t.temperature = torch.rand(n) + 0.5
+            if self.given:
+                t.ids = torch.randint(v, (n, self.given))
+            for name in filter(FACTORS.get, self.used):
+                shape = (n, self.given) if name == "log_probs_at" else (n,)
+                setattr(t, FACTORS[name], torch.randn(shape))
+            change = self.change if callable(self.change) else CHANGES[self.change]
+            change(t)
+        for name in vars(t).keys() & {*self.frozen}:
+            getattr(t, name).requires_grad_(False)
+        return vars(t)
 
     def options_of(self, tensors: dict[str, Tensor]) -> Options:
         """Return the options with the tensors in them."""
@@ -155,14 +166,14 @@ class Problem:
     def run(self, tensors: dict[str, Tensor]) -> Any:
         """Return the implementation's result for these tensors; raise RaisedError if it fails."""
         arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
-        with self.raising():
+        with raising():
             found = self.adapter.function(*arguments, self.options_of(tensors))
             self._check(found, len(tensors["target"]))
         return found
 
     def _check(self, found: object, rows: int) -> None:
         """Raise TypeError or ValueError unless the result is what was asked for."""
-        if self.result == "loss":
+        if self.is_loss:
             if not isinstance(found, Tensor):
                 raise TypeError(f"the loss is a {type(found).__name__}; it must be a tensor of one number")
             if found.numel() != 1:
@@ -181,7 +192,7 @@ class Problem:
 
     def wanted(self) -> list[str]:
         """Return the names of the numbers that are asked for."""
-        if self.result == "loss":
+        if self.is_loss:
             return ["loss"]
         asked = {"entropy": self.options.entropy, "log_probs_at": self.given, "top_log_probs": self.options.top_k}
         return ["log_prob", *(name for name, is_asked in asked.items() if is_asked)] + ["top_ids"] * bool(
@@ -190,13 +201,13 @@ class Problem:
 
     def values(self, result: Any) -> Mapping[str, Tensor | None]:
         """Return the numbers that are asked for; classes are compared apart, as they have no error."""
-        if self.result == "loss":
+        if self.is_loss:
             return {"loss": result}
         return {name: getattr(result, name) for name in self.wanted() if name != "top_ids"}
 
     def loss_of(self, result: Any, tensors: dict[str, Tensor]) -> Tensor:
         """Return what is differentiated: the loss, or the sum of the scores in use, each times its factors."""
-        if self.result == "loss":
+        if self.is_loss:
             loss: Tensor = result * self.factor
             return loss
         terms = [(tensors[FACTORS[name]] * getattr(result, name)).sum() for name in self.used]
@@ -205,16 +216,8 @@ class Problem:
     def backward(self, result: Any, tensors: dict[str, Tensor], **keywords: bool) -> None:
         """Run backward, and raise RaisedError if it fails."""
         loss = self.loss_of(result, tensors)
-        with self.raising():
+        with raising():
             loss.backward(**keywords)
-
-    @contextlib.contextmanager
-    def raising(self) -> Iterator[None]:
-        """Turn an exception into a RaisedError, with a reproduction."""
-        try:
-            yield
-        except Exception as error:
-            raise RaisedError(self.shown(self.backward_code or "print()")) from error
 
     def answer(self) -> Answer:
         """Return the results and the gradients of one forward and backward."""
@@ -233,7 +236,7 @@ class Problem:
     @property
     def plain(self) -> Callable[..., Any]:
         """Return the plain loss or scores."""
-        return plain_loss if self.result == "loss" else plain_scores
+        return plain_loss if self.is_loss else plain_scores
 
     def plainly(self) -> Problem:
         """Return the same problem with plain PyTorch as the implementation."""
@@ -242,6 +245,15 @@ class Problem:
     def truth(self) -> Answer:
         """Return the answer of plain PyTorch in float64, with the gradients of frozen tensors too."""
         return replace(self.plainly(), frozen=()).answer_on(wide(self.made()))
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """Turn an exception of the implementation into a RaisedError."""
+    try:
+        yield
+    except Exception as error:
+        raise RaisedError from error
 
 
 def wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -260,21 +272,28 @@ def as_float64(found: Mapping[str, Tensor | None]) -> Answer:
     return {name: t if t is None else t.detach().double() for name, t in found.items()}
 
 
-def asked(adapter: Implementation, names: Iterable[str] = FACTORS, **how: Any) -> Problem:
-    """Return a problem with these fields of `Problem` and of `Options`: a loss, or these scores as far as offered.
+def asked(
+    adapter: Implementation, names: Iterable[str] = FACTORS, used: Iterable[str] | None = None, **how: Any
+) -> Problem:
+    """Return a problem with these fields of `Problem` and of `Options`, as far as their features are offered.
 
-    What is differentiated of the scores are those that have a gradient.
+    Of the scores these names are asked for; `used`, or all, are differentiated as far as they have a gradient.
     """
+    how = {name: value for name, value in how.items() if NEEDED.get(name, "") in {"", *adapter.offers}}
+    if how.get("token_temperature"):
+        how.pop("temperature", None)
     settings = {field.name: how.pop(field.name) for field in fields(Options) if field.name in how}
     if isinstance(adapter, Adapter):
         return Problem(adapter, options=Options(**{"reduction": adapter.reduction} | settings), **how)
-    names = [name for name in names if name == "log_prob" or NEEDED[name] in adapter.offers]
-    used = [name for name in names if name != "entropy" or "entropy gradient" in adapter.offers]
+    names = [name for name in names if NEEDED.get(name, "") in {"", *adapter.offers}]
+    used = [name for name in names if used is None or name in used]
+    if "entropy gradient" not in adapter.offers:
+        used = [name for name in used if name != "entropy"]
     if "gradients" not in adapter.offers:
         used = []
     options = Options(**settings, entropy="entropy" in names)
-    given: dict[str, Any] = {"vocab_size": 131, "used": tuple(used), "given": 3 * ("log_probs_at" in names)} | how
-    return Problem(adapter, options=options, **given)
+    given: dict[str, Any] = {"vocab_size": 131, "used": tuple(used), "given": 3 * ("log_probs_at" in names)}
+    return Problem(adapter, options=options, **given | how)
 
 
 @dataclass(frozen=True)

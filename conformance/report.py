@@ -1,4 +1,4 @@
-"""The findings as Markdown tables, with five lines for each failure, and the JSON files that a page is made from."""
+"""The findings as Markdown tables, the lines that repeat each failure, and the JSON files that a page is made from."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +42,7 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
         problem.width,
         problem.vocab_size,
         options,
-        change=_pad(problem) if problem.padding else "",
+        change=partial(_pad, problem=problem) if problem.padding else "",
         device=device,
     )
 
@@ -60,11 +63,10 @@ def _offers(implementation: Implementation) -> frozenset[str]:
     return conformance.EVERYTHING - lacks
 
 
-def _pad(problem: Problem) -> str:
-    """Return the statement that ignores the ends of sentences."""
-    shortest = TIME * (1 - 2 * problem.padding)
-    lengths = f"torch.linspace({TIME}, {shortest:g}, {problem.rows // TIME})[:, None]"
-    return f"target.view(-1, {TIME})[torch.arange({TIME}) >= {lengths}] = -100"
+def _pad(tensors: SimpleNamespace, problem: Problem) -> None:
+    """Ignore the ends of sentences."""
+    lengths = torch.linspace(TIME, TIME * (1 - 2 * problem.padding), problem.rows // TIME)
+    tensors.target.view(-1, TIME).masked_fill_(torch.arange(TIME) >= lengths[:, None], -100)
 
 
 def what_is_wrong(implementation: Implementation, problem: Problem, device: str) -> list[str]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter, bad_target, checks
+from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter, adapter_of, bad_target, checks
 from conformance.adapter import Options
-from conformance.checks import judge
+from conformance.checks import verdict
 from conformance.finding import Finding
 from conformance.memory import Growth
 from conformance.plain import plain_loss
-from conformance.problem import Deviation, Problem, asked, deviations
+from conformance.problem import CHANGES, Deviation, Problem, asked, deviations
 from tests.seqpar.testing.test_edges_of_verdicts import JUST, wide
 
 pytestmark = pytest.mark.unswitched
@@ -46,19 +46,15 @@ def test_the_allowed_error_is_twice_the_largest_of_three_draws_of_plain_pytorch(
 
 
 def test_the_verdict_on_an_error_says_its_size_and_that_of_plain_pytorch():
-    def verdict(name, error, plain=1e-3, allowed=2e-3, dtype=torch.float32):
-        x = asked(KNOWN["torch"], dtype=dtype)
-        finding = judge(x, Deviation(name, error, plain, allowed))
-        shown = finding.reproduction and "shown"
-        assert not shown or x.compared(name, "at most")[:40] in finding.reproduction
-        return replace(finding, reproduction=shown)
+    def said(name, error, plain=1e-3, allowed=2e-3, dtype=torch.float32):
+        return verdict(asked(KNOWN["torch"], dtype=dtype), Deviation(name, error, plain, allowed))
 
-    assert verdict("loss", 2e-3) == Finding("pass", "loss 2.0e-03, 2.0 x plain's")
-    assert verdict("hidden", 3e-3) == Finding("fail", "hidden gradient off by 3.0e-03, 3.0 x plain's", "shown")
-    assert verdict("loss", 2.001e-3).verdict == "fail"
-    assert verdict("loss", 1e-3, plain=0.0) == Finding("pass", "loss 1.0e-03")
-    assert verdict("bias", 1e-3, dtype=torch.float64) == Finding("pass", "bias 1.0e-03")
-    assert verdict("weight", math.inf) == Finding("fail", "weight gradient: none, or not a number", "shown")
+    assert said("loss", 2e-3) == Finding("pass", "loss 2.0e-03, 2.0 x plain's")
+    assert said("hidden", 3e-3) == Finding("fail", "hidden gradient off by 3.0e-03, 3.0 x plain's")
+    assert said("loss", 2.001e-3).verdict == "fail"
+    assert said("loss", 1e-3, plain=0.0) == Finding("pass", "loss 1.0e-03")
+    assert said("bias", 1e-3, dtype=torch.float64) == Finding("pass", "bias 1.0e-03")
+    assert said("weight", math.inf) == Finding("fail", "weight gradient: none, or not a number")
 
 
 @JUST
@@ -107,42 +103,81 @@ def test_a_call_that_gives_no_answer_in_time_is_a_failure(device, monkeypatch):
     assert finding.figure == "target 128 of 128 classes gave no answer in 0.1 s, in silence"
 
 
-def test_the_problem_of_a_loss_is_the_one_that_a_reproduction_shows():
-    plainly = (
-        "torch.manual_seed(0); hidden = torch.randn(512, 16).requires_grad_(); "
-        "weight = torch.nn.Parameter((torch.randn(1024, 16) / 4)); bias = torch.nn.Parameter(torch.randn(1024)); "
-        "target = torch.randint(1024, (512,))"
+def test_a_problem_is_written_as_the_call_that_makes_it():
+    x = asked(KNOWN["torch"], dtype=torch.float16, label_smoothing=0.1, change="target 5 is V", frozen=("hidden",))
+    assert repr(x) == (
+        "Problem(adapter=adapter_of('losses', 'torch'), options=Options(dtype=torch.float16, label_smoothing=0.1), "
+        "change='target 5 is V', frozen=('hidden',))"
     )
-    assert Problem(KNOWN["torch"], 512, 16, 1024).code == plainly
-    changed = Problem(
-        replace(KNOWN["torch"], offers=frozenset()), 96, 64, 128, Options(dtype=torch.bfloat16), "target[0] = 1",
-        frozen=("weight", "bias"), seed=2,
-    )  # fmt: skip
-    assert changed.code == (
-        "torch.manual_seed(2); hidden = torch.randn(96, 64).to(torch.bfloat16).requires_grad_(); "
-        "weight = torch.nn.Parameter((torch.randn(128, 64) / 8).to(torch.bfloat16)); bias = None; "
-        "target = torch.randint(128, (96,)); target[0] = 1; weight.requires_grad_(False)"
+    names = {"Problem": Problem, "Options": Options, "adapter_of": adapter_of, "torch": torch}
+    assert eval(repr(x), names) == x
+    asked_for = asked(KNOWN_SCORES["torch"], token_temperature=True, top_k=2)
+    assert eval(repr(asked_for), names) == asked_for
+    assert repr(Options()) == "Options()"
+
+
+def test_the_tensors_of_a_problem_are_drawn_from_its_seed_in_its_dtype():
+    x = asked(KNOWN_SCORES["torch"], dtype=torch.float64, token_temperature=True, seed=2, frozen=("bias",))
+    tensors = x.made()
+    torch.manual_seed(2)
+    assert torch.equal(tensors["hidden"], torch.randn(96, 16).double())
+    assert torch.equal(tensors["weight"], torch.nn.Parameter((torch.randn(131, 16) / 4).double()))
+    assert torch.equal(tensors["bias"], torch.randn(131).double())
+    assert torch.equal(tensors["target"], torch.randint(131, (96,)))
+    assert torch.equal(tensors["temperature"], torch.rand(96) + 0.5)
+    assert torch.equal(tensors["ids"], torch.randint(131, (96, 3)))
+    assert torch.equal(tensors["u"], torch.randn(96))
+    assert {name for name, t in tensors.items() if t.requires_grad} == {"hidden", "weight"}
+    plain = asked(replace(KNOWN["torch"], offers=frozenset()), width=64).made()
+    assert plain.keys() == {"hidden", "weight", "target"}
+    assert plain["weight"].detach().std() == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_each_change_is_what_it_is_called():
+    """Of tensors with 96 rows, or the 512 for which one is meant."""
+
+    def made(change, rows=96):
+        return asked(KNOWN_SCORES["torch"], rows=rows, change=change).made()
+
+    before = made("")
+    ignored = {name: (made(name, 512)["target"] == -100).sum().item() for name in CHANGES if name.endswith("-100")}
+    assert ignored == {
+        "every second target is -100": 256,
+        "every third target is -100": 171,
+        "the first 50 targets are -100": 50,
+        "the second 32 targets are -100": 32,
+        "one target of 32 is not -100": 496,
+        "all targets are -100": 512,
+    }
+    assert [int(made(f"target 5 is {name}")["target"][5]) for name in ("V", "V + 7", "-1")] == [131, 138, -1]
+    assert made("every third target is 3")["target"][::3].unique().tolist() == [3]
+    assert torch.equal(made("targets in reverse")["target"], before["target"].flip(0))
+    assert torch.equal(made("3 x the weight")["weight"], 3 * before["weight"])
+    assert torch.equal(made("1000 x the hidden states")["hidden"], 1000 * before["hidden"])
+    loud = made("40 x the hidden states of all but the first 8")["hidden"]
+    assert torch.equal(loud, torch.cat([before["hidden"][:8], 40 * before["hidden"][8:]]))
+    alone = made("the first 8 alone")
+    assert {name: len(t) for name, t in alone.items() if name not in ("weight", "bias")} == dict.fromkeys(
+        ("hidden", "target", "ids", "u", "h", "g"), 8
     )
-    tensors = asked(KNOWN["torch"], dtype=torch.float64).made()
-    assert {t.dtype for name, t in tensors.items() if name != "target"} == {torch.float64}
-
-
-def test_the_call_that_is_shown_has_the_options_that_are_not_at_their_default():
-    assert asked(KNOWN["torch"]).call == "adapter.function(hidden, weight, target, bias, Options())"
-    x = asked(KNOWN["torch"], dtype=torch.float16, label_smoothing=0.1)
-    assert x.call.endswith("Options(dtype=torch.float16, label_smoothing=0.1))")
-    x = asked(KNOWN_SCORES["torch"], temperatures="torch.ones(96)")
-    assert x.call.endswith("Options(temperature=temperature, entropy=True, ids=ids))")
-
-
-def test_a_problem_of_scores_is_the_one_that_a_reproduction_shows():
-    x = asked(KNOWN_SCORES["torch"], ("log_prob",))
-    assert x.code.startswith("torch.manual_seed(0); hidden = torch.randn(96, 16).requires_grad_(); ")
-    assert "torch.randn(131, 16) / 4" in x.code
-    assert "target = torch.randint(131, (96,))" in x.code
-    assert "temperature" not in x.call + x.code
-    assert "ids" not in x.code
-    assert "entropy" not in x.call
+    assert alone["hidden"].is_leaf
+    assert alone["hidden"].requires_grad
+    whole, high, low, certain = (
+        torch.nn.functional.linear(t["hidden"], t["weight"], t["bias"])
+        for t in map(
+            made, ("whole logits", "whole logits about 512", "logits far below 0", "targets that are almost certain")
+        )
+    )
+    assert torch.equal(whole, whole.round())
+    assert torch.equal(high, high.round())
+    assert high.detach().mean() == pytest.approx(512, rel=0.01)
+    assert low.mean() < -4
+    assert torch.equal(certain.argmax(1), made("targets that are almost certain")["target"])
+    assert certain.log_softmax(1).amax(1).median() > -1e-3
+    masked = made("a bias of -inf for one class of three")
+    assert masked["bias"].isinf().nonzero().flatten().tolist() == [*range(1, 131, 3)]
+    assert not (masked["target"] % 3).any()
+    assert len(CHANGES) == 1 + len(ignored) + 14
 
 
 @pytest.mark.parametrize(("bytes_", "right"), [(0.25, True), (0.2501, False)])

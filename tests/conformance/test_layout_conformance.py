@@ -27,7 +27,6 @@ from conformance.layout_checks import fault
 from conformance.parts import PARTS
 from seqpar.testing import ranks as ranks_module
 from tests.conformance.planted_layouts import LAYOUT_MISTAKES, OTHER_MISTAKES
-from tests.conformance.reproduced import run as run_reproduction
 
 pytestmark = pytest.mark.unswitched
 
@@ -112,7 +111,7 @@ def test_a_published_mistake_is_caught_and_its_cause_named(name, request):
     finding = BY_NAME[about](planted(name))
     assert finding.verdict == "fail"
     assert cause in finding.figure
-    assert len(finding.reproduction.splitlines()) == 5
+    assert finding.reproduction.startswith("import torch\n")
 
 
 @pytest.mark.usefixtures("impatient_ranks")
@@ -131,12 +130,11 @@ def test_every_other_cause_is_named_too(name):
     assert (finding.verdict, cause in finding.figure) == ("fail", True), finding.figure
 
 
-def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(capsys):
+def test_a_verdict_has_the_numbers_of_every_rank_and_its_lines_print_them(capsys):
     finding = BY_NAME["data parallel: unequal tokens"](planted("trl_7245"))
     assert re.search(r"by rank: loss [\d.]+, [\d.]+ \([\d.]+ is right\), \S+ off by [\d.]+, [\d.]+$", finding.figure)
-    run_reproduction(finding.reproduction)
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said] == ["0", "1", "right"]
+    exec(finding.reproduction, {})
+    assert finding.figure.partition("by rank: ")[2] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ import torch
 
 from conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, bad_target, report, run
 from conformance.__main__ import _parse, main
-from conformance.finding import Finding
+from conformance.finding import Finding, RaisedError
 from conformance.memory import Growth, growth
 from conformance.parts import PARTS
 from conformance.plain import plain_loss
 from conformance.problem import Problem
 from tests.conformance.planted import MISTAKES
-from tests.conformance.reproduced import run as run_reproduction
 
 pytestmark = pytest.mark.unswitched
 
@@ -47,32 +46,21 @@ def test_a_check_of_a_dtype_shows_the_error_of_each_part(dtype):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lines(name, capsys):
+def test_a_planted_mistake_is_caught_by_the_check_about_it_and_repeated_by_its_lines(name, capsys):
     adapter = adapter_of("losses", f"tests.conformance.planted:{name}")
     about = MISTAKES[name][0]
     finding = BY_NAME[about](adapter)
     assert finding.verdict == "fail", finding
-    assert len(finding.reproduction.splitlines()) <= 5
-    if name == "frozen_head":
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            run_reproduction(finding.reproduction)
-    elif name == "no_smoothing":
+    if name == "no_smoothing":
         assert finding.figure == "NotImplementedError: no smoothing"
-        with pytest.raises(NotImplementedError):
-            run_reproduction(finding.reproduction)
+        with pytest.raises(RaisedError) as raised:
+            exec(finding.reproduction, {})
+        assert isinstance(raised.value.__cause__, NotImplementedError)
     else:
-        run_reproduction(finding.reproduction)
-        assert capsys.readouterr().out.strip()
+        exec(finding.reproduction, {})
+        assert capsys.readouterr().out == f"{finding}\n"
     if about not in ("float32", "float64"):
         assert BY_NAME["float32"](adapter).verdict == "pass"
-
-
-@pytest.mark.parametrize(("name", "about"), [(n, a) for n, (a, _) in MISTAKES.items() if a in ("bfloat16", "float64")])
-def test_the_number_a_reproduction_prints_is_beyond_what_is_right(name, about, capsys):
-    finding = BY_NAME[about](adapter_of("losses", f"tests.conformance.planted:{name}"))
-    run_reproduction(finding.reproduction)
-    allowed = float(finding.reproduction.split("at most ")[1].split()[0])
-    assert float(capsys.readouterr().out) > allowed
 
 
 NO_LOSS = {
@@ -95,7 +83,7 @@ def test_what_is_no_loss_fails_every_check_of_its_gradients(kind):
         names.remove("second backward")  # twice 0 is 0
     found = {name: BY_NAME[name](Adapter(kind, NO_LOSS[kind])) for name in names}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(names, "fail")
-    assert all(len(finding.reproduction.splitlines()) <= 5 for finding in found.values())
+    assert all(finding.reproduction.startswith("import torch\n") for finding in found.values())
 
 
 def test_a_second_backward_may_raise_any_error():
@@ -186,13 +174,9 @@ def test_a_bad_target_is_tried_in_a_new_process_where_a_fork_cannot_use_the_devi
 
 
 def test_a_refusal_of_autograd_is_not_taken_for_a_refusal_of_a_bad_target(monkeypatch):
-    def refused(pipe, x):
-        pipe.send("raises RuntimeError")
-
-    monkeypatch.setattr(bad_target, "_try", refused)
     monkeypatch.setattr(bad_target, "autograd_works_in_a_fork", lambda: False)
-    x = Problem(KNOWN["seqpar-engine"], change="target[5] = -1")
-    assert bad_target._in_a_process(x) == "raises IndexError"
+    said = bad_target.outcome(Problem(Adapter("mine", KNOWN["torch"].function)))
+    assert said == "gave nothing: a new process does not find 'mine'; name the adapter as module:object"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU it is tried in a new process, which needs a name")
@@ -211,13 +195,11 @@ def test_a_new_process_that_gives_a_number_or_does_not_find_the_adapter_is_a_fai
     assert "a new process does not find 'mine'; name the adapter as module:object" in lost.figure
 
 
-def test_on_a_gpu_tensors_and_reproductions_are_there(monkeypatch):
+def test_on_a_gpu_tensors_are_there():
     """The meta device stands for a GPU: its tensors have no numbers, but they are elsewhere."""
     x = Problem(KNOWN["torch"], device="meta")
     assert {t.device.type for t in x.made().values()} == {"meta"}
-    assert x.imports.endswith("; torch.set_default_device('meta')")
-    code = x.shown("print(loss.device)")
-    assert report.printed(code) == "meta"
+    assert "device='meta'" in repr(x)
 
 
 def test_a_report_has_the_table_and_what_each_reproduction_printed():
@@ -226,7 +208,7 @@ def test_a_report_has_the_table_and_what_each_reproduction_printed():
     said = report.table(PARTS["losses"], findings, report.figures) + report.reproductions(findings)
     assert "| | dropped_chunk |\n|---|---|\n| float64 | **fail: " in said
     assert said.count("```python\nimport torch") == 1
-    assert float(said.splitlines()[-2]) > 1e-3
+    assert said.splitlines()[-2] == str(findings[adapter.name]["float64"])
     assert report.printed("print(6 * 7)") == "42"
     assert report.printed("raise KeyError(1)") == "KeyError: 1"
     assert report.reproductions({"x": {}}) == "No check failed."

@@ -21,14 +21,11 @@ from conformance.memory import Growth, growth
 from conformance.plain import plain_scores
 from seqpar import TokenScores
 from tests.conformance.planted_scores import SCORE_MISTAKES
-from tests.conformance.reproduced import run as run_reproduction
 
 pytestmark = pytest.mark.unswitched
 
 NUMBERS = tuple(check for check in SCORE_CHECKS if not check.is_cost)
 BY_NAME = {check.name: check for check in SCORE_CHECKS}
-RAISES = {"entropy_gradient_dropped", "frozen_head"}
-"""Their reproduction ends in an error: the loss has no gradient at all."""
 
 
 def failures(findings):
@@ -85,18 +82,11 @@ def test_a_placeholder_of_nemo_rl_is_said_to_be_no_installation_and_a_clone_has_
 
 
 @pytest.mark.parametrize("name", SCORE_MISTAKES)
-def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lines(name, capsys):
-    adapter = adapter_of("scores", f"tests.conformance.planted_scores:{name}")
-    about = SCORE_MISTAKES[name][0]
-    finding = BY_NAME[about](adapter)
+def test_a_planted_mistake_is_caught_by_the_check_about_it_and_repeated_by_its_lines(name, capsys):
+    finding = BY_NAME[SCORE_MISTAKES[name][0]](adapter_of("scores", f"tests.conformance.planted_scores:{name}"))
     assert finding.verdict == "fail", finding
-    assert len(finding.reproduction.splitlines()) <= 5
-    if name in RAISES:
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            run_reproduction(finding.reproduction)
-    else:
-        run_reproduction(finding.reproduction)
-        assert capsys.readouterr().out.strip()
+    exec(finding.reproduction, {})
+    assert capsys.readouterr().out == f"{finding}\n"
 
 
 def test_every_check_of_numbers_has_a_planted_mistake_or_is_a_dtype():
@@ -117,14 +107,6 @@ def test_the_check_of_a_dtype_asks_for_scores_in_it(dtype):
     assert set(asked) == {dtype}
 
 
-def test_the_number_a_reproduction_prints_is_the_finding(capsys):
-    finding = BY_NAME["softcap"](adapter_of("scores", "tests.conformance.planted_scores:softcap_derivative"))
-    run_reproduction(finding.reproduction)
-    printed = float(capsys.readouterr().out)
-    assert printed > float(finding.reproduction.split("at most ")[1].split()[0])
-    assert f"off by {printed:.1e}" in finding.figure
-
-
 NO_SCORES = {
     "a tensor": lambda *given: plain_scores(*given).log_prob,
     "nothing": lambda *given: None,
@@ -140,7 +122,6 @@ def test_what_are_no_scores_fails_every_check(kind):
     names = ["float64", "both gradients", "in any batch", "no token", "frozen head"]
     found = {name: BY_NAME[name](ScoreAdapter(kind, NO_SCORES[kind])) for name in names}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(names, "fail")
-    assert all(len(finding.reproduction.splitlines()) <= 5 for finding in found.values())
 
 
 def test_what_is_not_offered_is_not_held_against_it():
