@@ -462,7 +462,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module", autouse=True)
 def graphs() -> Iterator[None]:
     """Compile layers to graphs of torch's own kernels, which is done sooner; test_compilation has generated ones."""
-    forward = torch.compile(Layer.forward, dynamic=True, backend="aot_eager")
+    forward = torch.compile(Layer.forward, dynamic=True, backend="eager")
     with patch("models.compiled._compiled_forward", lambda: forward):
         yield
 
