@@ -101,8 +101,8 @@ test-trainers: .trainers/made  ## run the loss in the trainers of other projects
 
 COUNT ?= 300
 SEED ?= 0
-mutants: .venv/dev  ## plant faults in the code, COUNT=300 of them, drawn by SEED=0, and show those that no test notices (QUICK=1: a look at some)
-	@HYPOTHESIS_PROFILE=dev nice $(BIN)/python -m tests.mutants --count $(COUNT) --seed $(SEED) $(if $(QUICK),--quick)
+mutants: .venv/dev  ## plant faults in the code, COUNT=300 of them, drawn by SEED=0, and show those that no test notices
+	@HYPOTHESIS_PROFILE=dev nice $(BIN)/python -m tests.mutants --count $(COUNT) --seed $(SEED)
 
 docs: .venv/dev  ## make the site, build/docs/index.html, without a network (half a minute)
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --nitpicky --fresh-env docs build/docs

@@ -16,7 +16,7 @@ from tests.mutants import __main__ as main
 from tests.mutants.__main__ import Outcome, confirmed, copies, drawn, report, tried
 from tests.mutants.faults import Fault, faults_of
 from tests.mutants.reach import ROOT, Recorder
-from tests.mutants.record import CODE, Reach, collected, lines_now, read, take_over, unrecorded
+from tests.mutants.record import CODE, Reach, collected, lines_now, read, take_over
 
 CHUNKS = "seqpar/core/chunks.py"
 NOTICES = "tests/seqpar/core/test_parts.py::test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy"
@@ -184,16 +184,6 @@ def test_the_tests_of_a_folder_are_collected_by_name() -> None:
 
 def test_lines_are_followed_to_where_they_are_now() -> None:
     assert lines_now("a\nb\nc\n", "x\na\nc\nb\nc\n") == {1: 2, 2: 4, 3: 5}
-
-
-def test_a_quick_look_takes_the_files_of_the_wing_and_does_not_call_a_lack_of_time_caught(monkeypatch) -> None:
-    fault = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
-    tests = unrecorded().tests_of(fault)
-    assert "tests/seqpar/core/test_parts.py" in tests
-    assert all(name.startswith("tests/seqpar/core/") for name in tests)
-    monkeypatch.setattr(main, "QUICK_SECONDS", 0.0)
-    with copies(1) as lent:
-        assert tried(fault, unrecorded(), lent, quick=True).verdict == "out of time"
 
 
 def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:

@@ -10,10 +10,6 @@ runs at import, both. The wing's own tests run first, each group fastest first, 
 loaded, in a copy of the checkout. A fault that makes them run without end is noticed. At the end, the tests that failed
 run once more without a fault: one that fails then, too, has noticed nothing. Faults that change nothing are listed with
 the reason in `equivalent.json`, and left out.
-
-    python -m tests.mutants --count 20 --seed 5a1b --quick    # some minutes, for a look at a commit
-
-`--quick` records nothing: a fault has half a minute of the test files in its wing's folder.
 """
 
 from __future__ import annotations
@@ -39,14 +35,12 @@ from typing import NamedTuple
 from tests.mutants.faults import Fault, faults_of, parses
 from tests.mutants.in_copy import FAILED, STATUS, run_tests
 from tests.mutants.reach import ROOT, WINGS
-from tests.mutants.record import MARKS, Reach, recorded, unrecorded
+from tests.mutants.record import MARKS, Reach, recorded
 
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 SLOWER = 4
 """How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
 PATIENCE = 60
-QUICK_SECONDS = 30.0
-"""Of a fault, with `--quick`."""
 
 
 VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", STATUS + 4: "caught"}
@@ -100,7 +94,7 @@ def copies(number: int) -> Iterator[Queue[Path]]:
         yield lent
 
 
-def tried(fault: Fault, reach: Reach, lent: Queue[Path], quick: bool = False) -> Outcome:
+def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
     """Plant a fault in a copy, and run its tests."""
     tests = reach.tests_of(fault)
     began = time.monotonic()
@@ -113,14 +107,12 @@ def tried(fault: Fault, reach: Reach, lent: Queue[Path], quick: bool = False) ->
     (copy / fault.path).write_bytes(fault.planted(source))
     try:
         limit = SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE
-        if quick:
-            limit = QUICK_SECONDS
         status, failed = ended(copy, tests, "-x", "-m", MARKS, limit=limit)
     finally:
         (copy / fault.path).write_bytes(source)
         lent.put(copy)
-    # By a signal, or because it runs without end, unless that of the tests is not known
-    verdict = "out of time" if quick and status is None else "caught"
+    # By a signal, or because it runs without end
+    verdict = "caught"
     if status is not None and status >= 0:
         verdict = VERDICTS.get(status, "not run")
     return Outcome(fault, verdict, time.monotonic() - began, failed[0] if failed else "")
@@ -176,18 +168,17 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=300, help="faults (default: 300)")
     parser.add_argument("--seed", default="0", help="of the draw, any text (default: 0)")
-    parser.add_argument("--quick", action="store_true", help="only with the wing's test files, half a minute for each")
     parser.add_argument("--wings", nargs="*", default=list(WINGS), help="folders of the code (default: all)")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="files or folders of the tests (default: all)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at once")
     options = parser.parse_args()
-    reach = unrecorded() if options.quick else recorded(options.workers, options.tests)
+    reach = recorded(options.workers, options.tests)
     faults = drawn(options.wings, options.count, options.seed)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
     outcomes = []
     began = time.monotonic()
     with copies(options.workers) as lent, ThreadPoolExecutor(options.workers) as threads:
-        for outcome in threads.map(lambda fault: tried(fault, reach, lent, options.quick), faults):
+        for outcome in threads.map(lambda fault: tried(fault, reach, lent), faults):
             outcomes.append(outcome)
             minutes = (time.monotonic() - began) / 60
             left = minutes / len(outcomes) * (len(faults) - len(outcomes))

@@ -76,12 +76,6 @@ def blocks_around(tree: ast.Module, line: int) -> list[tuple[int, int]]:
     return [(line, line), *sorted(around, key=lambda block: block[1] - block[0]), (1, sys.maxsize)]
 
 
-def unrecorded() -> Reach:
-    """Return a reach that knows the files of the tests, and nothing else."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return Reach({file.relative_to(ROOT).as_posix(): 0.0 for file in files}, {})
-
-
 def recorded(workers: int, tests: Sequence[str]) -> Reach:
     """Return which tests reach which lines; run those of which no record knows."""
     code = code_of_checkout()
