@@ -11,7 +11,7 @@ from pathlib import Path
 from conformance import report
 from conformance.adapter import Implementation
 from conformance.finding import Finding
-from conformance.parts import PARTS, run
+from conformance.parts import PARTS, adapter_of, run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path.write_text(report.fill(path))
             return
         part = PARTS[given.part]
-        adapters = [part.adapter_of(name) for name in given.names or part.known]
+        adapters = [adapter_of(given.part, name) for name in given.names or part.known]
     except (ValueError, OSError) as error:
         sys.exit(f"conformance: {error}")
     # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do

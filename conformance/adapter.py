@@ -104,6 +104,10 @@ class Implementation:
         """Return the call that finds it."""
         return f"adapter_of({self.part!r}, {self.spec!r})"
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        """Let another process find it by its name, because a function may be one that only this process has."""
+        return found, (self.part, self.spec)
+
 
 @dataclass(frozen=True, repr=False)
 class Adapter(Implementation):
@@ -145,6 +149,11 @@ class ScoreAdapter(Implementation):
     offers: frozenset[str] = ALL_SCORES
 
 
+def found(part: str, name: str) -> Any:
+    """Return what `conformance.adapter_of` does; the parts know the adapters, which know this file."""
+    return load("conformance:adapter_of")(part, name)  # type: ignore[operator]
+
+
 def load(name: str) -> object:
     """Return the object at `module:object`; raise ValueError if there is none."""
     module, _, attribute = name.partition(":")
@@ -152,6 +161,16 @@ def load(name: str) -> object:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name!r} cannot be loaded: {error}") from error
+
+
+class Package:
+    """A module of a peer, imported when something in it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self.name), attribute)
 
 
 def why_missing(module: str) -> str:

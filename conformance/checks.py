@@ -70,7 +70,7 @@ def verdict(x: Problem, worst: Deviation) -> Finding:
 def of_dtype(x: Problem) -> Finding:
     """Check all numbers and gradients: 1e-12 in float64, else at most twice plain PyTorch's own error."""
     found = deviations(x)
-    order = {name: place for place, name in enumerate((*x.wanted(), *GRADIENTS))}
+    order = {name: place for place, name in enumerate((*x.wanted, *GRADIENTS))}
     parts = ", ".join(f"{d.name} {d.error:.1e}" for d in sorted(found, key=lambda d: order[d.name]))
     finding = verdict(x, found[0])
     return replace(finding, figure=f"{finding.figure}; {parts}")
@@ -242,7 +242,7 @@ def signs(x: Problem) -> Finding:
     """Check that no log-probability is above 0 and no entropy below it, where the target is almost certain."""
     scores = x.run(x.made())
     extremes = {"log_prob": scores.log_prob.max()}
-    if "entropy" in x.wanted():
+    if "entropy" in x.wanted:
         extremes["entropy"] = scores.entropy.min()
     for name, extreme in extremes.items():
         # Not `> 0`, which is false for nan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from conformance.adapter import Package
 from conformance.layout_adapter import Work
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
@@ -28,6 +30,12 @@ from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
+# Importing them takes as long as all the rest of the suite
+fsdp = Package("torch.distributed.fsdp")
+dtensor = Package("torch.distributed.tensor")
+pipelining = Package("torch.distributed.pipelining")
+tensor_parallel = Package("torch.distributed.tensor.parallel")
+
 
 def wrapped(both: nn.Module, work: Work) -> nn.Module:
     """Return the module whose call reduces the gradients of the ranks that have other tokens; itself without any."""
@@ -38,10 +46,7 @@ def wrapped(both: nn.Module, work: Work) -> nn.Module:
         return FlatShards(both, group)
     if work.row.wrap == "ddp":
         return DistributedDataParallel(both, process_group=group)
-    # Importing it takes as long as all the rest of the suite
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(both, mesh=work.token_mesh if work.row.wrap == "hsdp" else DeviceMesh.from_group(group, "cpu"))
+    fsdp.fully_shard(both, mesh=work.token_mesh if work.row.wrap == "hsdp" else DeviceMesh.from_group(group, "cpu"))
     return both
 
 
@@ -98,14 +103,12 @@ class OwnTime(nn.Module):
 
 def as_dtensor(tensor: Tensor, group: ProcessGroup | None, rows: int | None = None) -> Any:
     """Return a tensor as a DTensor, whole on every rank, or this rank's rows of so many."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     assert group is not None
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     if rows is None:
-        return DTensor.from_local(tensor, mesh, [Replicate()])
+        return dtensor.DTensor.from_local(tensor, mesh, [dtensor.Replicate()])
     shape = torch.Size([rows, tensor.size(1)])
-    return DTensor.from_local(tensor, mesh, [Shard(0)], shape=shape, stride=(tensor.size(1), 1))
+    return dtensor.DTensor.from_local(tensor, mesh, [dtensor.Shard(0)], shape=shape, stride=(tensor.size(1), 1))
 
 
 class AsDTensor(nn.Module):
@@ -156,37 +159,31 @@ def over_survivors(work: Work, total: Tensor, count: Tensor) -> Tensor:
 
 
 class Loss(nn.Module):
-    """The loss of a model's generator, summed."""
+    """The summed loss of a model's generator: a function of the work, the hidden states and the target."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.work = work
+        self.work, self.function = work, function
 
-    @property
-    def head(self) -> Any:
-        """Return the generator, which the model has."""
-        return self.work.model.head
+    def forward(self, hidden: Tensor, target: Tensor) -> Any:
+        return self.function(self.work, hidden, target)
 
 
-class SeqparLoss(Loss):
-    """`linear_cross_entropy` of a model's generator."""
-
-    def forward(self, hidden: Tensor, target: Tensor) -> TokenLoss:
-        work, vocab = self.work, None
-        # A DTensor says itself which rows a rank has
-        if work.vocab_group is not None and work.row.inner != "DTensor classes":
-            vocab = VocabShard(work.vocab_group, work.start, work.vocab_size)
-        return linear_cross_entropy(
-            hidden, self.head.weight, target, label_smoothing=work.label_smoothing, vocab=vocab, chunk_tokens=3
-        )
+def seqpar_loss(work: Work, hidden: Tensor, target: Tensor) -> TokenLoss:
+    """Return the `linear_cross_entropy` of a model's generator."""
+    weight, vocab = work.model.head.weight, None
+    # A DTensor says itself which rows a rank has
+    if work.vocab_group is not None and work.row.inner != "DTensor classes":
+        vocab = VocabShard(work.vocab_group, work.start, work.vocab_size)
+    how: dict[str, Any] = {"label_smoothing": work.label_smoothing, "vocab": vocab}
+    return linear_cross_entropy(hidden, weight, target, chunk_tokens=3, **how)
 
 
 def seqpar_step(work: Work) -> Tensor | float | None:
     """Train by `accumulate_gradients` and `ModelWithLoss`, or by a schedule of `torch.distributed.pipelining`."""
-    loss = SeqparLoss(work)
     if work.pipeline_group is not None:
-        return pipelined(work, lambda hidden, target: loss(hidden, target).total)
-    both = wrapped(ModelWithLoss(trunk(work), loss), work)
+        return pipelined(work, lambda hidden, target: seqpar_loss(work, hidden, target).total)
+    both = wrapped(ModelWithLoss(trunk(work), Loss(work, seqpar_loss)), work)
     if work.row.inner == "experts":
         return with_experts(work, lambda tokens, target: both(tokens, target=target).total)
     if work.reduction == "mean":
@@ -210,21 +207,17 @@ def seqpar_step(work: Work) -> Tensor | float | None:
     return done.mean
 
 
-class TorchLoss(Loss):
-    """`F.cross_entropy` of a model's generator."""
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        logits = self.head(hidden).flatten(0, -2)
-        eps = self.work.label_smoothing
-        return F.cross_entropy(logits, target.flatten(), label_smoothing=eps, reduction=self.work.reduction)
+def torch_loss(work: Work, hidden: Tensor, target: Tensor) -> Tensor:
+    """Return the `F.cross_entropy` of a model's generator."""
+    logits, eps = work.model.head(hidden).flatten(0, -2), work.label_smoothing
+    return F.cross_entropy(logits, target.flatten(), label_smoothing=eps, reduction=work.reduction)
 
 
 def torch_step(work: Work) -> Tensor | float | None:
     """Divide `F.cross_entropy`, summed, once by the step's tokens, under DDP, FSDP2 and GPipe or ZBV."""
-    loss = TorchLoss(work)
     if work.pipeline_group is not None:
-        return pipelined(work, loss)
-    both = wrapped(Both(trunk(work), loss), work)
+        return pipelined(work, partial(torch_loss, work))
+    both = wrapped(Both(trunk(work), Loss(work, torch_loss)), work)
     if work.row.inner == "experts":
         return with_experts(work, both)
     if work.reduction == "mean":
@@ -271,6 +264,11 @@ def counted(work: Work) -> Tensor:
     return torch.stack([(target != work.ignore_index).sum() for _, target in work.micro_batches]).sum()
 
 
+def train(work: Work, loss: Callable[..., Any]) -> Tensor:
+    """Return the step's mean loss, and leave its gradients, for a function of work, hidden states and target."""
+    return accumulated(work, wrapped(Both(trunk(work), Loss(work, loss)), work))
+
+
 def accumulated(work: Work, both: nn.Module) -> Tensor:
     """Return the step's mean loss, and leave its gradients: sums of micro-batches, divided by all ranks' tokens."""
     group = work.token_group
@@ -299,16 +297,16 @@ def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor 
 
     By GPipe, or with two stages a rank, down the ranks and up again, by ZBV, which runs backward in two halves.
     """
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleZBVZeroBubble
-
     group, last = work.pipeline_group, work.stage_count - 1
     assert group is not None
     tokens, target = (torch.cat(parts) for parts in zip(*work.micro_batches, strict=True))
     count = counted(work)
-    stages = [PipelineStage(s, n, last + 1, torch.device("cpu"), group=group) for n, s in work.stages.items()]
+    stages = [
+        pipelining.PipelineStage(s, n, last + 1, torch.device("cpu"), group=group) for n, s in work.stages.items()
+    ]
     is_halved = len(stages) > 1
-    schedule = (ScheduleZBVZeroBubble if is_halved else ScheduleGPipe)(
-        stages if is_halved else stages[0],  # type: ignore[arg-type]
+    schedule = (pipelining.ScheduleZBVZeroBubble if is_halved else pipelining.ScheduleGPipe)(
+        stages if is_halved else stages[0],
         len(work.micro_batches),
         loss_fn=lambda hidden, target: summed(hidden, target) / count * work.loss_scale,
         scale_grads=False,
@@ -321,21 +319,16 @@ def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor 
     return torch.stack(losses).sum().detach() / work.loss_scale
 
 
-class LossParallel(Loss):
-    """The same with the generator's rows as a DTensor and the loss under `loss_parallel`."""
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        weight = as_dtensor(self.head.weight, self.work.vocab_group, self.work.vocab_size)
-        logits = F.linear(as_dtensor(hidden.flatten(0, -2), self.work.vocab_group), weight)
-        loss: Any = F.cross_entropy(logits, target.flatten(), reduction="sum")
-        local: Tensor = loss.to_local()
-        return local
+def parallel_loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
+    """Return the same of DTensor logits, of a generator whose rows are a DTensor."""
+    weight = as_dtensor(work.model.head.weight, work.vocab_group, work.vocab_size)
+    logits = F.linear(as_dtensor(hidden.flatten(0, -2), work.vocab_group), weight)
+    loss: Any = F.cross_entropy(logits, target.flatten(), reduction="sum")
+    return loss.to_local()
 
 
 def loss_parallel_step(work: Work) -> Tensor:
     """Sum `F.cross_entropy` of DTensor logits under `loss_parallel`, under DDP where there are data ranks."""
-    from torch.distributed.tensor.parallel import loss_parallel
-
     # Around forward and backward: its context changes what both of them do
-    with loss_parallel():
-        return accumulated(work, wrapped(Both(trunk(work), LossParallel(work)), work))
+    with tensor_parallel.loss_parallel():
+        return train(work, parallel_loss)

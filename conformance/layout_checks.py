@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from conformance.adapter import load
+from conformance.adapter import found as found_by_name
 from conformance.finding import Check, Finding, shown
 from conformance.layout_adapter import LAYOUTS, LayoutAdapter
 from conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, Answer, Case, GoneError, cases
 from conformance.layout_causes import cause_of
-from conformance.layout_peers import KNOWN_LAYOUTS
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.testing.precision import EXACT, error
 from seqpar.testing.ranks import RankError, ranks
@@ -62,7 +61,7 @@ def layout_check(adapter: LayoutAdapter, layout: str, name: str, seed: int = 0) 
 def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
     """Return what is wrong with an implementation's step; None if every rank has the right loss and gradients."""
     allowed = EXACT if "float64" in adapter.offers else FLOAT32
-    found = answers(adapter.spec, case)
+    found = answers(adapter, case)
     size = case.ranks // case.groups
     for group in range(case.groups):
         right, got = case.right(group), found[group * size : (group + 1) * size][: case.staying * case.inner]
@@ -81,35 +80,27 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
     return None
 
 
-def answers(name: str, case: Case) -> list[Answer]:
-    """Return the loss and the gradients of each rank, given an adapter's name; a split generator's rows are joined."""
+def answers(adapter: LayoutAdapter, case: Case) -> list[Answer]:
+    """Return the loss and the gradients of each rank; a split generator's rows are joined."""
     # Before the ranks are forked from this process, because each of them would take a second for it
-    _load(0, case.ranks, name)
+    _load(0, case.ranks, found_by_name(adapter.part, adapter.spec))
     # And in ranks that were there before, while none waits for another: on a busy machine this outlasts a collective
-    ranks(case.ranks, _load, name)
-    found = ranks(case.ranks, _step, name, case)
+    ranks(case.ranks, _load, adapter)
+    found = ranks(case.ranks, _step, adapter, case)
     return [_joined(found, rank, case) for rank in range(case.ranks)]
 
 
-def _load(rank: int, world: int, name: str) -> None:
+def _load(rank: int, world: int, adapter: LayoutAdapter) -> None:
     """Load in one rank what a step may need."""
     for module in PRELOADED:
         importlib.import_module(module)
     # Which imports its package
-    _adapter(name).why_not()
+    adapter.why_not()
 
 
-def _adapter(name: str) -> LayoutAdapter:
-    """Return the adapter of that name."""
-    adapter = KNOWN_LAYOUTS.get(name) or load(name)
-    assert isinstance(adapter, LayoutAdapter)
-    return adapter
-
-
-def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str, Tensor | None]]:
+def _step(rank: int, world: int, adapter: LayoutAdapter, case: Case) -> tuple[float, dict[str, Tensor | None]]:
     """Run the training step of one rank."""
     torch.manual_seed(rank)
-    adapter = _adapter(name)
     work, model = case.work(rank)
     loss = None
     # Of a rank that goes away in the step nothing is asked

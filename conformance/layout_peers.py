@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,94 +14,104 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.adapter import why_missing, why_no_nemo_rl
+from conformance.adapter import Package, why_missing, why_no_nemo_rl
 from conformance.layout_adapter import EVERY_LAYOUT, ROWS, LayoutAdapter, Work
 from conformance.layout_adapters import (
     Both,
     Loss,
-    TorchLoss,
     accumulated,
     as_dtensor,
     counted,
+    fsdp,
     loss_parallel_step,
     run_micro_batches,
     seqpar_step,
+    torch_loss,
     torch_step,
-    trunk,
+    train,
     wrapped,
 )
 from seqpar.distributed.collectives import copy_to_group, group_sum, rank_in, world_size
 
+deepspeed = Package("deepspeed")
+liger_modules = Package("liger_kernel.transformers")
+megatron_state = Package("megatron.core.parallel_state")
+megatron_tensors = Package("megatron.core.tensor_parallel")
+nemo = Package("nemo_rl.distributed.model_utils")
+titan = Package("torchtitan.components.loss")
+titan_backend = Package("torchtitan.distributed.utils")
+trl = Package("trl.trainer.utils")
+verl_algorithms = Package("verl.trainer.ppo.core_algos")
+verl_logits = Package("verl.utils.torch_functional")
+verl_megatron = Package("verl.utils.megatron.tensor_parallel")
+verl_sequence = Package("verl.utils.ulysses")
 
-class Megatron(Loss):
+Step = Callable[[Work], Any]
+
+
+def over_vocabulary(loss: Callable[..., Any]) -> Step:
+    """Return the step with a loss over a split vocabulary, under DDP where there are data ranks."""
+
+    @wraps(loss)
+    def step(work: Work) -> Tensor:
+        return train(work, loss)
+
+    return step
+
+
+def by_megatron(losses: Callable[..., Any]) -> Step:
+    """Return the step with each token's loss of logits that are split as by Megatron's linear layers."""
+
+    @wraps(losses)
+    def loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
+        ranks = world_size(work.vocab_group)
+        is_ready = megatron_state.model_parallel_is_initialized()
+        if is_ready and megatron_state.get_tensor_model_parallel_world_size() != ranks:
+            megatron_state.destroy_model_parallel()
+        if not megatron_state.model_parallel_is_initialized():
+            megatron_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+        given = megatron_tensors.copy_to_tensor_model_parallel_region(hidden)
+        kept = target != work.ignore_index
+        return (losses(work, F.linear(given, work.model.head.weight), target.where(kept, 0)) * kept).sum()
+
+    return over_vocabulary(loss)
+
+
+def megatron(work: Work, logits: Tensor, target: Tensor) -> Any:
     """`vocab_parallel_cross_entropy`, after `copy_to_tensor_model_parallel_region` as in its linear layers, computed in
     float32; of vocabularies divisible by the number of ranks.
     """
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
-        tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
-        ranks = world_size(self.work.vocab_group)
-        is_ready = parallel_state.model_parallel_is_initialized()
-        if is_ready and parallel_state.get_tensor_model_parallel_world_size() != ranks:
-            parallel_state.destroy_model_parallel()
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-        logits = F.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden), self.head.weight)
-        kept = target != self.work.ignore_index
-        return (self.losses(logits, target.where(kept, 0)) * kept).sum()
-
-    def losses(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return each token's loss."""
-        tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
-        # It gives the other classes eps / (V - 1); torch gives every class eps / V
-        eps = self.work.label_smoothing * (self.work.vocab_size - 1) / self.work.vocab_size
-        losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, target, eps)
-        return losses
+    # It gives the other classes eps / (V - 1); torch gives every class eps / V
+    eps = work.label_smoothing * (work.vocab_size - 1) / work.vocab_size
+    return megatron_tensors.vocab_parallel_cross_entropy(logits, target, eps)
 
 
-class VerlVocabulary(Megatron):
+def verl_vocabulary(work: Work, logits: Tensor, target: Tensor) -> Any:
     """verl's `vocab_parallel_log_probs_from_logits`, of the logits of its Megatron engine."""
-
-    def losses(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return each token's loss."""
-        verl: Any = importlib.import_module("verl.utils.megatron.tensor_parallel")
-        log_probs: Tensor = verl.vocab_parallel_log_probs_from_logits(logits, target)
-        return -log_probs
+    return -verl_megatron.vocab_parallel_log_probs_from_logits(logits, target)
 
 
-class Verl(Loss):
-    """verl's `agg_loss` of `logprobs_from_logits`, with a split sequence gathered as in its FSDP engine."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
-        self.count = int(group_sum(counted(work), work.token_group))
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        kept = target != self.work.ignore_index
-        found = importlib.import_module("verl.utils.torch_functional").logprobs_from_logits(
-            self.head(hidden), target.where(kept, 0)
-        )
-        log_probs, mask = found.flatten(), kept.flatten().to(found)
-        if self.work.sequence_group is not None:
-            ulysses: Any = importlib.import_module("verl.utils.ulysses")
-            group = self.work.sequence_group
-            log_probs, mask = (ulysses.gather_outputs_and_unpad(t, 0, group=group) for t in (log_probs, mask))
-        ranks = world_size(self.work.data_group)
-        algorithms: Any = importlib.import_module("verl.trainer.ppo.core_algos")
-        mean: Tensor = algorithms.agg_loss(-log_probs, mask, "token-mean", ranks, self.count)
-        return mean
+def verl_loss(work: Work, hidden: Tensor, target: Tensor, count: int) -> Any:
+    """Return verl's `agg_loss` of `logprobs_from_logits`, with a split sequence gathered as in its FSDP engine."""
+    kept = target != work.ignore_index
+    found = verl_logits.logprobs_from_logits(work.model.head(hidden), target.where(kept, 0))
+    log_probs, mask = found.flatten(), kept.flatten().to(found)
+    if work.sequence_group is not None:
+        gather = partial(verl_sequence.gather_outputs_and_unpad, gather_dim=0, group=work.sequence_group)
+        log_probs, mask = gather(log_probs), gather(mask)
+    return verl_algorithms.agg_loss(-log_probs, mask, "token-mean", world_size(work.data_group), count)
 
 
-def verl_step(work: Work) -> Tensor:
+def verl_step(work: Work) -> Any:
     """Train as verl's FSDP engine does: `agg_loss` of `logprobs_from_logits`.
 
     With a split vocabulary as its Megatron engine does: `vocab_parallel_log_probs_from_logits`, computed in float32, of
     vocabularies divisible by the number of ranks.
     """
     if work.vocab_group is not None:
-        return of_vocabulary(VerlVocabulary)(work)
-    total = run_micro_batches(work, wrapped(Both(work.model, Verl(work)), work))
+        return by_megatron(verl_vocabulary)(work)
+    loss = partial(verl_loss, count=int(group_sum(counted(work), work.token_group)))
+    total = run_micro_batches(work, wrapped(Both(work.model, Loss(work, loss)), work))
     return group_sum(total, work.data_group) / world_size(work.data_group)
 
 
@@ -117,10 +126,9 @@ def deepspeed_step(work: Work) -> Tensor:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    both = Both(work.model.float(), TorchLoss(work))
+    both = Both(work.model.float(), Loss(work, torch_loss))
     trained = [p for p in both.parameters() if p.requires_grad]
     with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"} | launched):
-        deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
         engine, *_ = deepspeed.initialize(model=both, optimizer=torch.optim.SGD(trained, 0.1), config=config)
     ((tokens, target),) = work.micro_batches
@@ -140,76 +148,51 @@ def deepspeed_step(work: Work) -> Tensor:
     return group_sum(total.detach(), work.token_group) / count
 
 
-class NemoRl(Loss):
+def by_nemo_rl(log_probs: Callable[..., Any]) -> Step:
+    """Return the step with the log-probability of each token but the first of a sentence."""
+
+    @wraps(log_probs)
+    def loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
+        kept = target != work.ignore_index
+        # The token before the first target, and a last position, which has none
+        tokens, longer = F.pad(target.where(kept, 0), (1, 0)), F.pad(hidden, (0, 0, 0, 1))
+        rows = work.start, work.start + len(work.model.head.weight)
+        return -(log_probs(work, copy_to_group(longer, work.vocab_group), tokens, *rows) * kept).sum()
+
+    return over_vocabulary(loss)
+
+
+def nemo_rl(work: Work, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Any:
     """`from_parallel_logits_to_logprobs`, which shifts its targets itself, computed in float32; a split sequence
     needs a GPU, in `AllGatherCPTensor`.
     """
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        kept = target != self.work.ignore_index
-        # The token before the first target, and a last position, which has none
-        tokens, longer = F.pad(target.where(kept, 0), (1, 0)), F.pad(hidden, (0, 0, 0, 1))
-        rows = self.work.start, self.work.start + len(self.head.weight)
-        return -(self.log_probs(copy_to_group(longer, self.work.vocab_group), tokens, *rows) * kept).sum()
-
-    def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
-        """Return the log-probability of each token but the first of a sentence."""
-        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
-        logits = F.linear(hidden, self.head.weight)
-        found: Tensor = nemo.from_parallel_logits_to_logprobs(logits, tokens, start, end, self.work.vocab_group)
-        return found
+    logits = F.linear(hidden, work.model.head.weight)
+    return nemo.from_parallel_logits_to_logprobs(logits, tokens, start, end, work.vocab_group)
 
 
-class NemoRlFused(NemoRl):
+def nemo_rl_fused(work: Work, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Any:
     """Its `from_parallel_hidden_states_to_logprobs`, of hidden states of which each rank has some time steps, in
     float32; it refuses a split sequence.
     """
-
-    def log_probs(self, hidden: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
-        """Return the log-probability of each token but the first of a sentence."""
-        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
-        group = self.work.vocab_group
-        # Time first, as in Megatron; 4 steps, which 2 and 4 ranks divide
-        own = hidden.transpose(0, 1).chunk(world_size(group))[rank_in(group)].contiguous()
-        found: Tensor = nemo.from_parallel_hidden_states_to_logprobs(
-            own, self.head.weight, False, tokens, start, end, group, chunk_size=3
-        )
-        return found
+    group = work.vocab_group
+    # Time first, as in Megatron; 4 steps, which 2 and 4 ranks divide
+    own = hidden.transpose(0, 1).chunk(world_size(group))[rank_in(group)].contiguous()
+    given = own, work.model.head.weight, False, tokens, start, end, group
+    return nemo.from_parallel_hidden_states_to_logprobs(*given, chunk_size=3)
 
 
-class Liger(Loss):
+def liger(work: Work, hidden: Tensor, target: Tensor) -> Any:
     """`LigerVocabParallelCrossEntropy`, computed in float32; its kernels need a GPU, or Triton's interpreter."""
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        liger: Any = importlib.import_module("liger_kernel.transformers")
-        group = self.work.vocab_group
-        logits = F.linear(copy_to_group(hidden, group), self.head.weight).float()
-        losses: Tensor = liger.LigerVocabParallelCrossEntropy(label_smoothing=self.work.label_smoothing)(
-            logits, target, group
-        )
-        return losses.sum()
+    logits = F.linear(copy_to_group(hidden, work.vocab_group), work.model.head.weight).float()
+    loss = liger_modules.LigerVocabParallelCrossEntropy(label_smoothing=work.label_smoothing)
+    return loss(logits, target, work.vocab_group).sum()
 
 
-class TitanVocabulary(Loss):
-    """torchtitan's `cross_entropy_loss` of DTensor logits."""
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        titan: Any = importlib.import_module("torchtitan.components.loss")
-        importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
-        weight = as_dtensor(self.head.weight, self.work.vocab_group, self.work.vocab_size)
-        logits = F.linear(as_dtensor(hidden, self.work.vocab_group), weight)
-        summed: Tensor = titan.cross_entropy_loss(logits, target)
-        return summed
-
-
-def of_vocabulary(loss: type[Loss]) -> Callable[[Work], Tensor]:
-    """Return the step with a loss over a split vocabulary, under DDP where there are data ranks."""
-
-    def step(work: Work) -> Tensor:
-        return accumulated(work, wrapped(Both(trunk(work), loss(work)), work))
-
-    step.__doc__ = loss.__doc__
-    return step
+def titan_loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
+    """Return torchtitan's `cross_entropy_loss` of DTensor logits."""
+    titan_backend.set_spmd_backend("partial_dtensor")
+    weight = as_dtensor(work.model.head.weight, work.vocab_group, work.vocab_size)
+    return titan.cross_entropy_loss(F.linear(as_dtensor(hidden, work.vocab_group), weight), target)
 
 
 def tied_modules(model: Any) -> list[nn.Module]:
@@ -222,15 +205,12 @@ def tied_modules(model: Any) -> list[nn.Module]:
 def titan_step(work: Work) -> Tensor:
     """Train with `ChunkedLossWrapper` under FSDP2, or `cross_entropy_loss` of DTensor logits, computed in float32."""
     if work.vocab_group is not None:
-        return of_vocabulary(TitanVocabulary)(work)
-    from torch.distributed.fsdp import fully_shard
-
-    titan: Any = importlib.import_module("torchtitan.components.loss")
+        return train(work, titan_loss)
     group = work.token_group
     assert group is not None
     model, mesh = work.model, DeviceMesh.from_group(group, "cpu")
-    fully_shard(tied_modules(model), mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fsdp.fully_shard(tied_modules(model), mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
     # As its trainer: gradients are summed over the ranks, and the loss is divided by all tokens before
     for unit in (model.head, model):
         unit.set_gradient_divide_factor(1.0)
@@ -284,14 +264,11 @@ class TrlSum(nn.Module):
 
 def trl_step(work: Work, is_head_a_unit: bool = False) -> Tensor:
     """Train with the log-probabilities of `add_fused_lm_head`, called inside DDP or FSDP2, computed in float32."""
-    trl: Any = importlib.import_module("trl.trainer.utils")
     model: Any = CausalModel(work.model)
     trl.add_fused_lm_head(model)
     if is_head_a_unit:
-        from torch.distributed.fsdp import fully_shard
-
         assert work.token_group is not None
-        fully_shard(tied_modules(work.model), mesh=DeviceMesh.from_group(work.token_group, "cpu"))
+        fsdp.fully_shard(tied_modules(work.model), mesh=DeviceMesh.from_group(work.token_group, "cpu"))
     return accumulated(work, wrapped(TrlSum(model), work))
 
 
@@ -316,14 +293,14 @@ has = partial(partial, why_missing)
 PEERS = (
     LayoutAdapter("torch", torch_step, TORCH),
     LayoutAdapter("torch-loss-parallel", loss_parallel_step, UNEVEN | {"float64"}),
-    LayoutAdapter("megatron", of_vocabulary(Megatron), SMOOTH, "megatron-core", has("megatron.core.tensor_parallel")),
-    LayoutAdapter("liger", of_vocabulary(Liger), SMOOTH | UNEVEN, "liger-kernel", why_no_liger),
+    LayoutAdapter("megatron", by_megatron(megatron), SMOOTH, "megatron-core", has("megatron.core.tensor_parallel")),
+    LayoutAdapter("liger", over_vocabulary(liger), SMOOTH | UNEVEN, "liger-kernel", why_no_liger),
     LayoutAdapter("torchtitan", titan_step, UNEVEN | {"FSDP2"}, "torchtitan", has("torchtitan.components.loss")),
     LayoutAdapter("trl", trl_step, REPLICATED, "trl", has("trl.trainer.utils")),
     LayoutAdapter("trl-head-unit", trl_head_unit_step, frozenset({"FSDP2"}), "trl", has("trl.trainer.utils")),
     LayoutAdapter("verl", verl_step, VOCABULARY | REPLICATED, "verl", has("verl.trainer.ppo.core_algos")),
-    LayoutAdapter("nemo-rl", of_vocabulary(NemoRl), UNEVEN, "nemo-rl", why_no_nemo_rl),
-    LayoutAdapter("nemo-rl-fused", of_vocabulary(NemoRlFused), UNEVEN, "nemo-rl", why_no_nemo_rl),
+    LayoutAdapter("nemo-rl", by_nemo_rl(nemo_rl), UNEVEN, "nemo-rl", why_no_nemo_rl),
+    LayoutAdapter("nemo-rl-fused", by_nemo_rl(nemo_rl_fused), UNEVEN, "nemo-rl", why_no_nemo_rl),
     LayoutAdapter("deepspeed", deepspeed_step, frozenset({"ZeRO-3", "smoothing"}), "deepspeed", has("deepspeed")),
     LayoutAdapter("seqpar", seqpar_step, package="seqpar"),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from conformance.adapter import DEVICE
+from conformance.adapter import DEVICE, quietly
+from conformance.apart import EndedError, apart
 from conformance.finding import Finding
-from conformance.peak_memory import can_measure_cpu, run_in_fresh_process
+from conformance.peak_memory import can_measure_cpu, peak_bytes
 from conformance.problem import Problem
 
 TIMES = 4
@@ -33,29 +34,26 @@ class Growth:
         return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
 
-def growth(part: str, spec: str) -> Growth | str:
-    """Return the two peaks of a part's adapter, by the name it is found by, or why they could not be measured."""
+def growth(x: Problem) -> Growth | str:
+    """Return the peaks of a problem at `Growth.ROWS` rows and at four times as many, or why there are none."""
     if DEVICE == "cpu" and not can_measure_cpu():
         return "needs Linux's /proc"
-    peaks = []
-    for rows in (Growth.ROWS, TIMES * Growth.ROWS):
-        # By name: that file knows the parts, which know the checks, which know this one
-        done = run_in_fresh_process("-m", "conformance.one_peak", part, spec, str(rows))
-        if done.returncode:
-            return f"its process ended with {done.returncode}"
-        peaks.append(int(done.stdout))
-    return Growth(*peaks)
+    try:
+        return Growth(*(apart(_peak, replace(x, rows=rows)) for rows in (Growth.ROWS, TIMES * Growth.ROWS)))
+    except EndedError as ended:
+        return f"its process {ended}"
+
+
+def _peak(x: Problem) -> int:
+    """Return this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
+    quietly(x.answer)
+    return peak_bytes(lambda: quietly(x.answer), DEVICE)
 
 
 def memory_growth(x: Problem) -> Finding:
-    """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist.
-
-    `x` is the problem of `Growth.ROWS` rows.
-    """
-    found = growth(x.adapter.part, x.adapter.spec)
+    """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist."""
+    found = growth(x)
     if isinstance(found, str):
         return Finding("not measured", found)
     grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
-    if found.of_logits <= found.ALLOWED:
-        return Finding("pass", grows)
-    return Finding("fail", grows)
+    return Finding("pass" if found.of_logits <= found.ALLOWED else "fail", grows)

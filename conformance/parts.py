@@ -23,23 +23,6 @@ class Part:
     checks: tuple[Check, ...]
     kind: type[Implementation]
 
-    def adapter_of(self, name: str) -> Implementation:
-        """Return the known adapter of that name, or the one at `module:object`.
-
-        Raises:
-            ValueError: there is no such adapter; the message lists the known ones.
-        """
-        if name in self.known:
-            return self.known[name]
-        kind = self.kind.__name__
-        if ":" not in name:
-            known = ", ".join(self.known)
-            raise ValueError(f"{name!r} is not known; there are {known}, and module:object for your own {kind}")
-        found = load(name)
-        if not isinstance(found, self.kind):
-            raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a conformance.{kind}")
-        return replace(found, where=name)
-
 
 PARTS = {
     "losses": Part(KNOWN, CHECKS, Adapter),
@@ -49,8 +32,21 @@ PARTS = {
 
 
 def adapter_of(part: str, name: str) -> Any:
-    """Return a part's known implementation of that name, or the one at `module:object`, as `Part.adapter_of` does."""
-    return PARTS[part].adapter_of(name)
+    """Return a part's known implementation of that name, or the one at `module:object`.
+
+    Raises:
+        ValueError: there is no such adapter; the message lists the known ones.
+    """
+    known, kind = PARTS[part].known, PARTS[part].kind
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        own = f"module:object for your own {kind.__name__}"
+        raise ValueError(f"{name!r} is not known; there are {', '.join(known)}, and {own}")
+    found = load(name)
+    if not isinstance(found, kind):
+        raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a conformance.{kind.__name__}")
+    return replace(found, where=name)
 
 
 def run(adapter: Implementation, chosen: tuple[Check, ...] | None = None) -> dict[str, Finding]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +18,6 @@ RESET = Path("/proc/self/clear_refs")
 """Linux forgets a process's peak when "5" is written here."""
 STATUS = Path("/proc/self/status")
 FORGET_PEAK = "5"
-RELEASE_FROM = 2**20
-"""Bytes from which on freed blocks go back to the system at once in `run_in_fresh_process`."""
 
 
 def can_measure_cpu() -> bool:
@@ -60,12 +55,3 @@ def _allocated_peak(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def run_in_fresh_process(*arguments: str, threads: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `python <arguments>` where large freed blocks go back to the system at once: what is resident is live."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(RELEASE_FROM)}
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from functools import cache, partial
@@ -21,6 +20,7 @@ from conformance.adapter import (
     LOW,
     Adapter,
     Options,
+    Package,
     ScoreAdapter,
     quietly,
     why_missing,
@@ -33,6 +33,16 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.testing.plain_reference import plain_logits
 
+cut_cross_entropy = Package("cut_cross_entropy")
+liger_modules = Package("liger_kernel.transformers")
+liger_scaled = Package("liger_kernel.ops")
+liger_grpo = Package("liger_kernel.ops.grpo_loss")
+nemo_utils = Package("nemo_rl.distributed.model_utils")
+torchtune_loss = Package("torchtune.modules.loss")
+trl_utils = Package("trl.trainer.utils")
+trl_kernels = Package("trl.kernels")
+verl_functions = Package("verl.utils.torch_functional")
+verl_experimental = Package("verl.utils.experimental.torch_functional")
 CPU = DEVICE == "cpu"
 CUT_BY = "torch_compile" if CPU else "cce"
 TRL_CHUNK = 32768
@@ -50,21 +60,20 @@ def usual(options: Options) -> dict[str, Any]:
 
 def torch_chunked(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, **policy: Any
-) -> Tensor:
+) -> Any:
     """Call `F.linear_cross_entropy` with its default options; with smoothing it makes all logits, and warns."""
     if options.chunk:
         policy |= {"batch_chunk_size": options.chunk, "chunking_method": None}
     how = nn.LinearCrossEntropyOptions(**policy)
-    loss: Tensor = F.linear_cross_entropy(hidden, weight, target, linear_bias=bias, **usual(options), options=how)
-    return loss
+    return F.linear_cross_entropy(hidden, weight, target, linear_bias=bias, **usual(options), options=how)
 
 
-def torch_accurate(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+def torch_accurate(*given: Any) -> Any:
     """Do the same with acc_policy="accurate", acc_dtype=torch.float32 for 16 bits, and allow_retain_graph=True."""
     policy: dict[str, Any] = {"acc_policy": "accurate", "allow_retain_graph": True}
-    if options.dtype in (torch.bfloat16, torch.float16):
+    if given[-1].dtype in (torch.bfloat16, torch.float16):
         policy["acc_dtype"] = torch.float32
-    return torch_chunked(hidden, weight, target, bias, options, **policy)
+    return torch_chunked(*given, **policy)
 
 
 def why_no_torch_chunked() -> str:
@@ -74,23 +83,21 @@ def why_no_torch_chunked() -> str:
     return f"not in torch {torch.__version__}"
 
 
-def liger(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, **more: Any) -> Tensor:
+def liger(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, **more: Any) -> Any:
     """Call the fused loss, without a GPU in Triton's interpreter (numbers, no memory), which has no float64."""
-    peer: Any = import_liger("liger_kernel.transformers")
-    loss: Tensor = peer.LigerFusedLinearCrossEntropyLoss(**usual(options), **more)(weight, hidden, target, bias)
-    return loss
+    choose_interpreter()
+    return liger_modules.LigerFusedLinearCrossEntropyLoss(**usual(options), **more)(weight, hidden, target, bias)
 
 
-def liger_float32(*given: Any) -> Tensor:
+def liger_float32(*given: Any) -> Any:
     """Do the same with accum_dtype=torch.float32."""
     return liger(*given, accum_dtype=torch.float32)
 
 
-def import_liger(module: str) -> Any:
-    """Return a module of Liger, whose kernels need a GPU, or Triton's interpreter."""
+def choose_interpreter() -> None:
+    """Let Triton's interpreter run Liger's kernels where there is no GPU."""
     if CPU:
         os.environ["TRITON_INTERPRET"] = "1"
-    return importlib.import_module(module)
 
 
 def why_no_liger() -> str:
@@ -100,26 +107,27 @@ def why_no_liger() -> str:
         return "needs a GPU, or a process that has not loaded Triton yet"
 
     def switched() -> str:
-        if CPU:
-            os.environ["TRITON_INTERPRET"] = "1"
+        choose_interpreter()
         return why_missing("liger_kernel.transformers")
 
     return quietly(switched)
 
 
-def cut(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+def cut(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, **more: Any) -> Any:
     """Call it with impl="cce", or "torch_compile" without a supported GPU; float64 is computed in float32."""
-    peer: Any = importlib.import_module("cut_cross_entropy")
-    loss: Tensor = peer.linear_cross_entropy(hidden, weight, target, **usual(options), impl=CUT_BY)
-    return loss
+    return cut_cross_entropy.linear_cross_entropy(hidden, weight, target, **usual(options) | more, impl=CUT_BY)
 
 
-def torchtune(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+def torchtune(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Any:
     """Take 8 chunks, not compiled; it has only a mean; float64 is computed in float32."""
-    peer: Any = importlib.import_module("torchtune.modules.loss")
     logits = [F.linear(part, weight, bias) for part in hidden[None].chunk(8, 1)]
-    loss: Tensor = peer.CEWithChunkedOutputLoss(8, options.ignore_index)(logits, target[None])
-    return loss
+    return torchtune_loss.CEWithChunkedOutputLoss(8, options.ignore_index)(logits, target[None])
+
+
+def masked(log_prob: Tensor, entropy: Tensor | None, target: Tensor, options: Options) -> TokenScores:
+    """Return scores with 0 where the target is ignored."""
+    zero = partial(zero_ignored, target=target, options=options)
+    return TokenScores(zero(log_prob), None if entropy is None else zero(entropy))
 
 
 def seqpar(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
@@ -158,13 +166,13 @@ class Projection(nn.Linear):
         return self.softcap * torch.tanh(logits / self.softcap)
 
 
-def seqpar_scores(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, **more: Any
-) -> TokenScores:
+def seqpar_scores(*given: Any, **more: Any) -> TokenScores:
     """Call `token_scores`."""
-    for name in ("ignore_index", "temperature", "softcap", "entropy", "top_k", "ids"):
-        more[name] = getattr(options, name)
-    return token_scores(hidden, weight, target, bias=bias, chunk_tokens=options.chunk, **more)
+    *tensors, bias, options = given
+    how = {
+        name: getattr(options, name) for name in ("ignore_index", "temperature", "softcap", "entropy", "top_k", "ids")
+    }
+    return token_scores(*tensors, bias=bias, chunk_tokens=options.chunk, **how | more)
 
 
 def seqpar_invariant(*given: Any) -> TokenScores:
@@ -174,7 +182,6 @@ def seqpar_invariant(*given: Any) -> TokenScores:
 
 def trl(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `selective_log_softmax` and, with it, `entropy_from_logits`, of all logits."""
-    peer: Any = importlib.import_module("trl.trainer.utils")
     logits = plain_logits(hidden, weight, bias, options.softcap)
     how: dict[str, Any] = {"row_mask": target != options.ignore_index}
     if options.temperature != 1:
@@ -182,11 +189,11 @@ def trl(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, opt
     given = logits, target.clamp(min=0)
     entropy = at = None
     if options.entropy:
-        log_prob, entropy = peer.selective_log_softmax_and_entropy(*given, **how)
+        log_prob, entropy = trl_utils.selective_log_softmax_and_entropy(*given, **how)
     else:
-        log_prob = peer.selective_log_softmax(*given, **how)
+        log_prob = trl_utils.selective_log_softmax(*given, **how)
     if options.ids is not None:
-        at = peer.selective_log_softmax(logits, options.ids, **how | {"row_mask": how["row_mask"][:, None]})
+        at = trl_utils.selective_log_softmax(logits, options.ids, **how | {"row_mask": how["row_mask"][:, None]})
     return TokenScores(log_prob, entropy, log_probs_at=at)
 
 
@@ -194,25 +201,23 @@ def trl_chunked(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | N
     """Call `ChunkedLogProbFunction`, masked as in its trainers, on the CPU in torch operations; a chunk is of classes;
     float64 is computed in float32.
     """
-    peer: Any = importlib.import_module("trl.kernels")
     outputs = ("entropy",) if options.entropy else ()
     how = options.temperature, options.chunk or TRL_CHUNK, options.softcap, 1.0, outputs
-    log_prob, entropy = peer.ChunkedLogProbFunction.apply(hidden, weight, bias, target.clamp(min=0), *how)[:2]
-    if entropy is not None:
-        entropy = zero_ignored(entropy, target, options)
-    return TokenScores(zero_ignored(log_prob, target, options), entropy)
+    log_prob, entropy = trl_kernels.ChunkedLogProbFunction.apply(hidden, weight, bias, target.clamp(min=0), *how)[:2]
+    return masked(log_prob, entropy, target, options)
 
 
 def liger_scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `LigerFusedLinearScaledCrossEntropyFunction`, on the CPU in torch operations; float64 is
     computed in float32.
     """
-    scores = import_liger("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    choose_interpreter()
     given = hidden, weight, target, options.temperature, options.ignore_index, 1
+    scores = partial(liger_scaled.LigerFusedLinearScaledCrossEntropyFunction.apply, *given)
     if options.entropy:
-        loss, entropy = scores.apply(*given, True)[:2]
+        loss, entropy = scores(True)[:2]
         return TokenScores(-loss, entropy)
-    return TokenScores(-scores.apply(*given))
+    return TokenScores(-scores())
 
 
 def liger_selective(
@@ -221,35 +226,32 @@ def liger_selective(
     """Call `fused_selective_log_softmax` of all logits, which has no gradient, without a GPU in Triton's interpreter;
     float64 is computed in float32.
     """
-    scores = import_liger("liger_kernel.ops.grpo_loss").fused_selective_log_softmax
+    choose_interpreter()
     # (1, N + 1, V): the function leaves the last position out
     logits = F.pad(plain_logits(hidden, weight, bias, options.softcap).detach(), (0, 0, 0, 1))[None]
     mask = (target != options.ignore_index)[None]
-    return TokenScores(scores(logits, target[None], options.temperature, mask)[0])
+    return TokenScores(liger_grpo.fused_selective_log_softmax(logits, target[None], options.temperature, mask)[0])
 
 
-def cut_scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
+def cut_scores(*given: Any) -> TokenScores:
     """Call it with reduction="none" and the same impl; float64 is computed in float32."""
-    peer: Any = importlib.import_module("cut_cross_entropy")
-    how = usual(options) | {"reduction": "none", "impl": CUT_BY}
-    return TokenScores(-peer.linear_cross_entropy(hidden, weight, target, **how))
+    return TokenScores(-cut(*given, reduction="none"))
 
 
 def verl(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `logprobs_from_logits` and `entropy_from_logits` of all logits."""
-    peer: Any = importlib.import_module("verl.utils.torch_functional")
     logits = logits_of(hidden, weight, bias, options)
-    entropy = peer.entropy_from_logits(logits) if options.entropy else None
-    return TokenScores(peer.logprobs_from_logits(logits, target), entropy)
+    entropy = verl_functions.entropy_from_logits(logits) if options.entropy else None
+    return TokenScores(verl_functions.logprobs_from_logits(logits, target), entropy)
 
 
 def verl_fused(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `FusedLinearForPPO`; it always computes the entropy; float64 is computed in float32; the Triton kernel
     of `verl.utils.kernel` needs a GPU, in the interpreter too.
     """
-    peer: Any = importlib.import_module("verl.utils.experimental.torch_functional")
     how = {} if options.temperature == 1 else {"temperature": options.temperature}
-    return TokenScores(*peer.FusedLinearForPPO(chunk_size=options.chunk or 512)(hidden, weight, target, **how))
+    scores = verl_experimental.FusedLinearForPPO(chunk_size=options.chunk or 512)
+    return TokenScores(*scores(hidden, weight, target, **how))
 
 
 @cache
@@ -260,24 +262,21 @@ def group_of_one() -> Any:
 
 def nemo(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `ChunkedDistributedLogprob` and `ChunkedDistributedEntropy` of all logits, in float32."""
-    peer: Any = importlib.import_module("nemo_rl.distributed.model_utils")
     logits, chunk = logits_of(hidden, weight, bias, options)[None], options.chunk or NEMO_CHUNK
     given = logits, target[None], 0, logits.size(-1), chunk, group_of_one()
-    log_prob = zero_ignored(peer.ChunkedDistributedLogprob.apply(*given)[0], target, options)
-    if not options.entropy:
-        return TokenScores(log_prob)
-    # The function returns sum(p log p)
-    entropy = -peer.ChunkedDistributedEntropy.apply(logits, chunk, group_of_one())[0]
-    return TokenScores(log_prob, zero_ignored(entropy, target, options))
+    log_prob, entropy = nemo_utils.ChunkedDistributedLogprob.apply(*given)[0], None
+    if options.entropy:
+        # The function returns sum(p log p)
+        entropy = -nemo_utils.ChunkedDistributedEntropy.apply(logits, chunk, group_of_one())[0]
+    return masked(log_prob, entropy, target, options)
 
 
 def nemo_fused(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `ChunkedDistributedHiddenStatesToLogprobs`; float64 is computed in float32."""
-    peer: Any = importlib.import_module("nemo_rl.distributed.model_utils")
     # Of shapes (N, 1, D), time first, and (1, N)
     given = hidden[:, None], target[None], weight, 0, len(weight), options.chunk or NEMO_CHUNK, group_of_one()
-    log_prob = peer.ChunkedDistributedHiddenStatesToLogprobs.apply(*given)[0]
-    return TokenScores(zero_ignored(log_prob, target, options))
+    log_prob = nemo_utils.ChunkedDistributedHiddenStatesToLogprobs.apply(*given)[0]
+    return masked(log_prob, None, target, options)
 
 
 # Triton's interpreter gives Liger's kernel a Python float, of which the kernel asks what only a Triton value has

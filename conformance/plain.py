@@ -5,6 +5,8 @@ Shape suffixes: N rows, V vocabulary, J given classes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,12 +25,9 @@ def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Return the logits, divided by the temperature."""
-    logits_NV = plain_logits(hidden, weight, bias, options.softcap)
-    if isinstance(options.temperature, Tensor):
-        return logits_NV / options.temperature[:, None]
-    if options.temperature == 1:
-        return logits_NV
-    return logits_NV / options.temperature
+    temperature: Any = options.temperature
+    per_row: Any = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    return plain_logits(hidden, weight, bias, options.softcap, per_row)
 
 
 def zero_ignored(score: Tensor, target: Tensor, options: Options) -> Tensor:

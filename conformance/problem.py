@@ -168,42 +168,29 @@ class Problem:
         arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
         with raising():
             found = self.adapter.function(*arguments, self.options_of(tensors))
-            self._check(found, len(tensors["target"]))
+            if not self.is_loss and not isinstance(found, TokenScores):
+                raise TypeError(f"the scores are a {type(found).__name__}; they must be seqpar.TokenScores")
+            for name, more in self.wanted.items():
+                number, shape = self.numbers(found)[name], more if self.is_loss else (len(tensors["target"]), *more)
+                if not isinstance(number, Tensor):
+                    raise TypeError(f"{name} is a {type(number).__name__}; it must be a tensor of shape {shape}")
+                if number.shape != shape and not (self.is_loss and number.numel() == 1):
+                    raise ValueError(f"{name} has shape {tuple(number.shape)}; it must be {shape}")
         return found
 
-    def _check(self, found: object, rows: int) -> None:
-        """Raise TypeError or ValueError unless the result is what was asked for."""
+    @property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """Return the numbers that are asked for, with their sizes for each token."""
         if self.is_loss:
-            if not isinstance(found, Tensor):
-                raise TypeError(f"the loss is a {type(found).__name__}; it must be a tensor of one number")
-            if found.numel() != 1:
-                raise ValueError(f"the loss has shape {tuple(found.shape)}; it must be one number")
-            return
-        if not isinstance(found, TokenScores):
-            raise TypeError(f"the scores are a {type(found).__name__}; they must be seqpar.TokenScores")
-        more = {"log_probs_at": (self.given,), "top_log_probs": (self.options.top_k,), "top_ids": (self.options.top_k,)}
-        for name in self.wanted():
-            shape = (rows, *more.get(name, ()))
-            score = getattr(found, name)
-            if not isinstance(score, Tensor):
-                raise TypeError(f"{name} is a {type(score).__name__}; it must be a tensor of shape {shape}")
-            if score.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(score.shape)}; it must be {shape}")
+            return {"loss": ()}
+        k, asked = self.options.top_k, {"log_prob": ()}
+        more = {"entropy": () if self.options.entropy else None, "log_probs_at": (self.given,) if self.given else None}
+        more |= dict.fromkeys(("top_log_probs", "top_ids"), (k,) if k else None)
+        return asked | {name: size for name, size in more.items() if size is not None}
 
-    def wanted(self) -> list[str]:
-        """Return the names of the numbers that are asked for."""
-        if self.is_loss:
-            return ["loss"]
-        asked = {"entropy": self.options.entropy, "log_probs_at": self.given, "top_log_probs": self.options.top_k}
-        return ["log_prob", *(name for name, is_asked in asked.items() if is_asked)] + ["top_ids"] * bool(
-            self.options.top_k
-        )
-
-    def values(self, result: Any) -> Mapping[str, Tensor | None]:
-        """Return the numbers that are asked for; classes are compared apart, as they have no error."""
-        if self.is_loss:
-            return {"loss": result}
-        return {name: getattr(result, name) for name in self.wanted() if name != "top_ids"}
+    def numbers(self, result: Any) -> Mapping[str, Tensor | None]:
+        """Return the numbers that are asked for."""
+        return {"loss": result} if self.is_loss else {name: getattr(result, name) for name in self.wanted}
 
     def loss_of(self, result: Any, tensors: dict[str, Tensor]) -> Tensor:
         """Return what is differentiated: the loss, or the sum of the scores in use, each times its factors."""
@@ -226,7 +213,8 @@ class Problem:
     def answer_on(self, tensors: dict[str, Tensor]) -> Answer:
         """Return the same of these tensors."""
         result = self.run(tensors)
-        found = dict(self.values(result))
+        # Classes are compared apart, as they have no error
+        found = {name: number for name, number in self.numbers(result).items() if name != "top_ids"}
         if self.used:
             if self.loss_of(result, tensors).requires_grad:
                 self.backward(result, tensors)

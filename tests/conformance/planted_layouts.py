@@ -2,8 +2,8 @@
 
 Of the twelve findings of Megatron-LM#7452 here are 1 (megatron_737), 2 (megatron_7452), 3 to 5 (_mtp_counts, _padding,
 _recompute), 9 (megatron_7513) and 10 to 12 (_router, _replicated, _layers); 8 is about the norm of gradients
-(megatron_7452_norm in tests/seqpar/testing/test_same_step.py), and 6 and 7 are not here. `OTHER_MISTAKES` are siblings
-of published ones, without a source.
+(megatron_7452_norm in tests/seqpar/testing/test_same_step.py), and 6 and 7 are not here. `OTHER` are siblings of
+published ones.
 """
 
 import torch
@@ -15,14 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter
 from conformance.layout_adapters import (
     Both,
-    SeqparLoss,
-    TorchLoss,
+    Loss,
     accumulated,
     over_survivors,
     pipelined,
     run_micro_batches,
+    seqpar_loss,
     sum_over_time,
+    torch_loss,
     torch_step,
+    train,
     trunk,
     wrapped,
 )
@@ -55,7 +57,7 @@ def stepped(work, both, factor):
 
 
 def both_of(work):
-    return Both(work.model, TorchLoss(work))
+    return Both(work.model, Loss(work, torch_loss))
 
 
 def mean_of_ranks_means(work):
@@ -132,21 +134,15 @@ def head_gathered_as_if_replicated(work):
     return group_sum(loss.detach(), work.token_group) / count
 
 
-class Untied(nn.Module):
-    """A generator that has a copy of the embedding's weight."""
-
-    def __init__(self, work):
-        super().__init__()
-        self.head = work.model.head
-
-    def forward(self, hidden, target):
-        logits = F.linear(hidden, self.head.weight.detach().clone()).flatten(0, -2)
-        return F.cross_entropy(logits, target.flatten(), reduction="sum")
+def untied(work, hidden, target):
+    """The loss of a generator that has a copy of the embedding's weight."""
+    logits = F.linear(hidden, work.model.head.weight.detach().clone()).flatten(0, -2)
+    return F.cross_entropy(logits, target.flatten(), reduction="sum")
 
 
 def tie_missed(work):
-    loss = Untied if work.model.head.weight is getattr(work.model.embed, "weight", None) else TorchLoss
-    return accumulated(work, wrapped(Both(work.model, loss(work)), work))
+    is_tied = work.model.head.weight is getattr(work.model.embed, "weight", None)
+    return train(work, untied if is_tied else torch_loss)
 
 
 def shifted_again(work):
@@ -159,14 +155,12 @@ def shifted_again(work):
 def never_divided_in_the_pipeline(work):
     """The schedule runs backward from the sum; only the number that is reported is divided."""
     count = sum(counted(work))
-    loss = TorchLoss(work)
-    reported = pipelined(work, lambda hidden, target: loss(hidden, target) * count)
+    reported = pipelined(work, lambda hidden, target: torch_loss(work, hidden, target) * count)
     return None if reported is None else reported / count
 
 
 def divided_by_micro_batches_too(work):
-    loss = TorchLoss(work)
-    reported = pipelined(work, lambda hidden, target: loss(hidden, target) / len(work.micro_batches))
+    reported = pipelined(work, lambda hidden, target: torch_loss(work, hidden, target) / len(work.micro_batches))
     return None if reported is None else reported * len(work.micro_batches)
 
 
@@ -301,7 +295,7 @@ def reported(change):
 
 
 def own_mean(work, loss):
-    own = [TorchLoss(work)(work.model(tokens), target).detach() for tokens, target in work.micro_batches]
+    own = [torch_loss(work, work.model(tokens), target).detach() for tokens, target in work.micro_batches]
     return sum(own) / sum(counted(work))
 
 
@@ -414,302 +408,219 @@ class HiddenSummedAgain(nn.Module):
 
 
 def summed_by_the_plan_too(work):
-    both = Both(HiddenSummedAgain(work), SeqparLoss(work))
+    both = Both(HiddenSummedAgain(work), Loss(work, seqpar_loss))
     count = sum(counted(work))
     total = both.loss(both.model(work.micro_batches[0][0]), work.micro_batches[0][1]).total
     (total / count * work.loss_scale).backward()
     return total.detach() / count
 
 
-MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues"
-LAYOUT_MISTAKES = {
-    "speculators_942": (
-        mean_of_ranks_means,
-        "data parallel: unequal tokens",
-        "mean of means: each rank divides by its own tokens",
-        "https://github.com/vllm-project/speculators/pull/942",
-    ),
-    "ms_swift_10165": (
-        mean_of_micro_batches_means,
-        "accumulation: unequal tokens",
-        "mean of means: each micro-batch is divided by its own tokens",
-        "https://github.com/modelscope/ms-swift/pull/10165",
-    ),
-    "trl_7245": (
-        called_unwrapped,
-        "data parallel: unequal tokens",
-        "not reduced over ranks",
-        "https://github.com/huggingface/trl/issues/7245",
-    ),
-    "verl_speco_29": (
-        averaged_once_more,
-        "FSDP2: unequal tokens",
-        "divided by ranks twice",
-        "https://github.com/verl-project/verl-SpeCo/pull/29",
-    ),
-    "miles_3231": (
-        never_divided,
-        "FSDP2: unequal tokens",
-        "not divided by the tokens",
-        "https://github.com/radixark/miles/pull/3231",
-    ),
-    "skyrl_1504": (
-        mean_of_sums,
-        "accumulation: unequal tokens",
-        "not divided by the tokens",
-        "https://github.com/NovaSky-AI/SkyRL/issues/1504",
-    ),
-    "veomni_1115": (
-        only_data_ranks_reduced,
-        "split sequence: unequal tokens",
-        "not reduced over ranks",
-        "https://github.com/ByteDance-Seed/VeOmni/pull/1115",
-    ),
-    "skyrl_1420": (
-        averaged_once_more,
-        "split sequence: unequal tokens",
-        "divided by ranks twice",
-        "https://github.com/NovaSky-AI/SkyRL/pull/1420",
-    ),
-    "skyrl_1751": (
-        scaled_by_sequence_ranks_twice,
-        "split sequence: unequal tokens",
-        "multiplied by the number of ranks once too often",
-        "https://github.com/NovaSky-AI/SkyRL/pull/1751",
-    ),
-    "automodel_2468": (
-        skips_a_rank_without_tokens,
-        "data parallel: a rank without tokens",
-        "it hangs",
-        "https://github.com/NVIDIA-NeMo/Automodel/pull/2468",
-    ),
-    "automodel_3414": (
-        head_gathered_as_if_replicated,
-        "FSDP2: unequal tokens",
-        "not reduced over ranks: each rank's rows of head.weight",
-        "https://github.com/NVIDIA-NeMo/Automodel/pull/3414",
-    ),
-    "megatron_656": (
-        tie_missed,
-        "data parallel: tied weights",
-        "a missed tie",
-        f"{MEGATRON}/656",
-    ),
-    "ms_swift_10185": (
-        shifted_again,
-        "split sequence: unequal tokens",
-        "targets shifted twice",
-        "https://github.com/modelscope/ms-swift/pull/10185",
-    ),
-    "torchtitan_2972": (
-        never_divided_in_the_pipeline,
-        "pipeline: unequal tokens",
-        "not divided by the tokens",
-        "https://github.com/pytorch/torchtitan/issues/2972",
-    ),
-    "torchtitan_1733": (
-        divided_by_micro_batches_too,
-        "pipeline: unequal tokens",
-        "divided by the number of micro-batches as well as by the tokens",
-        "https://github.com/pytorch/torchtitan/issues/1733",
-    ),
-    "megatron_7452": (
-        vocabulary("gathered"),
-        "split vocabulary: unequal tokens",
-        "off by log(ranks)",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_7452_mtp_counts": (
-        scaled_by_own_counts,
-        "data x sequence: unequal tokens",
-        "each rank's loss is scaled by a ratio of its own counts",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_7452_recompute": (
-        recomputed_from_another_rank,
-        "data x vocabulary: unequal tokens",
-        "a collective over the wrong group: activations of another rank",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_7452_padding": (
-        padding_of_another_rank,
-        "data x vocabulary: unequal tokens",
-        "a collective over the wrong group: padding of another rank",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_7452_router": (
-        router(lambda work: world_size(work.expert_group)),
-        "expert parallel: unequal tokens",
-        "the router's auxiliary loss is 2 times the right one",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_7452_replicated": (
-        one_parameter_of_own_time_steps,
-        "sequence x vocabulary: unequal tokens",
-        "not reduced over ranks: of layers.0.bias each rank keeps the gradient of its own time steps",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_7452_layers": (
-        layers_by_their_numbers_in_a_stage,
-        "pipeline: unequal tokens",
-        "layers of another stage",
-        f"{MEGATRON}/7452",
-    ),
-    "megatron_737": (
-        vocabulary("local smoothing"),
-        "split vocabulary: label smoothing",
-        "smoothing spread over the local classes",
-        f"{MEGATRON}/737",
-    ),
-    "ms_swift_9947": (
-        vocabulary("picked"),
-        "split vocabulary: unequal tokens",
-        "gradient of one rank's classes missing: a token reaches only the classes of the rank that has its target",
-        "https://github.com/modelscope/ms-swift/pull/9947",
-    ),
-    "ml_cross_entropy_42": (
-        vocabulary("hidden"),
-        "split vocabulary: unequal tokens",
-        "gradient of one rank's classes missing: the hidden gradient is not summed over the vocabulary's ranks",
-        "https://github.com/apple/ml-cross-entropy/pull/42",
-    ),
-    "megatron_1754": (
-        vocabulary("padded"),
-        "split vocabulary: odd vocabulary",
-        "padded classes are counted in the softmax",
-        f"{MEGATRON}/1754",
-    ),
-    "transformers_45994": (
-        multiplied_by_all_ranks,
-        "data x vocabulary: unequal tokens",
-        "multiplied by the number of ranks once too often",
-        "https://github.com/huggingface/transformers/pull/45994",
-    ),
-    "megatron_7513": (
-        mean_of_ranks_means,
-        "data x sequence: padding on one rank only",
-        "mean of means: each rank divides by its own tokens",
-        f"{MEGATRON}/7513",
-    ),
-    "megatron_5956": (
-        expert_gradients_of_every_rank,
-        "data x expert: unequal tokens",
-        "a gradient is reduced twice: that of layers.0.experts.0.weight, ",
-        f"{MEGATRON}/5956",
-    ),
-    "pytorch_160285": (
-        expert_gradients_of_every_rank,
-        "expert parallel: unequal tokens",
-        "a gradient is reduced twice: that of layers.0.experts.",
-        "https://github.com/pytorch/pytorch/issues/160285",
-    ),
-    "megatron_5047": (
-        router(lambda work: world_size(work.token_group)),
-        "data x expert: unequal tokens",
-        "the router's auxiliary loss is 4 times the right one",
-        f"{MEGATRON}/5047",
-    ),
-    "megatron_1652": (
-        router(lambda work: 1 / world_size(work.expert_group)),
-        "expert parallel: unequal tokens",
-        "the router's auxiliary loss is 1/2 times the right one",
-        f"{MEGATRON}/1652",
-    ),
-    "pytorch_190746": (
-        vocabulary("identity"),
-        "split vocabulary: unequal tokens",
-        "the softmax has no gradient",
-        "https://github.com/pytorch/pytorch/issues/190746",
-    ),
+SOURCES = {
+    "automodel": "NVIDIA-NeMo/Automodel",
+    "megatron": "NVIDIA/Megatron-LM",
+    "miles": "radixark/miles",
+    "ml_cross_entropy": "apple/ml-cross-entropy",
+    "ms_swift": "modelscope/ms-swift",
+    "pytorch": "pytorch/pytorch",
+    "skyrl": "NovaSky-AI/SkyRL",
+    "speculators": "vllm-project/speculators",
+    "torchtitan": "pytorch/torchtitan",
+    "transformers": "huggingface/transformers",
+    "trl": "huggingface/trl",
+    "veomni": "ByteDance-Seed/VeOmni",
+    "verl_speco": "verl-project/verl-SpeCo",
 }
-"""Name: the step, the check that catches it, the cause that it names, and where the mistake was published."""
-OTHER_MISTAKES = {
-    "last_only": (last_micro_batch_only, "accumulation: unequal tokens", "only the gradient of the last micro-batch"),
-    "all_rows": (
-        factor_of(lambda w, n: n / rows(w)),
-        "data parallel: unequal tokens",
-        "divided by all rows, including padding",
-    ),
-    "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "FSDP2: loss scale", "the loss scale is applied twice"),
-    "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "data parallel: loss scale", "the loss scale is missing"),
-    "silent": (
-        factor_of(lambda w, n: rank_in(w.token_group) != 1),
-        "data parallel: tied weights",
-        "rank 1 contributes",
-    ),
-    "two_silent": (
-        factor_of(lambda w, n: rank_in(w.token_group) < 2),
-        "data parallel: unequal tokens",
-        "4 ranks: ranks 2 and 3 contribute nothing",
-    ),
-    "row_of_the_mesh": (
-        divided_by_the_row,
-        "HSDP: unequal tokens",
-        "mean of means: ranks divide by the tokens of their row of the mesh",
-    ),
-    "own_time": (
-        own_time_steps,
-        "sequence x vocabulary: unequal tokens",
-        "not reduced over ranks: below the generator each rank keeps the gradient of its own time steps",
-    ),
-    "world": (divided_by_the_world, "DiLoCo's inner step: unequal tokens", "divided by ranks twice"),
-    "lost": (
-        lost_tokens_counted,
-        "a replica that goes away: unequal tokens",
-        "divided by the tokens of the rank that is lost, too",
-    ),
-    "experts_averaged": (
-        scaled_experts(".experts.", lambda work: 1 / world_size(work.data_group)),
-        "data x expert: unequal tokens",
-        "a gradient is divided by ranks twice: that of layers.0.experts.0.weight, ",
-    ),
-    "shared_expert": (
-        scaled_experts(".shared.", lambda work: world_size(work.expert_group)),
-        "expert parallel: unequal tokens",
-        "a gradient is reduced twice: that of layers.0.shared.weight, layers.0.shared.bias is 2 times",
-    ),
-    "own_loss": (
-        reported(own_mean),
-        "data parallel: unequal tokens",
-        "not reduced over ranks: each rank reports the loss of its own tokens; only the value is wrong",
-    ),
-    "averaged_loss": (
-        reported(lambda work, loss: loss / world_size(work.pipeline_group)),
-        "pipeline: unequal tokens",
-        "all gradients are right, only the value is wrong: 1/2 times the plain one",
-    ),
-    "plan": (
-        summed_by_the_plan_too,
-        "DTensor model: unequal tokens",
-        "a gradient is reduced twice: that of embed.weight, layers.0.weight, layers.0.bias is 2 times the plain one",
-    ),
-    "halves": (
-        never_divided_in_the_pipeline,
-        "zero bubble: unequal tokens",
-        "not divided by the tokens",
-    ),
-    "gathered_shards": (vocabulary("gathered"), "FSDP2 x vocabulary: unequal tokens", "off by log(ranks)"),
-    "hidden_alone": (
-        vocabulary("hidden"),
-        "HSDP x vocabulary: unequal tokens",
-        "the hidden gradient is not summed over the vocabulary's ranks",
-    ),
-    "uphill": (factor_of(lambda w, n: -1), "FSDP2: unequal tokens", "the wrong sign: all gradients are -1 times"),
-    "head_twice": (
-        head_reduced_twice,
-        "data parallel: unequal tokens",
-        "a gradient is reduced twice: that of head.weight is 2 times the plain one, and no other",
-    ),
-    "own_softmax": (
-        vocabulary("own softmax"),
-        "split vocabulary: unequal tokens",
-        "the softmax is over one rank's classes",
-    ),
-    "own_target": (vocabulary("own target"), "split vocabulary: unequal tokens", "the target's logit counts only on"),
-    "unsmoothed": (vocabulary("unsmoothed"), "data x vocabulary: label smoothing", "label smoothing is left out"),
-    "even_start": (vocabulary("even start"), "split vocabulary: odd vocabulary", "uneven parts"),
+"""Where each project's mistakes were published: https://github.com/SOURCE/issues/NUMBER."""
+PUBLISHED = {
+    "data parallel: unequal tokens": {
+        "speculators_942": (mean_of_ranks_means, "mean of means: each rank divides by its own tokens"),
+        "trl_7245": (called_unwrapped, "not reduced over ranks"),
+    },
+    "accumulation: unequal tokens": {
+        "ms_swift_10165": (mean_of_micro_batches_means, "mean of means: each micro-batch is divided by its own tokens"),
+        "skyrl_1504": (mean_of_sums, "not divided by the tokens"),
+    },
+    "FSDP2: unequal tokens": {
+        "verl_speco_29": (averaged_once_more, "divided by ranks twice"),
+        "miles_3231": (never_divided, "not divided by the tokens"),
+        "automodel_3414": (head_gathered_as_if_replicated, "not reduced over ranks: each rank's rows of head.weight"),
+    },
+    "split sequence: unequal tokens": {
+        "veomni_1115": (only_data_ranks_reduced, "not reduced over ranks"),
+        "skyrl_1420": (averaged_once_more, "divided by ranks twice"),
+        "skyrl_1751": (scaled_by_sequence_ranks_twice, "multiplied by the number of ranks once too often"),
+        "ms_swift_10185": (shifted_again, "targets shifted twice"),
+    },
+    "data parallel: a rank without tokens": {
+        "automodel_2468": (skips_a_rank_without_tokens, "it hangs"),
+    },
+    "data parallel: tied weights": {
+        "megatron_656": (tie_missed, "a missed tie"),
+    },
+    "pipeline: unequal tokens": {
+        "torchtitan_2972": (never_divided_in_the_pipeline, "not divided by the tokens"),
+        "torchtitan_1733": (
+            divided_by_micro_batches_too,
+            "divided by the number of micro-batches as well as by the tokens",
+        ),
+        "megatron_7452_layers": (layers_by_their_numbers_in_a_stage, "layers of another stage"),
+    },
+    "split vocabulary: unequal tokens": {
+        "megatron_7452": (vocabulary("gathered"), "off by log(ranks)"),
+        "ms_swift_9947": (
+            vocabulary("picked"),
+            "gradient of one rank's classes missing: a token reaches only the classes of the rank that has its target",
+        ),
+        "ml_cross_entropy_42": (
+            vocabulary("hidden"),
+            "gradient of one rank's classes missing: the hidden gradient is not summed over the vocabulary's ranks",
+        ),
+        "pytorch_190746": (vocabulary("identity"), "the softmax has no gradient"),
+    },
+    "data x sequence: unequal tokens": {
+        "megatron_7452_mtp_counts": (scaled_by_own_counts, "each rank's loss is scaled by a ratio of its own counts"),
+    },
+    "data x vocabulary: unequal tokens": {
+        "megatron_7452_recompute": (
+            recomputed_from_another_rank,
+            "a collective over the wrong group: activations of another rank",
+        ),
+        "megatron_7452_padding": (
+            padding_of_another_rank,
+            "a collective over the wrong group: padding of another rank",
+        ),
+        "transformers_45994": (multiplied_by_all_ranks, "multiplied by the number of ranks once too often"),
+    },
+    "expert parallel: unequal tokens": {
+        "megatron_7452_router": (
+            router(lambda work: world_size(work.expert_group)),
+            "the router's auxiliary loss is 2 times the right one",
+        ),
+        "pytorch_160285": (expert_gradients_of_every_rank, "a gradient is reduced twice: that of layers.0.experts."),
+        "megatron_1652": (
+            router(lambda work: 1 / world_size(work.expert_group)),
+            "the router's auxiliary loss is 1/2 times the right one",
+        ),
+    },
+    "sequence x vocabulary: unequal tokens": {
+        "megatron_7452_replicated": (
+            one_parameter_of_own_time_steps,
+            "not reduced over ranks: of layers.0.bias each rank keeps the gradient of its own time steps",
+        ),
+    },
+    "split vocabulary: label smoothing": {
+        "megatron_737": (vocabulary("local smoothing"), "smoothing spread over the local classes"),
+    },
+    "split vocabulary: odd vocabulary": {
+        "megatron_1754": (vocabulary("padded"), "padded classes are counted in the softmax"),
+    },
+    "data x sequence: padding on one rank only": {
+        "megatron_7513": (mean_of_ranks_means, "mean of means: each rank divides by its own tokens"),
+    },
+    "data x expert: unequal tokens": {
+        "megatron_5956": (
+            expert_gradients_of_every_rank,
+            "a gradient is reduced twice: that of layers.0.experts.0.weight, ",
+        ),
+        "megatron_5047": (
+            router(lambda work: world_size(work.token_group)),
+            "the router's auxiliary loss is 4 times the right one",
+        ),
+    },
 }
-"""Mistakes without a source, for the causes that no published one has."""
+"""By the check that catches it: a published mistake, named by its project and number, the step, and the cause named."""
+OTHER = {
+    "accumulation: unequal tokens": {
+        "last_only": (last_micro_batch_only, "only the gradient of the last micro-batch"),
+    },
+    "data parallel: unequal tokens": {
+        "all_rows": (factor_of(lambda w, n: n / rows(w)), "divided by all rows, including padding"),
+        "two_silent": (factor_of(lambda w, n: rank_in(w.token_group) < 2), "4 ranks: ranks 2 and 3 contribute nothing"),
+        "own_loss": (
+            reported(own_mean),
+            "not reduced over ranks: each rank reports the loss of its own tokens; only the value is wrong",
+        ),
+        "head_twice": (
+            head_reduced_twice,
+            "a gradient is reduced twice: that of head.weight is 2 times the plain one, and no other",
+        ),
+    },
+    "FSDP2: loss scale": {
+        "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "the loss scale is applied twice"),
+    },
+    "data parallel: loss scale": {
+        "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "the loss scale is missing"),
+    },
+    "data parallel: tied weights": {
+        "silent": (factor_of(lambda w, n: rank_in(w.token_group) != 1), "rank 1 contributes"),
+    },
+    "HSDP: unequal tokens": {
+        "row_of_the_mesh": (divided_by_the_row, "mean of means: ranks divide by the tokens of their row of the mesh"),
+    },
+    "sequence x vocabulary: unequal tokens": {
+        "own_time": (
+            own_time_steps,
+            "not reduced over ranks: below the generator each rank keeps the gradient of its own time steps",
+        ),
+    },
+    "DiLoCo's inner step: unequal tokens": {
+        "world": (divided_by_the_world, "divided by ranks twice"),
+    },
+    "a replica that goes away: unequal tokens": {
+        "lost": (lost_tokens_counted, "divided by the tokens of the rank that is lost, too"),
+    },
+    "data x expert: unequal tokens": {
+        "experts_averaged": (
+            scaled_experts(".experts.", lambda work: 1 / world_size(work.data_group)),
+            "a gradient is divided by ranks twice: that of layers.0.experts.0.weight, ",
+        ),
+    },
+    "expert parallel: unequal tokens": {
+        "shared_expert": (
+            scaled_experts(".shared.", lambda work: world_size(work.expert_group)),
+            "a gradient is reduced twice: that of layers.0.shared.weight, layers.0.shared.bias is 2 times",
+        ),
+    },
+    "pipeline: unequal tokens": {
+        "averaged_loss": (
+            reported(lambda work, loss: loss / world_size(work.pipeline_group)),
+            "all gradients are right, only the value is wrong: 1/2 times the plain one",
+        ),
+    },
+    "DTensor model: unequal tokens": {
+        "plan": (
+            summed_by_the_plan_too,
+            "a gradient is reduced twice: that of embed.weight, layers.0.weight, layers.0.bias is 2 times",
+        ),
+    },
+    "zero bubble: unequal tokens": {
+        "halves": (never_divided_in_the_pipeline, "not divided by the tokens"),
+    },
+    "FSDP2 x vocabulary: unequal tokens": {
+        "gathered_shards": (vocabulary("gathered"), "off by log(ranks)"),
+    },
+    "HSDP x vocabulary: unequal tokens": {
+        "hidden_alone": (vocabulary("hidden"), "the hidden gradient is not summed over the vocabulary's ranks"),
+    },
+    "FSDP2: unequal tokens": {
+        "uphill": (factor_of(lambda w, n: -1), "the wrong sign: all gradients are -1 times"),
+    },
+    "split vocabulary: unequal tokens": {
+        "own_softmax": (vocabulary("own softmax"), "the softmax is over one rank's classes"),
+        "own_target": (vocabulary("own target"), "the target's logit counts only on"),
+    },
+    "data x vocabulary: label smoothing": {
+        "unsmoothed": (vocabulary("unsmoothed"), "label smoothing is left out"),
+    },
+    "split vocabulary: odd vocabulary": {
+        "even_start": (vocabulary("even start"), "uneven parts"),
+    },
+}
+"""The same of mistakes without a source, for the causes that no published one has."""
+LAYOUT_MISTAKES, OTHER_MISTAKES = (
+    {name: (step, about, cause) for about, of in table.items() for name, (step, cause) in of.items()}
+    for table in (PUBLISHED, OTHER)
+)
 for name, (step, *_) in (LAYOUT_MISTAKES | OTHER_MISTAKES).items():
     globals()[name] = LayoutAdapter(name, step)
 for name, step, offers in (

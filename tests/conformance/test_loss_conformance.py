@@ -12,11 +12,12 @@ import torch
 
 from conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, bad_target, report, run
 from conformance.__main__ import _parse, main
+from conformance.checks import MEASURED
 from conformance.finding import Finding, RaisedError
 from conformance.memory import Growth, growth
 from conformance.parts import PARTS
 from conformance.plain import plain_loss
-from conformance.problem import Problem
+from conformance.problem import Problem, asked
 from tests.conformance.planted import MISTAKES
 
 pytestmark = pytest.mark.unswitched
@@ -128,7 +129,7 @@ def test_what_is_not_offered_is_not_held_against_it():
 
 
 def test_the_memory_of_all_logits_is_a_failure_and_of_a_chunk_is_not():
-    right, wrong = growth("losses", "seqpar"), growth("losses", "torch")
+    right, wrong = (growth(asked(KNOWN[name], **MEASURED)) for name in ("seqpar", "torch"))
     assert isinstance(right, Growth)
     assert isinstance(wrong, Growth)
     assert right.of_logits <= Growth.ALLOWED < 1 <= wrong.of_logits
@@ -143,11 +144,11 @@ def test_the_memory_of_all_logits_is_a_failure_and_of_a_chunk_is_not():
     ],
 )
 def test_the_command_in_the_heading_finds_an_adapter_of_ones_own(part, own):
-    adapters = [PARTS[part].adapter_of(name) for name in ("torch", own)]
+    adapters = [adapter_of(part, name) for name in ("torch", own)]
     command = report.heading(adapters, part).splitlines()[1].split()
     assert command[-2:] == ["torch", own]
     given = _parse(command[3:])
-    assert [PARTS[given.part].adapter_of(name) for name in given.names] == adapters
+    assert [adapter_of(given.part, name) for name in given.names] == adapters
 
 
 def test_the_command_says_what_exists_and_what_is_not_installed(capsys, monkeypatch):
@@ -175,8 +176,8 @@ def test_a_bad_target_is_tried_in_a_new_process_where_a_fork_cannot_use_the_devi
 
 def test_a_refusal_of_autograd_is_not_taken_for_a_refusal_of_a_bad_target(monkeypatch):
     monkeypatch.setattr(bad_target, "autograd_works_in_a_fork", lambda: False)
-    said = bad_target.outcome(Problem(Adapter("mine", KNOWN["torch"].function)))
-    assert said == "gave nothing: a new process does not find 'mine'; name the adapter as module:object"
+    said = bad_target.out_of_range(Problem(Adapter("mine", KNOWN["torch"].function))).figure
+    assert "gave nothing: a new process does not find adapter_of('losses', 'mine'); name it as module:object" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU it is tried in a new process, which needs a name")
@@ -192,7 +193,7 @@ def test_a_new_process_that_gives_a_number_or_does_not_find_the_adapter_is_a_fai
     assert "target 128 of 128 classes gave" in planted.figure
     lost = BY_NAME["target out of range"](Adapter("mine", KNOWN["torch"].function))
     assert lost.verdict == "fail"
-    assert "a new process does not find 'mine'; name the adapter as module:object" in lost.figure
+    assert "a new process does not find adapter_of('losses', 'mine'); name it as module:object" in lost.figure
 
 
 def test_on_a_gpu_tensors_are_there():
@@ -202,15 +203,13 @@ def test_on_a_gpu_tensors_are_there():
     assert "device='meta'" in repr(x)
 
 
-def test_a_report_has_the_table_and_what_each_reproduction_printed():
+def test_a_report_has_the_table_and_the_lines_that_repeat_each_failure():
     adapter = adapter_of("losses", "tests.conformance.planted:dropped_chunk")
     findings = {adapter.name: run(adapter, CHECKS[:1])}
     said = report.table(PARTS["losses"], findings, report.figures) + report.reproductions(findings)
     assert "| | dropped_chunk |\n|---|---|\n| float64 | **fail: " in said
     assert said.count("```python\nimport torch") == 1
-    assert said.splitlines()[-2] == str(findings[adapter.name]["float64"])
-    assert report.printed("print(6 * 7)") == "42"
-    assert report.printed("raise KeyError(1)") == "KeyError: 1"
+    assert said.splitlines()[-2].startswith("print(checks.of_dtype(Problem(adapter=adapter_of('losses', 'tests.")
     assert report.reproductions({"x": {}}) == "No check failed."
 
 

@@ -17,8 +17,10 @@ from conformance import (
     run,
 )
 from conformance.__main__ import main
+from conformance.checks import MEASURED
 from conformance.memory import Growth, growth
 from conformance.plain import plain_scores
+from conformance.problem import asked
 from seqpar import TokenScores
 from tests.conformance.planted_scores import SCORE_MISTAKES
 
@@ -136,7 +138,7 @@ def test_what_is_not_offered_is_not_held_against_it():
 
 
 def test_the_memory_of_all_logits_is_a_failure_of_scores_too():
-    right = growth("scores", "seqpar")
+    right = growth(asked(KNOWN_SCORES["seqpar"], **MEASURED))
     assert isinstance(right, Growth)
     assert right.of_logits <= Growth.ALLOWED
 

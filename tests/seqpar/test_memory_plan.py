@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import seqpar
-from conformance.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
+from conformance.peak_memory import can_measure_cpu, peak_bytes
 from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
+from tests.seqpar.fresh_process import run_in_fresh_process
 
 CASES = [
     ("ddp", 1, "plain", "float32", 1024, 256, 16_000, 0),
@@ -110,7 +111,7 @@ def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: i
 def peaks() -> dict[tuple[Any, ...], int]:
     """The peak of each case that this CPU can measure."""
     cases = [case for case in CASES if BFLOAT16 or "bfloat16" not in case]
-    done = run_in_fresh_process("-m", "tests.seqpar.test_memory_plan", json.dumps(cases), threads=1)
+    done = run_in_fresh_process("-m", "tests.seqpar.test_memory_plan", json.dumps(cases))
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, map(int, done.stdout.split()), strict=True))
 

@@ -15,10 +15,11 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
-from conformance.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
+from conformance.peak_memory import can_measure_cpu, peak_bytes
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_trainer import facts_of
 from seqpar.testing.ranks import ranks
+from tests.seqpar.fresh_process import run_in_fresh_process
 from tests.seqpar.integrations.tiny_models import (
     MODELS,
     batch_of,
@@ -493,7 +494,7 @@ def own_peaks():
 @pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
 def test_a_training_step_takes_a_small_part_of_the_memory():
     code = "from tests.seqpar.integrations.test_transformers import own_peaks; print(*own_peaks())"
-    done = run_in_fresh_process("-c", code, threads=1)
+    done = run_in_fresh_process("-c", code)
     assert done.returncode == 0, done.stderr
     ours, stock = map(int, done.stdout.split()[-2:])
     logits = 8 * 64 * 30_000 * 4
