@@ -31,6 +31,7 @@ def apart(function: Callable[..., Any], x: Any, *, is_fork: bool = False, silenc
         process.start()
     theirs.close()
     said = f"gave nothing: a new process does not find {getattr(x, 'adapter', x)!r}; name it as module:object"
+    said += ' (a script also needs the usual if __name__ == "__main__":)'
     try:
         for _ in ("found", "result"):
             if not ours.poll(silence):

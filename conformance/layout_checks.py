@@ -166,11 +166,13 @@ def _ended(message: str) -> str:
     return f"it hangs: rank {', '.join(said)} waited for the others until the time-out"
 
 
-def _check(layout: str, name: str) -> Check:
-    """Return the check of one case of a layout."""
-    needs = {layout, NEEDS.get(name, layout)}
-    return Check(f"{layout}: {name}", partial(layout_check, layout=layout, name=name), frozenset(needs))
-
-
-LAYOUT_CHECKS = tuple(_check(layout, name) for layout in LAYOUTS for name in NAMES[layout])
+LAYOUT_CHECKS = tuple(
+    Check(
+        f"{layout}: {name}",
+        partial(layout_check, layout=layout, name=name),
+        frozenset({layout, NEEDS.get(name, layout)}),
+    )
+    for layout in LAYOUTS
+    for name in NAMES[layout]
+)
 """All checks of layouts, in the order of the table."""

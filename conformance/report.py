@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -147,16 +147,11 @@ def keep(path: Path, findings: Findings, adapters: Sequence[Implementation]) -> 
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:
-    """Return what a finding has to say, with its reproduction line by line."""
-    said = asdict(finding) | {"reproduction": finding.reproduction.splitlines()}
-    return {name: value for name, value in said.items() if value}
+    """Return what a finding has to say."""
+    return {f.name: value for f in fields(finding) if f.compare and (value := getattr(finding, f.name))}
 
 
 def read(path: Path) -> dict[str, dict[str, Finding]]:
     """Return the findings of a JSON file, by adapter and by check."""
-
-    def finding(reproduction: Sequence[str] = (), **said: Any) -> Finding:
-        return Finding(reproduction="\n".join(reproduction), **said)
-
     data = json.loads(path.read_text())
-    return {name: {check: finding(**said) for check, said in one["checks"].items()} for name, one in data.items()}
+    return {name: {check: Finding(**said) for check, said in one["checks"].items()} for name, one in data.items()}

@@ -1,5 +1,7 @@
 """The page of verdicts is what its data give, and the data are whole."""
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -96,6 +98,14 @@ def test_the_command_makes_the_tables_of_a_page_from_the_files_beside_it(tmp_pat
         mine.with_name(f"conformance-{name}.json").write_bytes(PAGE.with_name(f"conformance-{name}.json").read_bytes())
     main(["page", str(mine)])
     assert mine.read_text() == text
+
+
+def test_a_finding_is_kept_as_json_that_every_reader_takes(tmp_path):
+    path, adapter = tmp_path / "mine.json", PARTS["losses"].known["torch"]
+    finding = Finding("fail", "loss: none, or not a number", "import torch\nprint(3)", of_allowed=math.inf)
+    assert report.keep(path, {"torch": {"float32": finding}}, [adapter]) == {"torch": {"float32": finding}}
+    (kept,) = json.loads(path.read_text(), parse_constant=pytest.fail)["torch"]["checks"].values()
+    assert kept == {"verdict": "fail", "figure": finding.figure, "reproduction": finding.reproduction}
 
 
 def test_a_page_without_a_table_or_without_its_data_is_refused(tmp_path):

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import CHECKS, KNOWN, KNOWN_SCORES, Adapter, adapter_of, bad_target, checks
+from conformance import Adapter, adapter_of, bad_target, checks
 from conformance.adapter import Options
-from conformance.checks import verdict
+from conformance.checks import CHECKS, verdict
 from conformance.finding import Finding
 from conformance.memory import Growth
+from conformance.peers import KNOWN, KNOWN_SCORES
 from conformance.plain import plain_loss
 from conformance.problem import CHANGES, Deviation, Problem, asked, deviations
 from tests.seqpar.testing.test_edges_of_verdicts import JUST, wide

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import KNOWN_LAYOUTS, layout_checks
+from conformance import layout_checks
 from conformance.layout_adapter import LAYOUTS, ROWS
 from conformance.layout_cases import IGNORED, SHAPE, Answer, Case, cases, gradients
 from conformance.layout_causes import factors
 from conformance.layout_checks import Fault, _ended, _smallest, fault
+from conformance.layout_peers import KNOWN_LAYOUTS
 from seqpar.testing.evidence import close
 from seqpar.testing.ranks import RankError
 from tests.seqpar.testing.test_edges_of_verdicts import JUST

@@ -9,21 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import (
-    EVERY_LAYOUT,
-    KNOWN_LAYOUTS,
-    LAYOUT_CHECKS,
-    Case,
-    LayoutAdapter,
-    adapter_of,
-    report,
-    run,
-)
+from conformance import EVERY_LAYOUT, Case, LayoutAdapter, adapter_of, report, run
 from conformance.__main__ import main
 from conformance.layout_adapter import LAYOUTS, ROWS
 from conformance.layout_adapters import torch_step
 from conformance.layout_cases import NAMES, cases
-from conformance.layout_checks import fault
+from conformance.layout_checks import LAYOUT_CHECKS, fault
+from conformance.layout_peers import KNOWN_LAYOUTS
 from conformance.parts import PARTS
 from seqpar.testing import ranks as ranks_module
 from tests.conformance.planted_layouts import LAYOUT_MISTAKES, OTHER_MISTAKES, SOURCES

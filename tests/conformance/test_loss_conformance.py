@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, bad_target, report, run
+from conformance import EVERYTHING, Adapter, adapter_of, bad_target, report, run
 from conformance.__main__ import _parse, main
-from conformance.checks import MEASURED
+from conformance.checks import CHECKS, MEASURED
 from conformance.finding import Finding, RaisedError
 from conformance.memory import Growth, growth
 from conformance.parts import PARTS
+from conformance.peers import KNOWN
 from conformance.plain import plain_loss
 from conformance.problem import Problem, asked
 from tests.conformance.planted import MISTAKES

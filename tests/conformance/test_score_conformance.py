@@ -6,19 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import (
-    ALL_SCORES,
-    KNOWN_LAYOUTS,
-    KNOWN_SCORES,
-    SCORE_CHECKS,
-    ScoreAdapter,
-    adapter_of,
-    report,
-    run,
-)
+from conformance import ALL_SCORES, ScoreAdapter, adapter_of, report, run
 from conformance.__main__ import main
-from conformance.checks import MEASURED
+from conformance.checks import MEASURED, SCORE_CHECKS
+from conformance.layout_peers import KNOWN_LAYOUTS
 from conformance.memory import Growth, growth
+from conformance.peers import KNOWN_SCORES
 from conformance.plain import plain_scores
 from conformance.problem import asked
 from seqpar import TokenScores
