@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import seqpar
-from models.compiled import compile_layers, compiled, compiling
 from seqpar.core.device_facts import FACTS
 from seqpar.markdown_table import markdown_table
 from tests.emulated import NAME, register
@@ -138,26 +137,22 @@ def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
 def training_operators() -> Iterator[tuple[str, list[Operator]]]:
     """Yield what a training step at d128 dispatches as it is, and with layers that are compiled."""
     from benchmarks.generated_kernels import fused_attention, noted_launches, register_compiler
-    from benchmarks.seq2seq_peers import SIZES, Ours, batches
+    from benchmarks.seq2seq_peers import SIZES, Compiled, Ours, batches
 
+    register_compiler()
     config, vocab_size = SIZES["d128"]
-    model = Ours(config, vocab_size, "float32", f"{NAME}:0")
     batch = next(batches(vocab_size, 300, "similar"))
     log = Log()
-    model.step(batch)  # the first call looks at some logits
-    register_compiler()
     noted = noted_launches(log, lambda name: log.operators.append(Operator("launch", "generated", False)))
-    with as_on_cuda(log), noted, patch("torch.nn.functional.scaled_dot_product_attention", fused_attention()):
-        yield "training step", _launched(model, batch, log)
-        compile_layers(model.model)
-        with compiling():
-            model.step(batch)
-        yield "with compiled layers", _launched(model, batch, log)
+    with noted, patch("torch.nn.functional.scaled_dot_product_attention", fused_attention()):
+        for what, kind in (("training step", Ours), ("with compiled layers", Compiled)):
+            yield what, _launched(kind(config, vocab_size, "float32", f"{NAME}:0"), batch, log)
 
 
 def _launched(model: Any, batch: Any, log: Log) -> list[Operator]:
+    model.step(batch)  # the first call looks at some logits
     log.operators.clear()
-    with compiled(), log:
+    with as_on_cuda(log), log:
         model.step(batch)
     return [operator for operator in log.operators if operator.kind in ("kernel", "launch", "read")]
 

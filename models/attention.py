@@ -25,9 +25,9 @@ def padding_mask(tokens: Tensor, pad: int) -> Tensor:
     """
     real_BS = tokens != pad
     empty_B1 = ~real_BS.any(1, keepdim=True)
-    # A mask and not real_BS[:, 0] = True, since the batch may have no time step at all
-    first_S = torch.arange(tokens.size(1), device=tokens.device) == 0
-    return (real_BS | (empty_B1 & first_S))[:, None, None, :]
+    # :1 and not 0, since the batch may have no time step at all
+    real_BS[:, :1].logical_or_(empty_B1)
+    return real_BS[:, None, None, :]
 
 
 def subsequent_mask(size: int, device: torch.device | str | None = None) -> Tensor:
@@ -64,7 +64,8 @@ def added_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
         # Half of its lowest number, so that the sum with the scores is no -inf either
         lowest = torch.finfo(torch.float16).min / 2
-    return like.new_zeros(mask.shape).masked_fill_(~mask, lowest)
+    # A number on the CPU goes to another device with the launch itself
+    return ~mask * torch.tensor(lowest, dtype=like.dtype, device="cpu")
 
 
 @dataclass(frozen=True)

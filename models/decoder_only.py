@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from models.attention import Attention, KeyValues, check_mask, log_weights_of, padding_mask, subsequent_mask
 from models.cache import DecoderCache
-from models.embedding import Embedding, sinusoidal_positions
+from models.embedding import Embedding
 from models.presets import DecoderOnlyConfig
 from models.sequence_packing import own_cells_mask, pack
 from models.transformer import (
@@ -185,7 +185,7 @@ class DecoderOnly(EncoderDecoder):
         """Embed tokens (R, T) at the given places in their sequences, which are below `stop`: (R, T, D)."""
         vectors = self.tgt_embed.lookup(tokens)
         d_model = vectors.size(-1)
-        positions = sinusoidal_positions(0, stop, d_model, like=vectors)
+        positions = self.tgt_embed.positions_of(0, stop, like=vectors)
         embedded: Tensor = self.tgt_embed.dropout(vectors * math.sqrt(d_model) + positions[place])
         return embedded
 

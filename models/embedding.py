@@ -6,19 +6,22 @@ Shapes: B sentences, T time, D model width.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from models.dropout import Dropout
-from models.presets import ARCHITECTURES, TransformerConfig
+from models.presets import ARCHITECTURES, Positions, TransformerConfig
+
+TABLE = 1_024
+"""Positions that are computed once, and then read from a table; those of a longer sequence are computed at each use."""
 
 
 def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
     """Compute PE(pos, 2i) = sin(pos / 10000^(2i/d)) and PE(pos, 2i+1) = cos of the same: (stop - start, D).
 
-    These are the positions of section 3.5. They are computed at each use, in float32 or wider: so no sentence is too
-    long, and there is no buffer on which checkpoints, replicas or ranks could disagree.
+    These are the positions of section 3.5, computed in float32 or wider. No sentence is too long.
     """
     # (T, D/2, 2) -> (T, D): sine and cosine of a frequency alternate
     return torch.stack(waves(start, stop, d_model, like=like, steps=d_model / 2), dim=-1).flatten(-2).to(like.dtype)
@@ -52,6 +55,27 @@ def _lookup(entries: int, d_model: int) -> nn.Embedding:
     return made
 
 
+def compute_positions(kind: Positions, start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
+    """Compute positions of a kind that is not learned: (stop - start, D)."""
+    if kind == "pairs":
+        return sinusoidal_positions(start, stop, d_model, like=like)
+    if kind == "halves":
+        return positions_in_halves(start, stop, d_model, like=like, steps=d_model // 2)
+    # fairseq counts from the id of padding, which is 1 in these models, plus 1
+    return positions_in_halves(start + 2, stop + 2, d_model, like=like, steps=d_model // 2 - 1)
+
+
+@cache
+@torch.inference_mode(False)
+def positions_table(kind: Positions, d_model: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the first positions of a kind, (TABLE, D), for all models alike, to be read only.
+
+    It is no buffer of a module, on which checkpoints, replicas or ranks could disagree. It is computed on the CPU,
+    since a copy from there is complete when it returns: so any stream of the device may read it.
+    """
+    return compute_positions(kind, 0, TABLE, d_model, like=torch.empty(0, dtype=dtype, device="cpu")).to(device)
+
+
 class Embedding(nn.Module):
     """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4).
 
@@ -79,15 +103,13 @@ class Embedding(nn.Module):
         return embedded
 
     def positions_of(self, start: int, stop: int, *, like: Tensor) -> Tensor:
-        """Return what is added to the vectors from position `start` to `stop`, (stop - start, D)."""
-        d_model = like.size(-1)
-        if self.positions == "pairs":
-            return sinusoidal_positions(start, stop, d_model, like=like)
-        if self.positions == "halves":
-            return positions_in_halves(start, stop, d_model, like=like, steps=d_model // 2)
-        if self.positions == "halves_from_2":
-            # fairseq counts from the id of padding, which is 1 in these models, plus 1
-            return positions_in_halves(start + 2, stop + 2, d_model, like=like, steps=d_model // 2 - 1)
+        """Return what is added to the vectors from position `start` to `stop`, (stop - start, D), to be read only."""
+        if self.positions != "learned":
+            d_model = like.size(-1)
+            # A graph that is compiled or exported, or made of fake tensors, shares no memory with others
+            if stop > TABLE or torch.compiler.is_compiling() or type(like) is not Tensor:
+                return compute_positions(self.positions, start, stop, d_model, like=like)
+            return positions_table(self.positions, d_model, like.dtype, like.device)[start:stop]
         if stop > self.learned.num_embeddings:
             raise ValueError(
                 f"a sentence has {stop} tokens, with its start and end symbols, but the model has learned "

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import (
     PRESETS,
@@ -24,6 +25,7 @@ from models import (
     subsequent_mask,
 )
 from models.attention import KeyValues, added_scores, attend
+from models.embedding import TABLE, Embedding, compute_positions, positions_table
 from tests.models.examples import PAD, TINY, batch, pad_to, random_batch, small_transformer
 
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
@@ -171,6 +173,32 @@ def test_positions_are_the_papers_formula_at_any_offset() -> None:
         angle = torch.tensor(position / 10_000 ** (dimension // 2 * 2 / 6), dtype=torch.float64)
         close(table[position, dimension], angle.cos() if dimension % 2 else angle.sin())
     close(sinusoidal_positions(40, 43, 6, like=like), table[40:43])
+
+
+@pytest.mark.parametrize("architecture", ["vaswani", "marian", "m2m100"])
+@pytest.mark.parametrize(("start", "steps"), [(0, 7), (5, 1), (TABLE - 3, 3), (TABLE - 3, 4), (TABLE + 1, 2)])
+def test_positions_from_the_table_are_those_that_are_computed(architecture: str, start: int, steps: int) -> None:
+    embedding = Embedding(11, TransformerConfig(16, 24, 2, 1, 1, dropout=0.0, architecture=architecture)).double()
+    tokens = torch.arange(steps)[None]
+    computed = compute_positions(embedding.positions, start, start + steps, 16, like=embedding.lookup.weight)
+    close(embedding(tokens, start), embedding.lookup(tokens) * 4 + computed)
+
+
+def test_positions_that_were_first_read_in_inference_or_by_fake_tensors_serve_training() -> None:
+    positions_table.cache_clear()
+    with FakeTensorMode():
+        made = make_transformer(TINY, 11, 11, PAD)
+        made(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 4, dtype=torch.long))
+    assert not positions_table.cache_info().currsize
+    model, src, tgt = MODELS["pre"], random_batch(3), random_batch(4)
+    with torch.inference_mode():
+        before = model(src, tgt)
+    hidden = model(src, tgt)
+    assert torch.equal(hidden, before)
+    assert not positions_table("pairs", TINY.d_model, hidden.dtype, src.device).is_inference()
+    assert positions_table.cache_info().currsize == 1
+    hidden.sum().backward()
+    model.zero_grad()
 
 
 def test_an_encoder_without_a_mask_looks_both_ways_and_a_decoder_back() -> None:
