@@ -48,6 +48,11 @@ UNREGISTERED = (
     "that was set on the instance keeps the original's parameters: change the class instead)"
 )
 
+DETACHED = (
+    "the loss does not require grad, though hidden or a parameter does: something was detached in the criterion "
+    "(.detach(), torch.tensor(...)) or in the generator (torch.no_grad())"
+)
+
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
 """(params, this chunk's rows of each per-token tensor, the chunk) -> the chunk's summed loss."""
 
@@ -256,8 +261,7 @@ class StoredGradient(torch.autograd.Function):
         ctx.gradients = gradients
         ctx.handed_out = set()
         ctx.any_chunks = chunks > 0
-        # A criterion may return a constant 0 where it has nothing to sum: that is not the caller's mistake
-        ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
+        ctx.is_detached = is_detached(gradients.detached_chunks, chunks, loss.total)
         ctx.leaves = len(leaves)
         # Only these have a node before this one
         ctx.given = [i for i, t in enumerate(leaves) if t is not None]
@@ -288,25 +292,25 @@ class StoredGradient(torch.autograd.Function):
         if upstream is None:
             return *constants, *grads
         if ctx.is_detached:
-            raise RuntimeError(
-                "the loss does not require grad, though hidden or a parameter does: something was detached in the "
-                "criterion (.detach(), torch.tensor(...)) or in the generator (torch.no_grad())"
-            )
+            raise RuntimeError(DETACHED)
         if not ctx.any_chunks:
             # Not 0 x upstream: with no tokens the caller may have divided by 0
             for i, shape in ctx.shapes.items():
                 grads[i] = shape.zeros()
             return *constants, *grads
-        gradients: Gradients = ctx.gradients
+        gradients, factor = ctx.gradients.of(upstream)
         slots = (*gradients.per_token, *gradients.params)
-        # d (factor x total) / d leaf = factor x (stored gradient / scale)
-        factor = _divide(upstream, gradients.scale)
         with selected(gradients.streams):
             for i in sorted(asked):
                 # Each slot holds the only reference to its gradient, and frees it before the next one is scaled
                 if (slot := slots[i]) is not None:
                     grads[i] = slot.release(factor)
         return *constants, *grads
+
+
+def is_detached(detached_chunks: int, chunks: int, total: Tensor) -> bool:
+    """Return whether no chunk's loss required a gradient, though it is not 0, which may be a sum of nothing."""
+    return 0 < detached_chunks == chunks and bool(total != 0)
 
 
 def leaf_copies(params: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -390,10 +394,3 @@ class _Shape(NamedTuple):
     def zeros(self) -> Tensor:
         """Return a gradient of zeros."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-
-def _divide(upstream: Tensor, scale: float | Tensor) -> Tensor:
-    """Return `upstream / scale`, on upstream's device; nothing is computed for the number 1."""
-    if isinstance(scale, Tensor):
-        return upstream / scale.to(upstream.device)
-    return upstream if scale == 1 else upstream / scale

@@ -10,15 +10,16 @@ of one device, and the same in every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.core.checks import refuse_transforms
-from seqpar.core.chunked_gradient import Leaves, StoredGradient, Walk
+from seqpar.core.chunked_gradient import DETACHED, Leaves, StoredGradient, Walk, is_detached
 from seqpar.core.chunks import Chunk
-from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
+from seqpar.core.stored_gradients import Gradients, SummedGradient, divide, in_own_precision, narrow
 from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss, wide
@@ -26,12 +27,19 @@ from seqpar.core.token_loss import TokenLoss, wide
 Job = tuple[Walk, Sequence[Chunk], Leaves]
 """What is added up on a device."""
 
+SAME_LOSS = 1e-6
+"""The largest relative difference of two walks over the same chunks; a float32 sum may take another kernel's order."""
+
 Apply = Callable[[Sequence[Walk], Sequence[tuple[Any, ...]]], Sequence[TokenLoss]]
 """(walks, the arguments of each) -> the loss of each."""
 
 
 def sum_over_devices(
-    jobs: Sequence[Job], params: Sequence[Tensor | None], loss_scale: float | Tensor, apply: Apply
+    jobs: Sequence[Job],
+    params: Sequence[Tensor | None],
+    loss_scale: float | Tensor,
+    apply: Apply,
+    is_linear: bool = True,
 ) -> TokenLoss:
     """Return the loss of all devices, on the first one.
 
@@ -39,28 +47,86 @@ def sum_over_devices(
         params: the caller's parameters, of which the leaves of each job have copies, in the same order.
         loss_scale: as in `chunked_gradient`.
         apply: runs the walks.
+        is_linear: whether the gradient of a multiple of the loss is that multiple of its gradient. Otherwise it is
+            computed in backward, by a second walk that knows the factor.
     """
     per_token = [t for _, _, leaves in jobs for t in leaves.of_tokens]
     tensors = (*per_token, *params)
     refuse_transforms(tensors)
-    enabled = torch.is_grad_enabled()
-    gradients = None
-    stored: Sequence[Gradients | None] = [None] * len(jobs)
-    with torch.no_grad():
-        if enabled and any(t is not None and t.requires_grad for t in tensors):
-            gradients = _GradientsOverDevices(jobs, params, loss_scale)
-            stored = gradients.on_devices
-        arguments = [(chunks, leaves, own) for (_, chunks, leaves), own in zip(jobs, stored, strict=True)]
-        loss = sum_on_first(apply([walk for walk, _, _ in jobs], arguments))
-    if gradients is None:
-        return loss
-    gradients.detached_chunks = sum(own.detached_chunks for own in gradients.on_devices)
     chunks = sum(len(own) for _, own, _ in jobs)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def walked(gradients: _GradientsOverDevices | None, apply: Apply) -> TokenLoss:
+        stored = [None] * len(jobs) if gradients is None else gradients.on_devices
+        arguments = [(chunks, leaves, own) for (_, chunks, leaves), own in zip(jobs, stored, strict=True)]
+        return sum_on_first(apply([walk for walk, _, _ in jobs], arguments))
+
+    def with_gradients(scale: float | Tensor, apply: Apply) -> tuple[TokenLoss, _GradientsOverDevices]:
+        gradients = _GradientsOverDevices(jobs, params, scale)
+        loss = walked(gradients, apply)
+        gradients.detached_chunks = sum(own.detached_chunks for own in gradients.on_devices)
+        return loss, gradients
+
+    with torch.no_grad():
+        if not wanted:
+            return walked(None, apply)
+        gradients: _GradientsOverDevices | GradientsLater
+        if is_linear:
+            loss, gradients = with_gradients(loss_scale, apply)
+        else:
+            loss = walked(None, apply)
+            # Not in threads: backward runs in the thread that their own gradients on an accelerator would wait for
+            later = partial(with_gradients, apply=_one_after_another)
+            gradients = GradientsLater(loss.total.detach(), chunks, later)
     return TokenLoss(*StoredGradient.apply(gradients, loss, chunks, *tensors))
+
+
+def _one_after_another(walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> Sequence[TokenLoss]:
+    return [walk(*own) for walk, own in zip(walks, arguments, strict=True)]
+
+
+class GradientsLater:
+    """Gradients that are computed in backward, where the factor of the loss is known.
+
+    Args:
+        total: the loss, which the second walk must find again.
+        chunks: how many each walk has.
+        walk: factor -> the loss and the gradients, stored multiplied by the factor.
+    """
+
+    detached_chunks = 0
+    """None before the second walk."""
+
+    def __init__(
+        self, total: Tensor, chunks: int, walk: Callable[[float | Tensor], tuple[TokenLoss, _GradientsOverDevices]]
+    ) -> None:
+        self.total = total
+        self.chunks = chunks
+        self.walk = walk
+
+    def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, None]:
+        """Return the gradients of a loss that is multiplied by the upstream factor; nothing is left to multiply by.
+
+        Raises RuntimeError where the second walk finds another loss: weights or modes have changed since the first.
+        """
+        loss, gradients = self.walk(upstream)
+        if is_detached(gradients.detached_chunks, self.chunks, loss.total):
+            raise RuntimeError(DETACHED)
+        if not torch.allclose(loss.total, self.total, rtol=SAME_LOSS, atol=0.0, equal_nan=True):
+            raise RuntimeError(
+                f"the loss was {float(self.total):.9g} in forward and is {float(loss.total):.9g} in backward, where it "
+                "is computed again since the backward of the generator or the criterion is not linear: call backward "
+                "before weights, autocast or train() and eval() change"
+            )
+        return gradients, None
 
 
 class _GradientsOverDevices:
     """The stored gradients of all devices; read as `Gradients` is."""
+
+    def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, Tensor]:
+        """Return these and a factor, as `Gradients.of` does."""
+        return self, divide(upstream, self.scale)
 
     def __init__(self, jobs: Sequence[Job], params: Sequence[Tensor | None], scale: float | Tensor) -> None:
         trained = [t is not None and t.requires_grad for t in params]

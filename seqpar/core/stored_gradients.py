@@ -163,6 +163,20 @@ class Gradients:
         self.detached_chunks = 0
         """How many chunks had a loss without a graph, such as a detached number."""
 
+    def of(self, upstream: Tensor) -> tuple[Gradients, Tensor]:
+        """Return these, and by what they are multiplied for an upstream factor."""
+        return self, divide(upstream, self.scale)
+
+
+def divide(upstream: Tensor, scale: float | Tensor) -> Tensor:
+    """Return `upstream / scale`, on upstream's device; nothing is computed for the number 1.
+
+    d (factor x total) / d leaf = factor x (stored gradient / scale)
+    """
+    if isinstance(scale, Tensor):
+        return upstream / scale.to(upstream.device)
+    return upstream if scale == 1 else upstream / scale
+
 
 def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
     """Return the factor where the gradient is, in a shape in which it keeps its own precision.

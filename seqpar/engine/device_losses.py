@@ -98,11 +98,11 @@ def loss_over_devices(
     if isinstance(match, FormulaMatch):
         way = _ByFormula(head, parts, match, count, shards, cut)
     else:
-        way = _ByAutograd(head, parts, shards, cut, known, loss_scale)
+        way = _ByAutograd(head, parts, shards, cut, known)
     jobs = [way.job(replica, shard) for replica, shard in zip(way.heads, way.shards, strict=True)]
-    if cut.devices is None and way.heads[0] is head:
+    if cut.devices is None and way.heads[0] is head and way.is_linear:
         return differentiable_sum(*jobs[0], loss_scale)
-    return sum_over_devices(jobs, way.parameters, loss_scale, way.run)
+    return sum_over_devices(jobs, way.parameters, loss_scale, way.run, way.is_linear)
 
 
 class _ByFormula:
@@ -111,6 +111,8 @@ class _ByFormula:
     Args:
         count: as in `Checked`.
     """
+
+    is_linear = True
 
     def __init__(
         self,
@@ -164,10 +166,9 @@ class _ByAutograd:
         shards: list[Shard],
         cut: Cut,
         known: dict[Situation, LogitFacts],
-        loss_scale: float | Tensor,
     ) -> None:
         refuse_cached(parts)
-        situation = situation_of(parts, shards[0], loss_scale)
+        situation = situation_of(parts, shards[0])
         found = facts_in(known, situation)
         if found is None:
             refuse_sharded(head)
@@ -179,6 +180,7 @@ class _ByAutograd:
         self.heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
         self.facts = logit_facts(known, situation, found, head, self.heads, shards)
+        self.is_linear = self.facts.is_linear
         self.parameters = parts.parameters
 
     def job(self, replica: nn.ModuleDict, shard: Shard) -> Job:

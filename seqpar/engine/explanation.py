@@ -48,6 +48,8 @@ def explanation(
         match = REPLACED
     device_type = next((p.device.type for p in head["generator"].parameters()), "cpu")
     how = how_it_is_computed(match, head, device_type)
+    if facts is not None and not facts.is_linear and isinstance(match, NoFormula):
+        how = f"{how}, and again in backward, as the gradient depends on the factor of the loss"
     if chunk_size is not None:
         return f"{how}; {chunk_size} time steps of the batch at a time"
     width = None

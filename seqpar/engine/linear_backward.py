@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from copy import copy as shallow_copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,46 +16,74 @@ from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial, in_float32,
 
 HALVES = "the gradient of a half of the rows plus that of the other"
 
+EIGHTH = 0.125
+"""A factor of the loss."""
+
 CANCELLED = 16
 """How many roundings of the largest gradient may be left of one whose terms cancel, as that of the direction of a
 normalised weight of width 1."""
 
 
-def ask_about_backward(trial: Trial, is_scaled: bool) -> None:
-    """Raise ValueError unless gradients are linear in the factor of the loss, and those of all rows a sum.
+def ask_about_backward(trial: Trial, why_once: str) -> bool:
+    """Return whether gradients are linear in the factor of the loss; if not, they are computed again in backward.
 
-    With a `loss_scale` the factor is known, and need not be tried.
+    Args:
+        why_once: why the pair cannot be computed twice; "" if it can.
+
+    Raises:
+        ValueError: gradients of all rows that are not the sum of those of some, or that depend on the factor where the
+            pair cannot be computed twice.
     """
     if not trial.wanted:
-        return
-    for training in (True, False):
-        with trial.kept():
-            copy = trial.copy()
-            if not training:
-                # Random, for example by dropout: ask without that
-                copy.eval()
-            different = _nonlinear(trial, copy, is_scaled)
-            if not different or (different.startswith(HALVES) and not training and _is_random(trial, copy)):
-                return
-            if different.startswith(HALVES) and training and _is_random(trial, copy):
-                continue
+        return True
+    found = _ask(trial, training=True)
+    if found.by_halves and found.is_random and not found.by_factor:
+        # For example by dropout: ask without that
+        found = _ask(trial, training=False)
+        if found.is_random and not found.by_factor:
+            return True
+    outside = "clip or normalise the gradient outside (a hook on hidden)"
+    if found.by_factor and found.is_random:
+        why_once = "it is random"
+    if found.by_factor and why_once:
         raise ValueError(
-            f"backward through the pair is not linear: {different}. Gradients are taken for each chunk, and "
-            "multiplied by the factor of the loss afterwards: clip or normalise the gradient outside (a hook on "
-            "hidden); if the factor alone matters, pass it as loss_scale (1 / tokens of the step)"
+            f"backward through the pair is not linear: {found.by_factor}, and it cannot be computed again when the "
+            f"factor is known, as {why_once}: {outside}"
         )
+    if found.by_halves:
+        raise ValueError(
+            f"backward through the pair is not linear: {found.by_halves}. Gradients are taken for each chunk: {outside}"
+        )
+    return not found.by_factor
 
 
-def _nonlinear(trial: Trial, copy: nn.ModuleDict, is_scaled: bool) -> str:
-    """Return which gradient is not what it must be, in words; "" if all are."""
-    whole = _outcome(trial, copy)
-    by_factor = "" if is_scaled else _changed_by_a_factor(trial, copy, whole)
-    return by_factor or _changed_by_halves(trial, copy, whole)
+class _Answer(NamedTuple):
+    """Which gradient is not what it would be in a linear backward, in words; "" if all are."""
+
+    by_factor: str
+    by_halves: str
+    is_random: bool
+    """Whether the pair is, of one whose backward is not linear."""
+
+
+def _ask(trial: Trial, training: bool) -> _Answer:
+    """Ask a copy of the pair, in training or in evaluation mode."""
+    with trial.kept():
+        copy = trial.copy()
+        if not training:
+            copy.eval()
+        whole = _outcome(trial, copy)
+        by_factor = _changed_by_a_factor(trial, copy, whole)
+        by_halves = _changed_by_halves(trial, copy, whole)
+        if by_factor and not by_halves:
+            # What joins rows may do so for a factor alone
+            by_halves = _changed_by_halves(trial, copy, _outcome(trial, copy, factor=EIGHTH), EIGHTH)
+        return _Answer(by_factor, by_halves, bool(by_factor or by_halves) and _is_random(trial, copy))
 
 
 def _changed_by_a_factor(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
     """Return which gradient of a multiple of the loss is not that multiple, in words; "" if none."""
-    for factor in (0.125, -1.0):
+    for factor in (EIGHTH, -1.0):
         other = _outcome(trial, copy, factor=factor)
         for name, grad in whole.gradients.items():
             by = 1.0
@@ -65,10 +94,10 @@ def _changed_by_a_factor(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> s
     return ""
 
 
-def _changed_by_halves(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
+def _changed_by_halves(trial: Trial, copy: nn.ModuleDict, whole: Outcome, factor: float = 1.0) -> str:
     """Return which gradient of the rows is not that of their halves together, in words; "" if none."""
     half = PROBE_ROWS // 2
-    halves = [_outcome(trial, copy, some) for some in (slice(0, half), slice(half, PROBE_ROWS))]
+    halves = [_outcome(trial, copy, some, factor) for some in (slice(0, half), slice(half, PROBE_ROWS))]
     outcomes = [whole, *halves]
     of_rows = ("hidden", *trial.names, *trial.of_criterion)
     for name, grad in whole.gradients.items():

@@ -4,7 +4,8 @@ That gives the plain loss and its gradient if and only if the pair
 
 - treats each row alone: its scores, by value and by gradient (d scores_i / d hidden_j must be 0 for i != j, which is
   exact in every dtype, in every mode and with dropout), and its loss, in the company of other rows and without;
-- has a backward that is linear, and writes nowhere else;
+- has a backward that adds up over rows, and writes nowhere else; where it is not linear in the factor of the loss, the
+  gradient is computed in backward, which knows it;
 - keeps nothing between calls that it reads again, in its attributes or around its code. Buffers may add up over rows,
   as a histogram of predictions does; one that is replaced is lost with the copy, and a moving average or a power
   iteration would run once for each chunk;
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from seqpar.core.chunks import is_capturing
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import largest_difference, precision_of
+from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight
@@ -85,7 +87,7 @@ def logit_facts(
         index_K = _spread(shard.counted.flatten())
         if len(index_K):
             trial = Trial((head, original), shard, index_K, situation.wants_gradients)
-            facts = _facts_of(trial, situation, _common(shard), lambda size: check_targets(shards, size))
+            facts = _facts_of(trial, _common(shard), lambda size: check_targets(shards, size))
             known[situation] = facts
             for earliest in list(known)[:-MOST_SITUATIONS]:
                 known.pop(earliest, None)
@@ -94,7 +96,7 @@ def logit_facts(
     return LogitFacts(vocab_size=1, dtype=hidden.dtype, criterion_is_checked=False)
 
 
-def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classes: Callable[[int], None]) -> LogitFacts:
+def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], None]) -> LogitFacts:
     """Return the facts about the logits; what the caller has does not change, the random states included.
 
     Args:
@@ -119,8 +121,11 @@ def _facts_of(trial: Trial, situation: Situation, common: set[int], check_classe
     ask_about_surroundings(trial, around, harmless)
     ask_about_iterators(trial, around)
     ask_about_graphs_left(trial, around)
-    ask_about_backward(trial, situation.is_scaled)
-    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up)
+    why_once = "calls add to its buffers" if adds_up else ""
+    if is_fsdp_unit(trial.head["generator"]):
+        why_once = "FSDP2 gathers its weights for forward alone"
+    is_linear = ask_about_backward(trial, why_once)
+    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up, is_linear)
 
 
 def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from seqpar.engine.module_calls import Parts, calls_of
@@ -24,6 +23,8 @@ class LogitFacts(NamedTuple):
     """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
     adds_up: bool = False
     """Whether calls add to buffers, so that the replicas' additions must be summed."""
+    is_linear: bool = True
+    """Whether the gradient of a multiple of the loss is that multiple of its gradient."""
 
 
 class Situation(NamedTuple):
@@ -36,15 +37,13 @@ class Situation(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     """Those of the products and of the parameters."""
     wants_gradients: bool
-    is_scaled: bool
-    """Whether a `loss_scale` says by which factor the loss will be multiplied."""
     leading: int
     """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
     per_token: tuple[tuple[str, torch.Size], ...]
     """The shape of one token's share of hidden and of each per-token tensor, which may have a column for a class."""
 
 
-def situation_of(parts: Parts, shard: Shard, loss_scale: float | Tensor) -> Situation:
+def situation_of(parts: Parts, shard: Shard) -> Situation:
     """Return the situation of a call; it is looked up in every one."""
     leading = shard.target.dim()
     columns = {"hidden": shard.hidden, **shard.per_token, **shard.of_criterion}
@@ -56,7 +55,6 @@ def situation_of(parts: Parts, shard: Shard, loss_scale: float | Tensor) -> Situ
         calls_of(parts.modules),
         (product_dtype(shard.hidden), *[p.dtype for p in parts.parameters]),
         torch.is_grad_enabled() and any(t.requires_grad for t in leaves),
-        isinstance(loss_scale, Tensor) or loss_scale != 1,
         leading,
         tuple([(name, t.shape[leading:]) for name, t in columns.items()]),
     )

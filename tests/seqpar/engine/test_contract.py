@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar.testing import assert_same_results
+from seqpar.testing.ranks import ranks
 from tests.on_device import seeds
 
 V = 11
@@ -68,33 +70,87 @@ def on_weight(change: Any) -> Any:
     return after
 
 
-NONLINEAR = {
+OF_A_ROW = {
     "a clamp": lambda g: g.clamp(-0.01, 0.01),
     "a unit norm of each row": lambda g: F.normalize(g, dim=-1),
-    "the batch's norm": lambda g: g / g.norm(),
     "a sign": torch.sign,
     "only increases": lambda g: g.clamp(min=0),
-    "a quantile of all": lambda g: g * (g.abs() >= g.abs().quantile(0.5)),
     "a clamp of what is left": lambda g: (g * 1e-9).clamp(-1e-11, 1e-11),
 }
+OF_THE_BATCH = {
+    "the batch's norm": lambda g: g / g.norm(),
+    "a quantile of all": lambda g: g * (g.abs() >= g.abs().quantile(0.5)),
+    "the batch's norm, where it is small": lambda g: g / g.norm() if g.norm() < 0.5 else g,
+}
+"""The last one alone joins no rows at factor 1, where the probe's gradient is larger."""
+
+
+def with_hook(change: Any, where: Any) -> Head:
+    """A head that changes the gradient of hidden, or of the scores, or of what a weight's use gives."""
+    return Head(before=hooked(change)) if where is hooked else Head(after=on_weight(change))
 
 
 @pytest.mark.parametrize("where", [hooked, on_weight])
-@pytest.mark.parametrize("name", NONLINEAR)
-def test_a_backward_that_is_not_linear_is_refused(name: str, where: Any) -> None:
-    hook = where(NONLINEAR[name])
-    generator = Head(before=hook) if where is hooked else Head(after=hook)
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_a_backward_that_joins_rows_is_refused(name: str, where: Any) -> None:
+    generator = with_hook(OF_THE_BATCH[name], where)
     with pytest.raises(ValueError, match=r"backward through the pair is not linear|mixes rows"):
         seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(*batch())
 
 
-def test_with_the_factor_of_the_loss_a_clamp_of_each_number_is_that_of_the_plain_loss() -> None:
-    generator = Head(before=hooked(NONLINEAR["a clamp"]))
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu", "cpu"]])
+@pytest.mark.parametrize("factor", [1 / 20, -3.0, 0.0])
+@pytest.mark.parametrize("where", [hooked, on_weight])
+@pytest.mark.parametrize("name", OF_A_ROW)
+def test_a_backward_that_changes_each_row_alone_is_that_of_the_plain_loss_at_any_factor(
+    name: str, where: Any, factor: float, devices: Any
+) -> None:
+    generator = with_hook(OF_A_ROW[name], where)
     hidden, target = batch()
-    (plain,) = torch.autograd.grad(F.cross_entropy(generator(hidden), target), hidden)
-    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target, loss_scale=1 / 20)
-    (mine,) = torch.autograd.grad(loss.total / 20, hidden)
-    torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-15)
+    ends = [hidden, *generator.linear.parameters()]
+    plain = torch.autograd.grad(factor * F.cross_entropy(generator(hidden), target, reduction="sum"), ends)
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices=devices, chunk_tokens=6)
+    for scale in (1.0, 0.5):  # what the caller says of the factor changes nothing
+        loss = engine(hidden, target, loss_scale=scale)
+        for mine, expected in zip(torch.autograd.grad(factor * loss.total, ends), plain, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-15)
+    assert ", and again in backward, as the gradient depends on the factor of the loss; " in engine.explain()
+
+
+def clamped(after: Any = None) -> Head:
+    return Head(before=hooked(OF_A_ROW["a clamp"]), after=after)
+
+
+def test_the_gradient_of_padding_alone_is_0_though_a_backward_is_not_linear() -> None:
+    engine = seqpar.LossCompute(clamped(), seqpar.CrossEntropy(ignore_index=0), chunk_tokens=6)
+    hidden, target = batch()
+    engine(hidden, target.clamp(min=1))
+    loss = engine(hidden, torch.zeros_like(target))
+    assert not torch.autograd.grad(loss.total / loss.tokens, hidden)[0].any()
+
+
+def test_weights_that_change_before_a_backward_that_needs_them_are_noticed() -> None:
+    generator = clamped()
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    with torch.no_grad():
+        generator.linear.bias[0] += 0.1
+    with pytest.raises(RuntimeError, match=r"the loss was 5\d\.\d+ in forward and is 5\d\.\d+ in backward, where"):
+        loss.total.backward()
+
+
+@pytest.mark.parametrize(("reason", "made"), [("it is random", nn.Dropout()), ("calls add to its buffers", None)])
+def test_a_pair_that_cannot_be_computed_twice_needs_a_linear_backward(reason: str, made: Any) -> None:
+    class Twice(Head):
+        def forward(self, hidden: Tensor) -> Tensor:
+            if made is not None:
+                return super().forward(made(hidden))
+            self.rows.add_(hidden.size(0))
+            return super().forward(hidden)
+
+    generator = Twice(before=hooked(OF_A_ROW["a clamp"]))
+    generator.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+    with pytest.raises(ValueError, match=f"cannot be computed again when the factor is known, as {reason}: clip"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(*batch())
 
 
 @pytest.mark.parametrize("name", ["reversed", "scaled", "of a part"])
@@ -109,6 +165,28 @@ def test_a_linear_backward_passes(name: str) -> None:
     (plain,) = torch.autograd.grad(F.cross_entropy(generator(hidden), target, reduction="sum"), hidden)
     loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target)
     torch.testing.assert_close(torch.autograd.grad(loss.total, hidden)[0], plain, rtol=1e-12, atol=1e-15)
+
+
+class Clamping(nn.Linear):
+    """A projection that clamps the gradient of its input."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hooked(OF_A_ROW["a clamp"])(None, hidden * 1))
+
+
+def refusal_of_a_unit(rank: int, world: int) -> str:
+    """What is said of an FSDP2 unit whose backward is not linear."""
+    generator = Clamping(4, V).double()
+    fully_shard(generator)
+    with pytest.raises(ValueError, match="is not linear") as refused:
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    return str(refused.value)
+
+
+@pytest.mark.unswitched
+def test_a_unit_of_fsdp2_cannot_be_computed_again_in_backward() -> None:
+    for said in ranks(2, refusal_of_a_unit):
+        assert "when the factor is known, as FSDP2 gathers its weights for forward alone: clip or normalise" in said
 
 
 def counted(self: Head, scores: Tensor) -> None:

@@ -55,16 +55,11 @@ def of_per_token(engine, given):
     given["shift"] = torch.zeros(12, V)
 
 
-def of_is_scaled(engine, given):
-    given["loss_scale"] = 0.25
-
-
 CHANGES = {
     "shapes": [of_shapes],
     "calls": [of_calls, lambda engine, given: engine.eval()],
     "dtypes": [of_dtypes, lambda engine, given: engine.double()],
     "wants_gradients": [of_wants_gradients],
-    "is_scaled": [of_is_scaled],
     "leading": [of_leading],
     "per_token": [of_per_token],
 }
