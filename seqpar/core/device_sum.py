@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import DETACHED, Leaves, StoredGradient, Walk, is_detached
 from seqpar.core.chunks import Chunk
-from seqpar.core.stored_gradients import Gradients, SummedGradient, divide, in_own_precision, narrow
+from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
 from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss, wide
@@ -126,7 +126,8 @@ class _GradientsOverDevices:
 
     def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, Tensor]:
         """Return these and a factor, as `Gradients.of` does."""
-        return self, divide(upstream, self.scale)
+        _, factor = self.on_devices[0].of(upstream)
+        return self, factor
 
     def __init__(self, jobs: Sequence[Job], params: Sequence[Tensor | None], scale: float | Tensor) -> None:
         trained = [t is not None and t.requires_grad for t in params]
@@ -143,7 +144,6 @@ class _GradientsOverDevices:
         self.streams = current_streams(
             [*(t.device for _, _, own in jobs for t in own.of_tokens if t is not None), *homes]
         )
-        self.scale = self.on_devices[0].scale
         self.detached_chunks = 0
 
     @staticmethod

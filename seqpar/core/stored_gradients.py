@@ -164,18 +164,15 @@ class Gradients:
         """How many chunks had a loss without a graph, such as a detached number."""
 
     def of(self, upstream: Tensor) -> tuple[Gradients, Tensor]:
-        """Return these, and by what they are multiplied for an upstream factor."""
-        return self, divide(upstream, self.scale)
+        """Return these, and what they are multiplied by, on upstream's device.
 
-
-def divide(upstream: Tensor, scale: float | Tensor) -> Tensor:
-    """Return `upstream / scale`, on upstream's device; nothing is computed for the number 1.
-
-    d (factor x total) / d leaf = factor x (stored gradient / scale)
-    """
-    if isinstance(scale, Tensor):
-        return upstream / scale.to(upstream.device)
-    return upstream if scale == 1 else upstream / scale
+        d (factor x total) / d leaf = factor x (stored gradient / scale)
+        """
+        if isinstance(self.scale, Tensor):
+            return self, upstream / self.scale.to(upstream.device)
+        if self.scale == 1:
+            return self, upstream
+        return self, upstream / self.scale
 
 
 def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
