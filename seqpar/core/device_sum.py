@@ -19,6 +19,7 @@ from torch import Tensor
 from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import DETACHED, Leaves, StoredGradient, Walk, is_detached
 from seqpar.core.chunks import Chunk
+from seqpar.core.graphs import unless_changed, with_version
 from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
 from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
@@ -70,14 +71,14 @@ def sum_over_devices(
     with torch.no_grad():
         if not wanted:
             return walked(None, apply)
-        gradients: _GradientsOverDevices | GradientsLater
+        gradients: _GradientsOverDevices | _GradientsLater
         if is_linear:
             loss, gradients = with_gradients(loss_scale, apply)
         else:
             loss = walked(None, apply)
             # Not in threads: backward runs in the thread that their own gradients on an accelerator would wait for
             later = partial(with_gradients, apply=_one_after_another)
-            gradients = GradientsLater(loss.total.detach(), chunks, later)
+            gradients = _GradientsLater(loss.total.detach(), chunks, later, [t for t in tensors if t is not None])
     return TokenLoss(*StoredGradient.apply(gradients, loss, chunks, *tensors))
 
 
@@ -85,30 +86,39 @@ def _one_after_another(walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...
     return [walk(*own) for walk, own in zip(walks, arguments, strict=True)]
 
 
-class GradientsLater:
+class _GradientsLater:
     """Gradients that are computed in backward, where the factor of the loss is known.
 
     Args:
         total: the loss, which the second walk must find again.
         chunks: how many each walk has.
         walk: factor -> the loss and the gradients, stored multiplied by the factor.
+        leaves: what the walks read, which must not change in place between them.
     """
 
     detached_chunks = 0
     """None before the second walk."""
 
     def __init__(
-        self, total: Tensor, chunks: int, walk: Callable[[float | Tensor], tuple[TokenLoss, _GradientsOverDevices]]
+        self,
+        total: Tensor,
+        chunks: int,
+        walk: Callable[[float | Tensor], tuple[TokenLoss, _GradientsOverDevices]],
+        leaves: Sequence[Tensor],
     ) -> None:
         self.total = total
         self.chunks = chunks
         self.walk = walk
+        self.leaves = [with_version(t) for t in leaves]
 
     def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, None]:
         """Return the gradients of a loss that is multiplied by the upstream factor; nothing is left to multiply by.
 
-        Raises RuntimeError where the second walk finds another loss: weights or modes have changed since the first.
+        Raises RuntimeError for a leaf that was changed in place, and where the second walk finds another loss: what has
+        no version, such as a mode, has changed since the first.
         """
+        for saved in self.leaves:
+            unless_changed(saved)
         loss, gradients = self.walk(upstream)
         if is_detached(gradients.detached_chunks, self.chunks, loss.total):
             raise RuntimeError(DETACHED)
@@ -123,11 +133,6 @@ class GradientsLater:
 
 class _GradientsOverDevices:
     """The stored gradients of all devices; read as `Gradients` is."""
-
-    def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, Tensor]:
-        """Return these and a factor, as `Gradients.of` does."""
-        _, factor = self.on_devices[0].of(upstream)
-        return self, factor
 
     def __init__(self, jobs: Sequence[Job], params: Sequence[Tensor | None], scale: float | Tensor) -> None:
         trained = [t is not None and t.requires_grad for t in params]
@@ -145,6 +150,11 @@ class _GradientsOverDevices:
             [*(t.device for _, _, own in jobs for t in own.of_tokens if t is not None), *homes]
         )
         self.detached_chunks = 0
+
+    def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, Tensor]:
+        """Return these and a factor, as `Gradients.of` does."""
+        _, factor = self.on_devices[0].of(upstream)
+        return self, factor
 
     @staticmethod
     def _of_device(job: Job, trained: list[bool], scale: float | Tensor) -> Gradients:

@@ -56,7 +56,7 @@ def graph_of_its_own() -> contextlib.AbstractContextManager[object]:
     # Our own are called twice for each saved tensor, which takes a fifth of the time of a small module's layers
     if not hooks_around():
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_with_version, _unless_changed)
+    return torch.autograd.graph.saved_tensors_hooks(with_version, unless_changed)
 
 
 def hooks_around() -> bool:
@@ -73,11 +73,12 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     return torch.autocast(device_type, enabled=False)
 
 
-def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
+def with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor and how often it has been changed in place."""
     return tensor, tensor._version
 
 
-def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
+def unless_changed(saved: tuple[Tensor, int]) -> Tensor:
     """Return the tensor; with hooks, autograd itself no longer notices that it has been changed."""
     tensor, version = saved
     if tensor._version != version:

@@ -129,11 +129,24 @@ def test_the_gradient_of_padding_alone_is_0_though_a_backward_is_not_linear() ->
     assert not torch.autograd.grad(loss.total / loss.tokens, hidden)[0].any()
 
 
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+def test_a_change_in_place_before_a_backward_that_needs_the_tensor_is_noticed_however_small(
+    name: str, devices: Any
+) -> None:
+    generator = clamped()
+    hidden, target = batch()
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices=devices)(hidden, target)
+    with torch.no_grad():
+        {"hidden": hidden, "weight": generator.linear.weight}[name][0, 0] += 1e-12
+    with pytest.raises(RuntimeError, match="that is needed for the gradient was changed in place after its use in the"):
+        loss.total.backward()
+
+
 def test_weights_that_change_before_a_backward_that_needs_them_are_noticed() -> None:
     generator = clamped()
     loss = seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
-    with torch.no_grad():
-        generator.linear.bias[0] += 0.1
+    generator.linear.bias.data[0] += 0.1  # of which torch keeps no version
     with pytest.raises(RuntimeError, match=r"the loss was 5\d\.\d+ in forward and is 5\d\.\d+ in backward, where"):
         loss.total.backward()
 
