@@ -10,7 +10,6 @@ of one device, and the same in every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import DETACHED, Leaves, StoredGradient, Walk, is_detached
 from seqpar.core.chunks import Chunk
-from seqpar.core.graphs import unless_changed, with_version
+from seqpar.core.graphs import autocast_of_now, unless_changed, with_version
 from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
 from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
@@ -76,8 +75,14 @@ def sum_over_devices(
             loss, gradients = with_gradients(loss_scale, apply)
         else:
             loss = walked(None, apply)
-            # Not in threads: backward runs in the thread that their own gradients on an accelerator would wait for
-            later = partial(with_gradients, apply=_one_after_another)
+            # Backward is called outside of autocast
+            autocast = autocast_of_now(sorted({t.device.type for t in tensors if t is not None}))
+
+            def later(factor: float | Tensor) -> tuple[TokenLoss, _GradientsOverDevices]:
+                # Not in threads: backward runs in the one that their own gradients on an accelerator would wait for
+                with autocast():
+                    return with_gradients(factor, _one_after_another)
+
             gradients = _GradientsLater(loss.total.detach(), chunks, later, [t for t in tensors if t is not None])
     return TokenLoss(*StoredGradient.apply(gradients, loss, chunks, *tensors))
 
@@ -126,7 +131,7 @@ class _GradientsLater:
             raise RuntimeError(
                 f"the loss was {float(self.total):.9g} in forward and is {float(loss.total):.9g} in backward, where it "
                 "is computed again since the backward of the generator or the criterion is not linear: call backward "
-                "before weights, autocast or train() and eval() change"
+                "before weights or modes, as of train() and eval(), change"
             )
         return gradients, None
 

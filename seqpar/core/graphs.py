@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -71,6 +71,21 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     if not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+def autocast_of_now(kinds: Iterable[str]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context manager that sets the autocast of these kinds of devices, as it is now, in another thread."""
+    states = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
+    cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each, enabled, dtype in states:
+                stack.enter_context(torch.autocast(each, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+    return enter
 
 
 def with_version(tensor: Tensor) -> tuple[Tensor, int]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from seqpar.core.checks import check_function, check_type
 from seqpar.core.device_facts import current
-from seqpar.core.graphs import hooks_around
+from seqpar.core.graphs import autocast_of_now, hooks_around
 from seqpar.core.streams import current_streams, selected
 from seqpar.core.structures import leaves
 from seqpar.multi_device.devices import Device, accelerator, available, check_devices
@@ -124,9 +124,7 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = accelerator()
-    kinds = sorted({"cpu", kind or "cpu"})
-    autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
-    cache = torch.is_autocast_cache_enabled()
+    autocast = autocast_of_now(sorted({"cpu", kind or "cpu"}))
     index = torch.accelerator.current_device_index() if kind else 0
     # Stream 0 is the default, which a new thread has; selecting it would claim memory on devices that are not used
     streams = [stream for stream in current_streams(available()) if stream.stream_id]
@@ -137,8 +135,7 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
-            for each, enabled, dtype in autocast:
-                stack.enter_context(torch.autocast(each, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            stack.enter_context(autocast())
             if kind is not None:
                 torch.accelerator.set_device_index(index)
             stack.enter_context(selected(streams))

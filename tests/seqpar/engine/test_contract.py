@@ -117,6 +117,19 @@ def test_a_backward_that_changes_each_row_alone_is_that_of_the_plain_loss_at_any
     assert ", and again in backward, as the gradient depends on the factor of the loss; " in engine.explain()
 
 
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu", "cpu"]])
+def test_a_backward_that_is_not_linear_is_that_of_the_autocast_of_forward(devices: Any) -> None:
+    generator = with_hook(OF_A_ROW["a clamp"], hooked).float()
+    hidden, target = (t.detach() if t.is_floating_point() else t for t in batch())
+    hidden = hidden.float().requires_grad_()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices=devices, chunk_tokens=6)
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        loss = engine(hidden, target)
+        plain = F.cross_entropy(generator(hidden), target, reduction="sum")
+    (mine,), (expected,) = (torch.autograd.grad(each / 20, hidden) for each in (loss.total, plain))
+    assert (mine - expected).norm() <= 0.01 * expected.norm()
+
+
 def clamped(after: Any = None) -> Head:
     return Head(before=hooked(OF_A_ROW["a clamp"]), after=after)
 
