@@ -128,7 +128,8 @@ class LossCompute(nn.Module):
                 (`seqpar.engine.probe` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
-                criterion that returned a detached number or a generator that ran under `torch.no_grad`.
+                criterion that returned a detached number, a generator that ran under `torch.no_grad`, or a tensor that
+                has changed where the loss is computed again (`explain()` says whether it is).
         """
         refuse_transforms(hidden if isinstance(hidden, (list, tuple)) else (hidden,))
         check_loss_scale(loss_scale)
