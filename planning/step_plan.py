@@ -435,3 +435,21 @@ def advice(plans: Sequence[StepPlan], memory: float) -> str:
         f"Choose {best.layout} on {best.devices} devices: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} "
         f"tokens/s per device, {best.efficiency:.1%} of one device alone; projection and loss are {best.projection:.1%}"
     )
+
+
+def pays_from(rate: float, link: Link, *, prefetch: bool = False) -> float:
+    """Return from how many tokens on a second device of one process makes the loss quicker; neither D nor V matters.
+
+    Each device does half of 6 N D V operations. Between them go a bfloat16 weight (2 D V bytes, unless
+    `LossCompute.prefetch` sends it while the model computes) and its float32 gradient (4 D V):
+
+        3 N D V / rate > 6 D V / bandwidth        or, with `prefetch`, > 4 D V / bandwidth
+
+    Example:
+        >>> from planning.links import LINKS
+        >>> from planning.step_plan import pays_from
+        >>> round(pays_from(700e12, LINKS["nvlink4"]))
+        3776
+    """
+    exchanged = 4 if prefetch else 6
+    return exchanged * rate / (3 * link.all_gather[0])

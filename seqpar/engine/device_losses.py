@@ -60,6 +60,7 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, cross_entropy_job
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_parts_replicable
+from seqpar.multi_device.sent_weights import forget
 from seqpar.rows.criteria import ignored_target
 
 
@@ -102,7 +103,9 @@ def loss_over_devices(
     jobs = [way.job(replica, shard) for replica, shard in zip(way.heads, way.shards, strict=True)]
     if cut.devices is None and way.heads[0] is head and way.is_linear:
         return differentiable_sum(*jobs[0], loss_scale)
-    return sum_over_devices(jobs, way.parameters, loss_scale, way.run, way.is_linear)
+    loss = sum_over_devices(jobs, way.parameters, loss_scale, way.run, way.is_linear)
+    forget(parts.parameters)
+    return loss
 
 
 class _ByFormula:

@@ -30,8 +30,9 @@ from seqpar.engine.situation import LogitFacts, Situation
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.token_scores import TokenScores, token_scores
-from seqpar.multi_device.devices import Device, check_devices
-from seqpar.multi_device.replicas import gather
+from seqpar.multi_device.devices import Device, check_devices, refuse_capturing
+from seqpar.multi_device.replicas import check_replicable, gather, needs_no_replica
+from seqpar.multi_device.sent_weights import send
 from seqpar.rows.criteria import LabelSmoothing
 
 
@@ -168,6 +169,28 @@ class LossCompute(nn.Module):
             hidden = hidden[0]
         self._latest = LatestCall(loss.tokens, product_dtype(hidden))
         return loss
+
+    def prefetch(self) -> None:
+        """Begin to send generator and criterion to the other devices, on streams of their own; return at once.
+
+        To be called before the model computes hidden states, so that the weights arrive meanwhile:
+
+            engine.prefetch()
+            loss = engine(model(src), target)      # model: a seqpar.DataParallel, whose outputs stay where they are
+
+        The numbers are the same without it. A weight that `seqpar.DataParallel` sends as well, such as an embedding
+        that is tied to the generator, is sent once for both. One that changes in place before the call of the loss is
+        sent again by that call, unless it was changed through `.data`, which torch does not count. With one device, or
+        no list of them, there is nothing to send.
+
+        Raises:
+            TypeError: a module that cannot be replicated. RuntimeError: a CUDA graph is being captured.
+        """
+        if self.devices is None or needs_no_replica(self.head.parameters(), self.devices):
+            return
+        refuse_capturing(self.devices)
+        check_replicable(self.head)
+        send(self.head.parameters(), self.devices)
 
     @outside_graphs
     def token_scores(

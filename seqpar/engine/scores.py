@@ -15,6 +15,7 @@ from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, scattered
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import check_replicable, needs_no_replica, replicate
+from seqpar.multi_device.sent_weights import forget
 from seqpar.rows.criteria import ignored_target
 
 Found = TypeVar("Found")
@@ -64,6 +65,7 @@ def over_devices(
     heads = [head] if needs_no_replica(head.parameters(), on) else replicate(head, on)
     arguments = [(function, match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
     found: list[Found] = parallel_apply([_of_shard] * len(shards), arguments, devices=on)
+    forget(head.parameters())
     return found
 
 

@@ -31,6 +31,7 @@ from seqpar.core.structures import describe, leaves, rebuild
 from seqpar.core.token_loss import wide
 from seqpar.distributed.wrappers import structural_copy
 from seqpar.multi_device.devices import Device, check_devices, moved, refuse_capturing
+from seqpar.multi_device.sent_weights import on_device
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -147,7 +148,7 @@ def detached_replicas(module: Module, devices: Sequence[torch.device]) -> list[M
     Their parameters are leaves, detached from the original's, of which those on its device share the memory.
     """
     parameters = list(module.parameters())
-    there = {d: [p.detach().to(d) for p in parameters] for d in dict.fromkeys(devices)}
+    there = {d: [on_device(p, d) for p in parameters] for d in dict.fromkeys(devices)}
     # By `detach` once more, so that each replica has tensors of its own
     copies = [
         [t.detach().requires_grad_(p.requires_grad) for t, p in zip(there[d], parameters, strict=True)] for d in devices
@@ -215,7 +216,7 @@ class _Copies(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.homes = [p.device for p in parameters]
         ctx.streams = current_streams(devices)
-        copies = [p.view_as(p) if p.device == d else p.to(d) for d in devices for p in parameters]
+        copies = [p.view_as(p) if p.device == d else on_device(p, d) for d in devices for p in parameters]
         trained = [p.requires_grad for p in parameters] * len(devices)
         ctx.mark_non_differentiable(*[copy for copy, wanted in zip(copies, trained, strict=True) if not wanted])
         return tuple(copies)

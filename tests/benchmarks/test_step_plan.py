@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step_plan as benchmark
-from planning.step_plan import step_plan
+from planning.links import Link
+from planning.step_plan import pays_from, step_plan
 from seqpar.testing.ranks import ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,13 +34,24 @@ def test_the_page_has_the_picture_that_the_benchmark_draws(tmp_path):
     assert (tmp_path / "scaling.svg").read_text() == (ROOT / "docs" / "scaling.svg").read_text()
 
 
-PRINTED = re.findall(r"\$ python -m seqpar\.(\w+) (.*)\n((?:.*\n)*?)```", PAGE)
+PRINTED = re.findall(r"\$ python -m (seqpar\.memory_plan|planning) (.*)\n((?:.*\n)*?)```", PAGE)
 """A plan's module, its arguments and what it says, for each command of the page."""
+
+
+def test_the_page_has_the_tokens_from_which_two_devices_pay():
+    rows = re.findall(r"\| (NVLink 4|PCIe \d) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|", PAGE)
+    assert len(rows) == 3
+    for _, bandwidth, *said in rows:
+        link = Link.of(0, float(bandwidth))
+        for tokens, prefetch in zip(said, (False, True), strict=True):
+            found = pays_from(700e12, link, prefetch=prefetch)
+            assert int(tokens.replace(",", "")) == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize(("module", "arguments", "said"), PRINTED, ids=[module for module, _, _ in PRINTED])
 def test_the_page_has_what_the_command_prints(module, arguments, said, capsys):
-    importlib.import_module(f"seqpar.{module}").main(shlex.split(arguments))
+    main = importlib.import_module("planning.__main__" if module == "planning" else module).main
+    main(shlex.split(arguments))
     assert capsys.readouterr().out == said
 
 

@@ -304,6 +304,7 @@ CALLS: dict[str, Call] = {
         hidden_target,
     ),
     "LossCompute.explain": Call(seqpar.LossCompute(linear(1), smoothing()).explain, dict, numbers),
+    "LossCompute.prefetch": Call(seqpar.LossCompute(linear(1), smoothing()).prefetch, dict, numbers),
     "LossCompute.token_scores": Call(
         seqpar.LossCompute(linear(1), smoothing()).token_scores, lambda: {**hidden_target(), "**options": {}}, numbers
     ),

@@ -145,6 +145,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "**per_token": to({"factor": t(3, 2, 5)}),
     },
     "LossCompute.explain": {"tokens": to(9)},
+    "LossCompute.prefetch": {},
     "LossCompute.token_scores": {
         "hidden": to(leaf(8, 2, 5, D)),
         "target": to(TARGET_BT.flip(1)),

@@ -119,6 +119,10 @@ class DistillationLoss(nn.Module):
         found: seqpar.TokenLoss = usual(hidden, target)
         return found._replace(total=(1 - self.weight) * found.total + total)
 
+    def prefetch(self) -> None:
+        """Begin to send the generator to the other devices."""
+        self.usual.prefetch()
+
     def _divergence(
         self, hidden: Tensor, weight: Tensor, target: Tensor, *, teacher: Tensor, **options: Any
     ) -> seqpar.TokenLoss:

@@ -279,6 +279,7 @@ class Layout:
         loss = objective.loss(model, self.devices, None)
 
         def forward(batch: Batch) -> seqpar.TokenLoss:
+            loss.prefetch()
             hidden = passes(batch.src, batch.tgt_in)
             per_token: dict[str, list[Tensor]] = {}
             if isinstance(hidden[0], tuple):  # with more for each token, on each device

@@ -35,7 +35,7 @@ class Objective:
 
     def loss(
         self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
-    ) -> nn.Module:
+    ) -> seqpar.LossCompute | DistillationLoss:
         """Return a module of `(hidden, target, **more)`, or of lists of them for each device, that sums the loss."""
         settings = self.settings
         criterion = seqpar.LabelSmoothing(settings.label_smoothing, settings.smoothing_convention, ignore_index=PAD)

@@ -40,7 +40,7 @@ class Own(torch.nn.Linear):
         return torch.nn.functional.linear(hidden, self.weight, self.bias)
 
 
-def whole_step(gather):
+def whole_step(gather, prefetch=False):
     trunk = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 16), torch.nn.Tanh()).to(TWO[0])
     generator = torch.nn.Linear(16, 50).to(TWO[0])
     model = seqpar.DataParallel(trunk, TWO, gather_outputs=gather)
@@ -48,6 +48,8 @@ def whole_step(gather):
     optimizer = torch.optim.SGD([*trunk.parameters(), *generator.parameters()], 0.1)
 
     def run():
+        if prefetch:
+            engine.prefetch()
         loss = engine(model(torch.randint(50, (6, 9))), torch.randint(50, (6, 9)))
         (loss.total / loss.tokens).backward()
         optimizer.step()
@@ -86,6 +88,7 @@ def scores_of(engine, hidden, target):
 STEPS = {
     "a whole step": lambda: whole_step(gather=False),
     "a whole step, outputs gathered": lambda: whole_step(gather=True),
+    "a whole step, weights sent before": lambda: whole_step(gather=False, prefetch=True),
     "the loss by formula": lambda: of_engine(lambda engine, *batch: engine(*batch).total),
     "the loss by autograd": lambda: of_engine(lambda engine, *batch: engine(*batch).total, generator=Own),
     "the generator on the second device": lambda: of_engine(lambda engine, *batch: engine(*batch).total, home=1),
