@@ -193,7 +193,7 @@ def _with_factor(e: Evidence, factor: float) -> list[str]:
     """Return the tensors whose gradient is multiplied by that factor where the loss is multiplied by an eighth."""
     if e.eighth is None:
         return []
-    return [n for n, g in e.got[1].items() if _is_there(g) and _is_factor(e.eighth[1].get(n), g, factor)]
+    return [n for n, g in e.got[1].items() if _is_factor(e.eighth[1].get(n), g, factor)]
 
 
 def _is_there(gradient: Tensor | None) -> bool:
@@ -212,7 +212,7 @@ def _imagined(e: Evidence) -> str | None:
         with suppress(Exception):
             mistaken = compute()
             # Without a mistake it is the plain loss, unless the loss under test has left a hook on a tensor
-            if not sentence and Evidence(mistaken, e.expected).ratio() != 1:
+            if not sentence and not close(Evidence(mistaken, e.expected).ratio(), 1):
                 return None
             if sentence and _has_value(e, mistaken[0]):
                 return sentence
@@ -252,7 +252,7 @@ def _wrong_divisor(e: Evidence) -> str | None:
         return f"a mean instead of a sum: {looks}, and {n} targets are not ignored"
     if rows and n != rows and math.isclose(times, e.divisor / rows, rel_tol=SAME):
         return f"a mean over all {rows} targets, ignored padding counted: {looks}, and only {n} are not ignored"
-    if e.divisor != 1 and math.isclose(times * e.world, e.divisor, rel_tol=SAME):
+    if math.isclose(times * e.world, e.divisor, rel_tol=SAME):
         return f"a sum instead of a mean: {looks}, and the step has {e.divisor:g} tokens"
     return None
 
@@ -267,17 +267,17 @@ def _uses(e: Evidence) -> str | None:
         # Summed over the ranks
         of_use = [torch.stack([gradient for _, gradient in uses[use::each]]).sum(0) for use in range(each)]
         shares = shares_of(got, of_use) or []
-        counted = [times for times in shares if times and not math.isnan(times)]
+        counted = {use: times for use, times in enumerate(shares) if times and not math.isnan(times)}
         if not counted:
             continue
-        least = min(counted, key=abs)
-        called = {k: f"use {k + 1} ({uses[k][0]})" for k, times in enumerate(shares) if times}
-        if 0 in shares and all(close(times, least) for times in counted):
+        least = min(counted.values(), key=abs)
+        called = {use: f"use {use + 1} ({uses[use][0]})" for use in counted}
+        if 0 in shares and all(close(times, least) for times in counted.values()):
             only = f"{name} is used {each} times, and its gradient is that of {', '.join(called.values())} alone"
             return f"a missed tie: {only}{besides(least)}"
-        more = {k: round(times / least) for k, times in enumerate(shares) if times and times / least > 1.5}
-        if more and all(close(times / least, round(times / least)) for times in counted):
-            has = ", ".join(f"that of {called[k]} {count} times" for k, count in more.items())
+        more = {use: round(times / least) for use, times in counted.items() if times / least > 1.5}
+        if more and all(close(times / least, round(times / least)) for times in counted.values()):
+            has = ", ".join(f"that of {called[use]} {count} times" for use, count in more.items())
             return f"a use counted too often: of {each} uses of {name}, its gradient has {has}{besides(least)}"
     return None
 
@@ -304,7 +304,7 @@ def _rounding(e: Evidence) -> str | None:
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
     errors = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
     # Not `any(error > FLOAT32)`, which is false for nan
-    if not all(error <= FLOAT32 for error in errors):
+    if not any(errors) or not all(error <= FLOAT32 for error in errors):
         return None
     worst = max(errors)
     said = f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
@@ -320,7 +320,7 @@ def _narrow_sums(e: Evidence) -> str | None:
     """Recognise results that a narrow dtype can hold exactly, where the plain ones are numbers it rounds."""
     pairs = [("the loss", e.got[0], e.expected[0]), *e.pairs()]
     for dtype in (torch.bfloat16, torch.float16):
-        narrow = [name for name, got, plain in pairs if _fits(got, dtype) and not _fits(plain, dtype)]
+        narrow = [name for name, got, plain in pairs if got.any() and _fits(got, dtype) and not _fits(plain, dtype)]
         if narrow:
             kind = str(dtype).removeprefix("torch.")
             return f"sums in {kind}: {', '.join(narrow)} has no digits beyond those of {kind}"
@@ -339,7 +339,7 @@ def _rounded_reference(e: Evidence) -> str | None:
 
 def _fits(numbers: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the numbers survive a cast to that dtype."""
-    return bool(numbers.any()) and torch.equal(numbers.to(dtype).to(numbers.dtype), numbers)
+    return torch.equal(numbers.to(dtype).to(numbers.dtype), numbers)
 
 
 # From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one

@@ -224,14 +224,16 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.names = {id(t): name for name, t in tensors.items() if t.requires_grad}
+        self.names = {id(t): name for name, t in tensors.items()}
         self.aliases: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.names.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        # Reading a property such as .shape contributes nothing to a gradient
         if name == "__get__":
-            return func(*args, **(kwargs or {}))
+            name = func.__self__.__name__
+            # Reading another property, such as .shape, contributes nothing to a gradient
+            if name not in ("T", "mT"):
+                return func(*args, **(kwargs or {}))
 
         def aliased(value: Any) -> Any:
             if id(value) not in self.names:

@@ -55,26 +55,21 @@ def means_of_parts(e: Evidence) -> str | None:
     Micro-batch m with a share w_m of the step's tokens then has 1 / (M w_m) times its plain gradient if the M means are
     averaged, and 1 / w_m times it if they are added up.
     """
-    if len(e.weights) < 2 or not e.micro_batches > 1:
+    if e.micro_batches < 2:
         return None
     shares = shares_of_parts(e.got[1], e.parts)
     weight: dict[float, float] = {}
     for times, own in zip(shares, e.weights, strict=True) if shares else ():
         near = next((known for known in weight if math.isclose(known, times, rel_tol=SAME)), times)
         weight[near] = weight.get(near, 0.0) + own
-    if len(weight) < 2 or min(weight) <= 0:
+    if len(weight) < 2 or not all(times > 0 for times in weight):
         return None
     # share x weight is the same for every micro-batch, and k times as large where k of them have equally many tokens
     each = sum(times * own for times, own in weight.items()) / e.micro_batches
-    if not all(_is_whole(times * own / each) for times, own in weight.items()):
+    if not all(close(times * own / each, round(times * own / each)) for times, own in weight.items()):
         return None
     said = "each micro-batch is divided by its own tokens, not by those of the step"
     ratios = ", ".join(spelt(times) for times in sorted(weight))
     if close(each, 1):
         return f"a sum of means: {said}, and their sum not by the {e.micro_batches} micro-batches (shares {ratios})"
     return f"mean of means: {said} (shares {ratios}){besides(each * e.micro_batches)}"
-
-
-def _is_whole(number: float) -> bool:
-    """Return whether a number is whole, and not 0."""
-    return number > 0.5 and math.isclose(number, round(number), rel_tol=SAME)

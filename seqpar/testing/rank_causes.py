@@ -44,7 +44,7 @@ def local_count(e: Evidence) -> str | None:
     for kind, (what, noun) in enumerate(KINDS):
         for world, factor in ((e.world, f" x {e.world} ranks"), (1, "")):
             own = {rank: e.counts[rank][kind] * world for rank in seen}
-            if not all(n and close(r, e.divisor / n) for r, n in ((seen[k], own[k]) for k in seen)) or not seen:
+            if not all(n and close(r, e.divisor / n) for r, n in ((seen[k], own[k]) for k in seen)):
                 continue
             if all(close(r, 1) for r in seen.values()):
                 continue

@@ -69,8 +69,9 @@ TWO_RANKS = {"counts": [(3, 6), (3, 6)]}
         (evidence(math.nan, tokens=0), "a division by 0 tokens: every target is ignored"),
         (evidence(math.nan, tokens=1), NONE),
         (
-            evidence(1.7, again=Repeated([math.pi, 3.0], [2.0, 2.0])),
-            "random numbers, such as those of dropout in training mode: the plain lo",
+            evidence(1.7, again=Repeated([math.pi, 3.0, 2.0], [2.0, 2.0])),
+            "random numbers, such as those of dropout in training mode: the plain loss itself is 3.14159 in one call "
+            "and 3 in",
         ),
         (evidence(1.7, again=Repeated([math.pi, math.pi * (1 + 0.9e-6)], [2.0, 2.0])), NONE),
         (evidence(1, more={"w": wide(0.0, 0.0, 0.0)}), "w: no gradient at all, so the loss is detached from it"),
@@ -84,7 +85,8 @@ TWO_RANKS = {"counts": [(3, 6), (3, 6)]}
         ),
         (
             evidence(1.7, again=Repeated([math.pi, 3.0], [2.0, 2.1])),
-            "the generator or the criterion changes from call to call; the plain loss itself is 3.14159 in one call an",
+            "the generator or the criterion changes from call to call; the plain loss itself is 3.14159 in one call "
+            "and 3 ",
         ),
         (evidence(1, more={"hidden": HALVES["hidden"].roll(-1, 0)}), NONE),
         (

@@ -165,15 +165,23 @@ def test_a_missed_tie_is_named_with_the_use_that_is_left(missed):
 
 
 def test_the_gradients_through_each_use_add_up_to_the_gradient():
-    weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    """However the tensor is handed over: in place, by its name, in a list, transposed, and looked at besides."""
+    weight, frozen = (torch.randn(3, 3, dtype=torch.float64, requires_grad=g) for g in (True, False))
     x = torch.randn(2, 3, dtype=torch.float64)
 
     def loss():
-        return (F.linear(F.linear(x, weight).tanh(), weight) * weight.sum()).sum()
+        with torch.no_grad():
+            size = weight.norm() * weight.shape[0]
+        rows = F.embedding(torch.tensor([1, 1]), weight, sparse=True)
+        states = F.linear(F.linear(x, weight).tanh(), weight=weight) @ weight.T * size.detach()
+        return (states * rows * frozen.sum() * torch.stack([x[0], weight[0]]).sum()).sum()
 
-    uses = gradients_by_use(loss, {"weight": weight})["weight"]
-    assert [name for name, _ in uses] == ["linear", "linear", "sum"]
-    torch.testing.assert_close(sum(g for _, g in uses), torch.autograd.grad(loss(), weight)[0])
+    uses = gradients_by_use(loss, {"weight": weight, "frozen": frozen})
+    assert [name for name, _ in uses["weight"]] == ["embedding", "linear", "linear", "T", "__getitem__"]
+    torch.testing.assert_close(sum(g for _, g in uses["weight"]), torch.autograd.grad(loss(), weight)[0].to_dense())
+    assert {g.layout for _, g in uses["weight"]} == {torch.strided}
+    assert [*uses] == ["weight"]
+    assert not gradients_by_use(lambda: weight.sum().detach(), {"weight": weight})
 
 
 def test_a_loss_of_ones_own_takes_no_layout_of_the_engine():
