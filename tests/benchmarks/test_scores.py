@@ -1,5 +1,7 @@
 """The ways to score tokens in the benchmark are right where its page says so, and its ratios are those of the runs."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from benchmarks.scores import parts
 from benchmarks.scores.page import products_seconds, ratio
 from benchmarks.scores.parts import what_is_wrong
 from benchmarks.scores.ways import BY_HAND, CASES, INVARIANT, OURS, WAYS, Case, Way
+from benchmarks.seq2seq_peers import SIZES, Ours, batches, check_loss
 
 TINY = Problem(6, 4, 11, bias=False)
 
@@ -74,3 +77,15 @@ def test_the_cases_of_a_gpu_have_a_row_for_each_way_and_say_what_did_not_run(mon
     assert [line.split(" | ")[0] for line in lines if line.startswith(f"| {OURS} ")] == [f"| {OURS}"] * 3
     assert len([line for line in lines if line.startswith(f"| {BY_HAND}")]) == 3
     assert lines.count("- peer: not run: ModuleNotFoundError: No module named 'peer'") == 3
+
+
+def test_the_loss_is_the_plain_one_of_the_same_logits() -> None:
+    assert check_loss("d128") < 1e-12
+
+
+def test_a_step_changes_every_weight() -> None:
+    config, vocab_size = SIZES["d128"]
+    ours = Ours(config, vocab_size, "float32")
+    before = {name: weight.detach().clone() for name, weight in ours.model.named_parameters()}
+    assert math.isfinite(ours.step(next(batches(vocab_size, 300, "similar"))))
+    assert not [name for name, weight in ours.model.named_parameters() if weight.equal(before[name])]

@@ -1,9 +1,11 @@
-"""Minimum lengths, n-grams that do not repeat and given beginnings, against searches that test each token by itself."""
+"""What a search follows beside the probabilities: rules, length normalisation, and numbers that are not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from models import (
     ForcedPrefixes,
     MinimumLength,
     NoRepeatedNgrams,
+    Phrase,
     beam_search,
+    constrained_beam_search,
     greedy,
+    length_normaliser,
     sample,
 )
 from models.decoding_rules import Rule
@@ -191,3 +196,84 @@ def test_rules_without_meaning_are_refused() -> None:
         MinimumLength(-1, EOS)
     with pytest.raises(ValueError, match="size of n-grams is 0, below 1"):
         NoRepeatedNgrams(0)
+
+
+def test_by_length_scores_with_penalty_1_are_mean_log_probabilities() -> None:
+    assert length_normaliser(7, 1.0, "length") == 7
+    assert length_normaliser(9, 0.5, "length") == 3
+    assert length_normaliser(1, 3.0, "length") == length_normaliser(30, 0.0, "length") == 1
+    assert length_normaliser(7, 1.0, "gnmt") == length_normaliser(7, 1.0) == 2
+
+
+def test_the_default_is_gnmts() -> None:
+    src = random_batch(1)
+    found = [
+        beam_search(small_transformer(3), src, bos=BOS, eos=EOS, length_penalty=2.0, **given)
+        for given in ({}, {"length_norm": "gnmt"}, {"length_norm": "length"})  # type: ignore[arg-type]
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_an_unknown_normalisation_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="length_norm is 'wu': it must be gnmt or length"):
+        beam_search(small_transformer(3), random_batch(1), bos=BOS, eos=EOS, length_norm="wu")  # type: ignore[arg-type]
+
+
+SRC = pad_to([[5, 6, EOS], [7, 3, 4, EOS]], 4)
+SEARCHES: dict[str, Callable[..., Any]] = {
+    "greedy": greedy,
+    "beam": partial(beam_search, beam=3),
+    "constrained": partial(constrained_beam_search, phrases=[[Phrase((4,))], []], beam=3),
+    "sampled": partial(sample, seeds=[0, 1], samples=2),
+    "top-k": partial(sample, seeds=[0, 1], top_k=3),
+    "nucleus": partial(sample, seeds=[0, 1], top_p=0.5),
+}
+
+
+@pytest.fixture(params=[200, 2**20], ids=["in blocks", "at once"], autouse=True)
+def logits_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.candidates.LOGITS_BYTES", request.param)
+        yield
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_logit_that_is_not_finite_is_an_error(name: str, value: float) -> None:
+    model = small_transformer(vocab=150, tie="none")
+    with torch.no_grad():
+        model.generator.bias[140] = value
+    with pytest.raises(FloatingPointError, match=r"^src\[0\]: the model's logits are nan or inf: .* or try float32$"):
+        SEARCHES[name](model, SRC, bos=BOS, eos=EOS)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_error_names_the_sentence(name: str) -> None:
+    model = small_transformer(vocab=150, tie="none")
+    with torch.no_grad():
+        model.src_embed.lookup.weight[7] = math.nan  # only the second sentence has this token
+    with pytest.raises(FloatingPointError, match=r"^src\[1\]: "):
+        SEARCHES[name](model, SRC, bos=BOS, eos=EOS)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_token_whose_bias_is_minus_infinity_never_comes_and_is_no_error(name: str) -> None:
+    model = small_transformer(vocab=150, tie="none")
+    with torch.no_grad():
+        model.generator.bias[6] = -math.inf
+    for row in SEARCHES[name](model, SRC, bos=BOS, eos=EOS):
+        for tokens in [row] if name == "greedy" else [found.tokens for found in row]:
+            assert len(tokens) > 0
+            assert 6 not in tokens
+
+
+@pytest.mark.parametrize("allowed", [[], [0], [BOS], [0, BOS]])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_model_whose_bias_leaves_no_token_is_one_error_in_every_search(name: str, allowed: list[int]) -> None:
+    model = small_transformer(vocab=150, tie="none")
+    with torch.no_grad():
+        kept = model.generator.bias[allowed].clone()
+        model.generator.bias.fill_(-math.inf)
+        model.generator.bias[allowed] = kept
+    with pytest.raises(DeadEndError, match=r"^the rules leave src\[0\] without a translation: .* bias of -inf"):
+        SEARCHES[name](model, SRC, bos=BOS, eos=EOS)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.translation.commands import main
+from recipes.translation.errors import ConfigError
 from recipes.translation.export import ctranslate2_model
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import exported_from, weights_digest
+from recipes.translation.run_folder.translator import build_model, model_sizes
+from recipes.translation.settings.config import ModelConfig
 from recipes.translation.translating.translate import best
 from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
@@ -65,3 +70,16 @@ def test_an_export_never_has_the_step_of_another_model(
     told = refusal(capsys, "export", "--run", str(run), "--to", "safetensors")
     assert told == f"error: training has replaced {run / 'best'} while it was exported: export it again"
     assert not (run / "safetensors").exists()
+
+
+def test_sizes_that_do_not_fit_each_other_are_a_mistake_in_the_settings() -> None:
+    with pytest.raises(ConfigError, match=r"^model: d_model 30 is not divisible by heads 4"):
+        model_sizes(ModelConfig(preset="tiny", d_model=30, heads=4))
+
+
+def test_one_matrix_for_vocabularies_of_two_sizes_is_a_mistake_in_the_settings() -> None:
+    source: Any = range(8)
+    target: Any = range(9)
+    sizes = replace(model_sizes(ModelConfig(preset="tiny")), tie="all")
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"^model: tie='all' shares one embedding, .* 8 .* 9"):
+        build_model(sizes, source, target)

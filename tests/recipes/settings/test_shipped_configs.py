@@ -1,4 +1,4 @@
-"""The configuration files of the recipe can be read, and the commands in their comments can be given."""
+"""The configuration files of the recipe can be read, their commands be given, and conventions are the library's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 from torch.distributed.run import parse_args
 
 from recipes.translation.commands import DEMO_CONFIG, main
-from recipes.translation.settings.config import load_config
+from recipes.translation.settings.config import SCHEMA, TrainingConfig, load_config
+from recipes.translation.training.objective import Objective
+from seqpar.rows.conventions import CONVENTIONS, Shares
+from tests.models.examples import small_transformer
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CONFIGS = sorted(DEMO_CONFIG.parent.glob("*.yaml"))
@@ -66,3 +69,20 @@ def test_a_command_in_a_comment_reaches_the_recipe_as_it_is(
     with pytest.raises(SystemExit) as ended:
         main([*words[1:], "--no-such-option"])
     assert "unknown option --no-such-option" in capsys.readouterr().err
+
+
+NEW = "a convention of this test"
+
+
+def test_an_entry_of_the_table_is_enough_for_the_recipe(monkeypatch):
+    monkeypatch.setitem(CONVENTIONS, NEW, Shares("", True, False, True))
+    training = TrainingConfig(label_smoothing=0.3, smoothing_convention=NEW)
+    loss = Objective(training).loss(small_transformer(), None, None)
+    assert loss.head["criterion"].smoothing_convention == NEW
+
+
+def test_the_recipe_s_choices_and_help_are_the_table_s():
+    setting = SCHEMA.settings["training.smoothing_convention"]
+    assert [*setting.choices] == [*CONVENTIONS]
+    for name, shares in CONVENTIONS.items():
+        assert f"{name} ({shares.text})" in setting.help

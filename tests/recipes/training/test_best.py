@@ -1,22 +1,34 @@
-"""The best validation, by any metric; of equal ones the first."""
+"""The best validation, by any metric of the table; of equal ones the first, and only of finite numbers."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import signal
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from recipes.translation import train as training
-from recipes.translation.errors import ConfigError
+from recipes.translation.errors import ConfigError, TrainingError
+from recipes.translation.report.draw import report
+from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
-from recipes.translation.settings.metrics import METRICS
+from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.metrics import METRICS, Metric
+from recipes.translation.settings.schema import Schema
 from recipes.translation.train import train
 from recipes.translation.training.validation import Validation, note_validation, out_of_patience, reduce_rate
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])
@@ -108,3 +120,94 @@ def test_a_record_of_a_version_without_a_metric_is_read(missing: str) -> None:
     found = Validation.from_dict(record)
     assert found.values == {**dict.fromkeys(METRICS, 1.5), missing: None}
     assert str(found) == "   ".join(each.said(1.5) for name, each in METRICS.items() if name != missing)
+
+
+WORDS = Metric(
+    "wordCount",
+    2,
+    "Words of a translation.",
+    of_translations=lambda said: sum(len(text.split()) for text in said.translations) / len(said.translations),
+    unit="words",
+)
+CHANGES = {"training.steps": 2, "training.validate_every": 1, "training.validate_bleu": 3, "training.patience": 9}
+
+
+def test_everything_that_names_a_metric_follows_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(METRICS, "words", WORDS)
+    run = tmp_path / "run"
+    train(tiny(run, CHANGES))
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "valid_loss" in record]
+    assert [set(record) for record in records] == [{"step", *(f"valid_{name}" for name in METRICS)}] * 2
+    assert load_facts(run / "last") == records[-1]
+    said = capsys.readouterr().out
+    assert all(WORDS.said(record["valid_words"]) in said for record in records)
+    page = report(read_run(run))
+    for metric in METRICS.values():
+        assert f"best {metric.heading}" in page
+        assert f"<title>{metric.title}</title>" in page
+        if metric.title != "Loss":  # whose chart has a caption of its own
+            assert metric.caption in unescape(page)
+
+
+def test_the_best_model_can_be_chosen_by_any_metric() -> None:
+    assert Schema(RunConfig).settings["training.best_by"].choices == tuple(METRICS)
+
+
+def assert_good(run: Path, step: int) -> None:
+    """Every number of weights and moments in `last` is finite, and so is `best`."""
+    assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == step
+    files = list((run / "checkpoints").glob("*/*.safetensors"))
+    assert len(files) >= 2
+    for path in files:
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_weights_that_are_not_finite_are_never_saved(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps whose loss and gradient are finite, and whose update is not; with and without a validation after it."""
+    run, rate = tmp_path / "run", training.learning_rate
+    train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
+    monkeypatch.setattr(
+        training, "learning_rate", lambda settings, step, *more: math.inf if step == 3 else rate(settings, step, *more)
+    )
+    if every > 1:
+        monkeypatch.setattr(training, "check_finite", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(TrainingError, match=r"^step 3: the weights are no longer finite: try .* the last good state$"):
+        train(tiny(run, {"training.steps": 5, "training.validate_every": every}))
+    assert_good(run, 2)
+
+
+def test_moments_that_are_not_finite_are_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, update = tmp_path / "run", training.update
+    train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
+
+    def spoiling(optimizer: torch.optim.Optimizer, rate: float) -> None:
+        update(optimizer, rate)
+        next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
+
+    monkeypatch.setattr(training, "update", spoiling)
+    with pytest.raises(TrainingError, match=r"^step 3: the optimizer's moments are no longer finite: try "):
+        train(tiny(run, {"training.steps": 3, "training.validate_every": 1}))
+    assert_good(run, 2)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_is_never_the_best(
+    loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, validate = tmp_path / "run", training.validate
+    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), values={"loss": loss}))
+    with pytest.raises(TrainingError, match=rf"^step 1: the validation loss is {loss}: try "):
+        train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
+    assert not (run / "best").exists()
+    assert not (run / "last").exists()
+
+
+def test_a_state_that_was_never_finite_is_replaced_by_one_that_is() -> None:
+    state = TrainingState(best_loss=float("nan"), best_step=2, stale=3)
+    assert training.note_validation(state, Validation(4, {"loss": 5.0}))
+    assert (state.best_loss, state.best_step, state.stale) == (5.0, 4, 0)

@@ -1,6 +1,7 @@
-"""A smoothing convention is one entry of a table: losses, reference and strategies know it from there."""
+"""The equations of a row: conventions of smoothing as a table's entries, scores and criteria called by themselves."""
 
 import itertools
+import math
 import subprocess
 import sys
 from functools import partial
@@ -9,17 +10,21 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import find, settings
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
 from seqpar.linear import inputs
+from seqpar.linear.projection import Projection
 from seqpar.rows.conventions import CONVENTIONS, Convention, Shares, shares_of
+from seqpar.rows.scores import FEW, RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_linear_cross_entropy, plain_loss
 from seqpar.testing.plain_reference import plain_smoothed_target
 from seqpar.testing.strategies import criteria
 
 pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
+
 
 DOCS = Path(__file__).parents[3] / "docs"
 EVERY = [Shares("", *flags) for flags in itertools.product([True, False], repeat=3)]
@@ -132,3 +137,80 @@ def test_names_are_the_same_for_type_checkers_and_the_pages():
 def test_the_table_needs_no_torch():
     code = "import sys, seqpar.rows.conventions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 7), st.data())
+def test_beside_the_rest_of_the_classes_any_factors_give_autograds_gradient(rows, classes, data):
+    """Those of a loss of log_rest alone add up to 0, which would hide a term that multiplies their sum."""
+    given_classes = data.draw(st.integers(1, classes))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    logits = torch.randn(rows, classes, generator=g, dtype=torch.float64).requires_grad_()
+    ids = torch.rand(rows, classes, generator=g).argsort(-1)[:, :given_classes]
+    target = torch.randint(classes, (rows, 1), generator=g)
+    u, r, f = torch.randn(3, rows, generator=g, dtype=torch.float64)
+    u_ids = torch.randn(rows, given_classes, generator=g, dtype=torch.float64)
+
+    log_p = logits.log_softmax(-1)
+    is_given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, value=True)
+    plain = (u * log_p.gather(1, target)[:, 0]).sum() + (u_ids * log_p.gather(1, ids)).sum()
+    plain = plain + (r * logits.logsumexp(-1)).sum()
+    has_rest = given_classes < classes
+    if has_rest:
+        plain = plain + (f * log_p.masked_fill(is_given, -torch.inf).logsumexp(-1)).sum()
+    (expected,) = torch.autograd.grad(plain, logits)
+
+    function = RowFunction(rest=True, gaps=True)
+    picked = torch.cat([target, ids], 1)
+    made, sums = function.sums_(logits.detach().clone(), picked)
+    upstream = Upstream(log_prob=u, lse=r, log_probs_at=u_ids, log_rest=f if has_rest else None)
+    found = function.gradient_(made, picked, sums, upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("every", [1, 3], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("apart", [0.0, 1e-9, -1e-9, 1e-4, 1.0])
+def test_factors_of_rows_that_are_almost_1_are_not_taken_for_1(apart, every):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 4, generator=g, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(300, 4, generator=g, dtype=torch.float64).requires_grad_()
+    target = torch.randint(300, (40,), generator=g)
+    assert len(hidden) * len(weight) > FEW
+    options = {"token_weight": torch.ones(40, dtype=torch.float64)}
+    options["token_weight"][::every] += apart
+    assert_same_gradients(
+        lambda: seqpar.linear_cross_entropy(hidden, weight, target, **options).total,
+        lambda: plain_linear_cross_entropy(hidden, weight, target, **options),
+        {"hidden": hidden, "weight": weight},
+    )
+
+
+def test_a_row_function_computes_nothing_that_was_not_asked_for():
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
+    rows = Projection(weight, None, torch.float32, softcap=None, temperature=1.0)
+    read, sums = rows.sums(rows.product(hidden), torch.tensor([[0], [1], [4]]), None, again=True)
+    assert {name for name, t in sums._asdict().items() if t is not None} == {"best_N", "log_sum_N", "picked_NP"}
+    assert read.softmax.shifted_NV is read.softmax.p_NV
+
+
+def test_unless_a_row_function_is_told_otherwise_a_logit_may_be_minus_infinity():
+    function = RowFunction(entropy=True)
+    _, sums = function.sums_(torch.tensor([[0.0, -math.inf, 0.0]]), torch.tensor([[0]]))
+    assert float(function.scores(sums).entropy) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("ignored", [torch.nan, -2.0])
+def test_an_ignored_row_adds_nothing_to_the_loss_and_the_counts_even_if_it_is_no_number(convention, ignored):
+    criterion = seqpar.LabelSmoothing(0.1, convention, ignore_index=PADDING)
+    target = torch.tensor([0, PADDING, 3, PADDING, 2])
+    kept = target != PADDING
+    logits = torch.randn(5, 4, dtype=torch.float64)
+    logits[~kept, 0] = ignored
+    logits.requires_grad_()
+    found, alone = criterion.token_loss(logits, target), criterion.token_loss(logits[kept], target[kept])
+    assert [float(t) for t in found.detach()] == pytest.approx([float(t) for t in alone.detach()], rel=1e-12)
+    gradient, of_kept = (torch.autograd.grad(loss.total, logits)[0][kept] for loss in (found, alone))
+    torch.testing.assert_close(gradient, of_kept, rtol=1e-12, atol=0)
+    if ignored == -2.0:
+        (gradient,) = torch.autograd.grad(criterion(logits, target), logits)
+        assert (gradient[~kept] == 0).all()
