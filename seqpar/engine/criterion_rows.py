@@ -17,7 +17,7 @@ from seqpar.core.chunks import CPU_BUDGET
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
 from seqpar.core.token_loss import TokenLoss
-from seqpar.engine.pair import counts_itself, criterion_loss
+from seqpar.engine.pair import criterion_loss
 from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial, in_float32
 from seqpar.linear.leaves import product_dtype
 from seqpar.rows.criteria import ignored_target
@@ -133,7 +133,7 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
 def _counts_none(trial: Trial, criterion: nn.Module, logits_KV: Tensor, target: int) -> bool:
     """Return whether the criterion itself counts no tokens with this target."""
     loss = criterion_loss(criterion, logits_KV, torch.full_like(trial.target_K, target), trial.of_criterion)
-    return counts_itself(criterion) and not loss.tokens
+    return not loss.tokens
 
 
 def _companies(rows: int, logits_KV: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -38,6 +38,8 @@ PLAIN = (int, float, complex, str, bytes, type(None))
 MOST_OBJECTS = 2_000
 """How many objects are looked into: a module may hold its trainer, and with it everything."""
 
+DEEPEST = 50
+"""How many objects within each other, such as the members of a chain: Python allows 1,000 calls within each other."""
 
 MOST_NUMBERS = 2**24
 """How many numbers of tensors are copied: a module may hold an optimizer's state."""
@@ -51,8 +53,9 @@ KEEPS_A_GRAPH = (
 
 @dataclass(eq=False)
 class Graph:
-    """A tensor that a module holds with its graph."""
+    """A tensor that a module holds with its graph, and a copy of its numbers."""
 
+    tensor: Tensor
     numbers: Tensor
 
 
@@ -70,6 +73,7 @@ class Held:
         # With the values themselves, whose numbers would otherwise be those of later ones
         self._seen: dict[int, tuple[object, object]] = {}
         self._numbers = 0
+        self._depth = 0
         self.values: dict[tuple[str, int], object] = {}
         for i, head in enumerate(heads):
             for owner, module in head.named_modules():
@@ -81,7 +85,7 @@ class Held:
 
     def _look(self, value: Any) -> object:
         """Return a copy of a value, by contents; remember how to put back what can be changed in place."""
-        if isinstance(value, (*UNLOOKED, *PLAIN)) or len(self._seen) > MOST_OBJECTS:
+        if isinstance(value, (*UNLOOKED, *PLAIN)) or len(self._seen) > MOST_OBJECTS or self._depth > DEEPEST:
             return value
         if id(value) in self._seen:
             return self._seen[id(value)][1]
@@ -93,13 +97,13 @@ class Held:
         self._seen[id(value)] = value, type(value)
         if isinstance(value, (list, deque)):
             self._keep(value, list, value.extend)
-            return type(value), *map(self._look, value)
+            return type(value), *self._look_at_each(value)
         if isinstance(value, (dict, set)):
             self._keep(value, type(value).copy, value.update)
             items = value.items() if isinstance(value, dict) else value
-            return type(value), *map(self._look, items)
+            return type(value), *self._look_at_each(items)
         if isinstance(value, (tuple, frozenset)):
-            return type(value), *map(self._look, value)
+            return type(value), *self._look_at_each(value)
         if _random_state(value) is not None:
             self.generators.append(value)
             return type(value)
@@ -109,10 +113,16 @@ class Held:
             return type(value), value.shape, value.tobytes()
         return self._look_at_object(value)
 
+    def _look_at_each(self, values: Iterable[Any]) -> tuple[object, ...]:
+        self._depth += 1
+        found = tuple(map(self._look, values))
+        self._depth -= 1
+        return found
+
     def _look_at_object(self, value: Any) -> object:
         """Return a copy of what an object holds in attributes; the object itself if it has none, as a number."""
         if isinstance(value, functools.partial):
-            return type(value), *map(self._look, (value.func, value.args, value.keywords))
+            return type(value), *self._look_at_each((value.func, value.args, value.keywords))
         # What FSDP2 and others keep beside a module, whose tensors may have no memory, is not the pair's
         if is_of_library(type(value)) and not isinstance(value, nn.Module):
             return value
@@ -123,7 +133,7 @@ class Held:
         if isinstance(own, dict):
             self._keep(own, dict, own.update)
         self.undo += [functools.partial(object.__setattr__, value, name, old) for name, old in slots.items()]
-        return type(value), *map(self._look, (*(own or {}).items(), *slots.items()))
+        return type(value), *self._look_at_each((*(own or {}).items(), *slots.items()))
 
     def _look_at_tensor(self, tensor: Tensor) -> object:
         self._numbers += tensor.numel()
@@ -131,7 +141,7 @@ class Held:
             return id(tensor)
         numbers = tensor.detach().clone()
         if tensor.grad_fn is not None:
-            return Graph(numbers)
+            return Graph(tensor, numbers)
         self.tensors.append(tensor)
         version = tensor._version
 
@@ -239,10 +249,19 @@ def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
     return None
 
 
-def names_that_hold(kind: type, *held: Held) -> list[str]:
-    """Return the names of what holds something of a kind, directly or in a container; a tensor may be a `Graph`."""
+def held_by_name(kind: type, held: Held) -> Iterator[tuple[str, Any]]:
+    """Yield what is of a kind, directly or in a container, each with the name of what holds it."""
+    for (name, _), value in held.values.items():
+        todo = [value]
+        while todo:
+            each = todo.pop()
+            if isinstance(each, kind):
+                yield name, each
+            elif isinstance(each, tuple):
+                todo += each
 
-    def holds(value: object) -> bool:
-        return isinstance(value, kind) or (isinstance(value, tuple) and any(map(holds, value)))
 
-    return [name for each in held for (name, _), value in each.values.items() if holds(value)]
+def names_of_new_graphs(before: Held, after: Held) -> list[str]:
+    """Return the names of what holds a tensor with a graph that was not there before."""
+    there = {id(graph.tensor) for _, graph in held_by_name(Graph, before)}
+    return [name for name, graph in held_by_name(Graph, after) if id(graph.tensor) not in there]

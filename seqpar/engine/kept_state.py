@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Graph, Held, names_that_hold, random_states_kept
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, names_of_new_graphs, random_states_kept
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
-from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
+from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
 
 CLOSE = 1e-3
 """The relative difference of a buffer's sum that rounding may make, in any dtype."""
@@ -101,8 +101,9 @@ def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
     with trial.kept():
         copy = trial.copy()
         for _ in range(calls):
-            outcome = trial.repeated(copy)
-        return outcome, Held(copy, *trial.originals)
+            with random_states_kept(trial.target_K.device, trial.held.generators):
+                outcome = trial.call(copy)
+        return outcome, Held(copy, trial.original)
 
 
 def ask_about_state(trial: Trial) -> None:
@@ -119,17 +120,20 @@ def ask_about_state(trial: Trial) -> None:
             f"backward writes into {outcome.written[0]}, which would happen for each chunk and before the loss is "
             "divided: return the gradient instead (without a fused gradient accumulation)"
         )
-    if graphs := [name for name in names_that_hold(Graph, first) if not _is_made_by_a_hook(trial, name)]:
+    if graphs := [name for name in names_of_new_graphs(before, first) if not _is_made_by_a_hook(trial, name)]:
         raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
     if not before.changed(first):
         return
     second, settled = _observe(trial, 2)
-    fresh, again = _observe(trial, 1)
     assert second is not None
-    assert fresh is not None
-    # What differs between two first calls is random, such as a time
-    evolving = sorted(set(first.changed(settled)) - set(first.changed(again)))
-    depends = not outcome.is_same(second) and outcome.is_same(fresh)
+    evolving = sorted(first.changed(settled))
+    depends = not outcome.is_same(second)
+    for _ in range(REPEATS if evolving or depends else 0):
+        fresh, again = _observe(trial, 1)
+        assert fresh is not None
+        # What differs between two first calls is random, such as a time
+        evolving = [name for name in evolving if name not in first.changed(again)]
+        depends = depends and outcome.is_same(fresh)
     if evolving or depends:
         name = evolving[0] if evolving else before.changed(first)[0]
         raise ValueError(
@@ -154,11 +158,8 @@ class Buffer(NamedTuple):
     numbers: Tensor
 
     def is_same(self, other: Buffer | None) -> bool:
-        """Return whether it is the same tensor, with the same numbers; nan is the same as nan."""
-        if other is None or other.tensor is not self.tensor or other.numbers.shape != self.numbers.shape:
-            return False
-        a, b = self.numbers, other.numbers
-        return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+        """Return whether another one has the same numbers; nan is the same as nan."""
+        return other is not None and is_same(self.numbers, other.numbers)
 
 
 def _buffers_of(head: nn.Module) -> dict[str, Buffer]:

@@ -84,7 +84,10 @@ def _mixed_by_gradient(trial: Trial) -> str:
             # A random weighting of the row's scores: with equal weights a softmax would have the gradient 0
             upstream = torch.zeros_like(logits_KV)
             upstream[own] = torch.rand_like(logits_KV[own]) + 1
-            (grad,) = torch.autograd.grad(logits_KV, hidden, upstream)
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(logits_KV, hidden, upstream, allow_unused=True)
+        grad = found[0]
+        if grad is None:
+            return ""
         # For each row k, the largest entry of d (weighted scores of row `own`) / d hidden_k
         size_K = grad.flatten(1).abs().amax(1)
         # Anything above the rounding of the row's own gradient comes from mixing; a nan is not evidence of it

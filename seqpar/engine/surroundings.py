@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Graph, Held, names_that_hold
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Held, held_by_name, names_of_new_graphs
 from seqpar.engine.module_calls import HOOKS
 from seqpar.engine.trial import REPEATS, Outcome, Trial
 
 MOST_FUNCTIONS = 200
 """How many functions are looked into: one may reach a whole program."""
+
+MOST_OF_A_TABLE = 2**16
+"""How many numbers a tensor may have that is put back: a data set is larger."""
 
 
 class Surroundings(Held):
@@ -31,38 +33,34 @@ class Surroundings(Held):
         super().__init__()
         self.places: list[Place] = []
         self._of_name: Counter[str] = Counter()
+        self._todo: deque[Any] = deque(_code_of(head))
         seen: set[object] = set()
-        todo: deque[Any] = deque(_code_of(head))
-        while todo and len(seen) < MOST_FUNCTIONS:
-            code = todo.popleft()
+        while self._todo and len(seen) < MOST_FUNCTIONS:
+            code = self._todo.popleft()
             if code in seen or is_of_library(code):
                 continue
             seen.add(code)
             for place in _places_of(code):
-                if isinstance(place.value, type):
-                    todo.append(place.value)
-                elif function := function_in(place.value):
-                    todo.append(function)
-                    # What a method or a partial holds
-                    self._add(place, (getattr(place.value, "__self__", None), getattr(place.value, "args", None)))
-                else:
-                    self._add(place, place.value)
-
-    def _add(self, place: Place, value: object) -> None:
-        self.places.append(place)
-        # Of several functions of one name each has its own
-        self.values[place.name, self._of_name[place.name]] = self._look(value)
-        self._of_name[place.name] += 1
+                self.places.append(place)
+                # Of several functions of one name each has its own
+                self.values[place.name, self._of_name[place.name]] = self._look(place.value)
+                self._of_name[place.name] += 1
 
     def _look(self, value: Any) -> object:
+        if isinstance(value, MethodType):
+            return self._look((value.__func__, value.__self__))
+        if code := value if isinstance(value, type) else function_in(value):
+            self._todo.append(code)
         # Too much hangs on them, or it may be large
         if isinstance(value, nn.Module) or hasattr(value, "__array_interface__"):
             return type(value)
         return super()._look(value)
 
     def _look_at_tensor(self, tensor: Tensor) -> object:
-        # Not its numbers, which may be a data set
-        return Graph(tensor.detach()) if tensor.grad_fn is not None else (id(tensor), tensor._version)
+        # Not the numbers of a data set
+        if tensor.grad_fn is None and tensor.numel() > MOST_OF_A_TABLE:
+            return id(tensor), tensor._version
+        return super()._look_at_tensor(tensor)
 
     def put_back(self) -> None:
         """Let names stand for what they stood for, and containers hold what they held."""
@@ -109,23 +107,25 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
         return []
     first = _call(trial)
     later = ((number, _call(trial)) for number in range(1, REPEATS))
-    number, other = next((found for found in later if not _is_equal(first, found[1])), (0, first))
+    number, other = next((found for found in later if first.difference(found[1])), (0, first))
     if other is first:
         return changed
-    for _ in range(2):
+    for _ in range(REPEATS):
         here.put_back()
         again = [_call(trial) for _ in range(number + 1)]
-        if not (_is_equal(first, again[0]) and _is_equal(other, again[-1])):
+        if first.difference(again[0]) or other.difference(again[-1]):
             return changed
+    # Of which some may have changed in backward alone
+    names = " or ".join(before.changed(Surroundings(trial.head))[:3])
     raise ValueError(
-        f"{changed[0]} changes with every call, and so do the results; the pair is called once for each chunk, so that "
+        f"{names} changes with every call, and so do the results; the pair is called once for each chunk, so that "
         "they would depend on the chunks: change it outside, once a step"
     )
 
 
 def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
     """Raise ValueError if results change where the pair takes from an iterator, which cannot be put back."""
-    names = names_that_hold(Iterator, trial.held, before)
+    names = [name for held in (trial.held, before) for name, _ in held_by_name(Iterator, held)]
     if not names:
         return
     first = _call(trial)
@@ -138,9 +138,7 @@ def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
 
 def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
     """Raise ValueError if calls have left a tensor with a graph outside the modules."""
-    there_before = {*names_that_hold(Graph, before)}
-    left = [name for name in names_that_hold(Graph, Surroundings(trial.head)) if name not in there_before]
-    if left:
+    if left := names_of_new_graphs(before, Surroundings(trial.head)):
         before.put_back()
         raise ValueError(f"{left[0]} {KEEPS_A_GRAPH}")
 
@@ -148,10 +146,4 @@ def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
 def _call(trial: Trial) -> Outcome:
     """Return what a copy gives, always with the same random numbers."""
     with trial.kept():
-        return trial.repeated(trial.copy())
-
-
-def _is_equal(a: Outcome, b: Outcome) -> bool:
-    """Return whether two calls gave the same numbers."""
-    pairs = [(a.scores, b.scores), (a.total, b.total), *((g, b.gradients.get(n)) for n, g in a.gradients.items())]
-    return all(other is not None and torch.equal(own, other) for own, other in pairs)
+        return trial.call(trial.copy())

@@ -9,6 +9,7 @@ Shape suffixes: K probed rows, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
 from seqpar.core.row_independence import Precision, largest_difference, precision_of
-from seqpar.engine.effects import Held, random_states_kept
+from seqpar.engine.effects import Held
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
 from seqpar.multi_device.replicas import bind
@@ -35,7 +36,6 @@ REPEATS = 16
 class Outcome(NamedTuple):
     """What a call of the pair gives."""
 
-    scores: Tensor
     total: Tensor
     gradients: dict[str, Tensor]
     """Those of the total times the factor, by name: of hidden and the per-token tensors, and, in short, of the
@@ -44,11 +44,16 @@ class Outcome(NamedTuple):
     written: list[str]
     """What backward has written into, besides its result."""
 
+    def difference(self, other: Outcome) -> float:
+        """Return the largest relative difference of loss and gradients from another call's; inf if it has others."""
+        if self.gradients.keys() != other.gradients.keys():
+            return math.inf
+        pairs = [(self.total, other.total), *((grad, other.gradients[name]) for name, grad in self.gradients.items())]
+        return max(largest_difference(own, theirs) for own, theirs in pairs)
+
     def is_same(self, other: Outcome) -> bool:
-        """Return whether another call gave the same scores, loss and gradients, up to rounding."""
-        pairs = [(self.scores, other.scores), (self.total, other.total)]
-        pairs += [(grad, other.gradients[name]) for name, grad in self.gradients.items() if name in other.gradients]
-        return all(x.shape == y.shape and largest_difference(x, y) <= self.precision.rounding for x, y in pairs)
+        """Return whether another call gave the same loss and gradients, up to rounding."""
+        return self.difference(other) <= self.precision.rounding
 
 
 class Trial:
@@ -61,11 +66,9 @@ class Trial:
     """
 
     def __init__(self, heads: tuple[nn.ModuleDict, nn.ModuleDict], shard: Shard, index_K: Tensor, wanted: bool) -> None:
-        head, _ = heads
-        self.head = head
         # A method that is set on an instance, as torchmetrics does it, changes the original
-        self.originals = heads
-        self.held = Held(*heads)
+        self.head, self.original = heads
+        self.held = Held(self.original)
         self.names = tuple(shard.per_token)
         self.rows = [t.detach()[index_K] for t in rows_of(shard)]
         self.of_criterion = {
@@ -78,7 +81,7 @@ class Trial:
         self.wanted = wanted
         # A gate that is 0 has no effect yet, and may get one with the first step of training
         with self.kept():
-            self.gates = {id(p): _open(p) for p in head.parameters() if p.is_floating_point() and not p.any()}
+            self.gates = {id(p): _open(p) for p in self.head.parameters() if p.is_floating_point() and not p.any()}
 
     def copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
         """Return a structural copy with buffers of its own, as they were before any call, and some other weights."""
@@ -120,7 +123,7 @@ class Trial:
             total = criterion_loss(copy["criterion"], scores, self.target_K[some], of_criterion).total.sum()
             precision = precision_of(total, torch.bfloat16)
             if not total.requires_grad:
-                return Outcome(scores.detach(), total.detach(), {}, precision, [])
+                return Outcome(total.detach(), {}, precision, [])
             refuse_reentrant(total)
             params = dict(copy.named_parameters())
             named = {**of_criterion, **given, **params}
@@ -136,12 +139,7 @@ class Trial:
         for name in wanted:
             if (grad := found.pop(name)) is not None:
                 gradients[name] = _in_short(grad) if name in params else grad
-        return Outcome(scores.detach(), total.detach(), gradients, precision, written)
-
-    def repeated(self, copy: nn.ModuleDict) -> Outcome:
-        """Return what the copy gives for all rows, with the same random numbers in every call."""
-        with random_states_kept(self.target_K.device, self.held.generators):
-            return self.call(copy)
+        return Outcome(total.detach(), gradients, precision, written)
 
 
 def _open(gate: Tensor) -> Tensor:
@@ -155,7 +153,9 @@ def _in_short(grad: Tensor) -> Tensor:
 
     (V, D) -> (V,):  sum_d grad_vd r_d,  with r of length 1 and no two entries alike
     """
-    if grad.dim() < 2 or grad.is_sparse or not grad.numel():
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    if grad.dim() < 2:
         return grad
     rows = grad.flatten(1)
     r = torch.arange(1, rows.size(1) + 1, dtype=torch.float32, device=rows.device).cos()

@@ -1,6 +1,9 @@
 """TokenLoss, chunks, criteria and placement, each on its own."""
 
+import functools
 import itertools
+import math
+import types
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.core.chunks import cut_rows, cut_time, rows_per_chunk
+from seqpar.core.reach import function_in, is_of_library
+from seqpar.core.row_independence import Answer, change_in_company, largest_difference, precision_of
 from seqpar.core.token_loss import sum_of_parts
 from seqpar.multi_device import placement
 from seqpar.rows.conventions import CONVENTIONS
@@ -322,3 +327,152 @@ def test_tied_parts_on_two_devices_are_refused():
         ValueError, match=r"stem\.weight and head\.weight are one tensor and were placed on cpu and meta"
     ):
         seqpar.place(model, {"": "cpu", "head": "meta"})
+
+
+def last_of(number):
+    found = token_loss
+    for _ in range(number):
+        found = functools.partial(found)
+    return found
+
+
+class Places:
+    """Where a function stands in a class."""
+
+    @property
+    def asked(self):
+        return 1
+
+    @classmethod
+    def of_class(cls):
+        return 1
+
+    @staticmethod
+    def alone():
+        return 1
+
+    def method(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (token_loss, "token_loss"),
+        (last_of(1), "token_loss"),
+        (last_of(7), "token_loss"),
+        (vars(Places)["asked"], "asked"),
+        (vars(Places)["of_class"], "of_class"),
+        (vars(Places)["alone"], "alone"),
+        (Places().method, "method"),
+        (functools.partial(Places().method), "method"),
+        (functools.lru_cache(token_loss), "token_loss"),
+        (Places, None),
+        (Places(), None),
+        (None, None),
+        (len, None),
+    ],
+)
+def test_a_function_is_found_in_what_calls_it(value, name):
+    assert getattr(function_in(value), "__name__", None) == name
+
+
+@pytest.mark.parametrize(
+    ("code", "is_library"),
+    [
+        (torch, True),
+        (nn.functional.cross_entropy, True),
+        (nn.Linear, True),
+        (seqpar.LossCompute, True),
+        (itertools, False),
+        (types.ModuleType("torchmetrics"), False),
+        (types.ModuleType("torch.extra"), True),
+        (token_loss, False),
+        (Places, False),
+        (Places(), False),
+        (types.SimpleNamespace(__module__=None), False),
+    ],
+)
+def test_the_code_of_libraries_is_told_by_its_package(code, is_library):
+    assert is_of_library(code) == is_library
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.0], [1.0, 2.5], 0.2),
+        ([1.0, -4.0], [2.0, -2.0], 0.5),
+        ([1.0, math.inf], [1.5, 3.0], 1 / 3),
+        ([-math.inf, 4.0], [-math.inf, 2.0], 0.5),
+        ([math.nan], [1.0], 0.0),
+        ([0.0], [0.0], 0.0),
+        ([], [], 0.0),
+        ([1.0], [1.0 + 1e-12], 1e-12),
+    ],
+)
+def test_the_largest_difference_is_relative_to_the_largest_number_that_is_finite_in_both(a, b, expected):
+    a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    for one, other in ((a, b), (b, a)):
+        assert largest_difference(one, other) == pytest.approx(expected, rel=1e-3)
+    high = torch.tensor([60_000.0]).half()
+    assert largest_difference(high, -high) == 2
+
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "least", "coarsest", "smallest"),
+    [
+        # Results without a graph, which may have been computed in the least precise dtype
+        ([torch.float64], torch.float64, torch.float64, 2.0**-1074),
+        ([torch.float64], torch.float32, torch.float32, 2.0**-149),
+        ([torch.bfloat16], torch.float32, torch.bfloat16, 2.0**-133),
+        # Results of a computation in these dtypes, one after the other
+        ([torch.float64, torch.float64], torch.bfloat16, torch.float64, 2.0**-1074),
+        ([torch.float64, torch.bfloat16, torch.float64], torch.float64, torch.bfloat16, 2.0**-133),
+        ([torch.float32, torch.float16, torch.float32], torch.float32, torch.float16, 2.0**-24),
+        ([torch.float16, torch.float32, torch.float64], torch.float64, torch.float16, 2.0**-24),
+    ],
+)
+def test_the_precision_of_a_result_is_that_of_the_coarsest_dtype_in_its_graph(dtypes, least, coarsest, smallest):
+    result = torch.ones(3, dtype=dtypes[0], requires_grad=len(dtypes) > 1)
+    for dtype in dtypes[1:]:
+        result = (2 * result).to(dtype)
+    found = precision_of(result, least)
+    assert found.eps == EPS[coarsest]
+    assert found.smallest == smallest
+    assert found.rounding == min(10_000 * found.eps, math.sqrt(found.eps))
+
+
+def answer(values, *gradients, rounding=0.01):
+    return Answer(torch.tensor(values), tuple(torch.tensor(each) for each in gradients), rounding)
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "rows", "expected"),
+    [
+        (answer(3.0), answer([1.0, 2.0]), None, (0.0, 0.0)),
+        (answer(3.6), answer([1.0, 2.0]), None, (0.2, 0.0)),
+        # Relative to the terms, which may cancel
+        (answer(0.5), answer([1.0, -1.0]), None, (0.25, 0.0)),
+        (answer(1.0), answer([0.0, 0.0]), None, (1 / torch.finfo(torch.float32).tiny, 0.0)),
+        (answer(math.inf), answer([1.0, 2.0]), None, (0.0, 0.0)),
+        (answer(3.0), answer([1.0, math.nan]), None, (0.0, 0.0)),
+        (answer(5.0), answer([1.0, 2.0]), [0, 1, 1], (0.0, 0.0)),
+        (answer([2.0, 1.0]), answer([1.0, 2.0]), [1, 0], (0.0, 0.0)),
+        (answer([2.0, 1.0]), answer([1.0, 2.0]), None, (0.5, 0.0)),
+        (answer(3.0, [1.0, 2.0], [4.0]), answer([1.0, 2.0], [1.0, 1.0], [4.0]), None, (0.0, 0.5)),
+        (answer(3.0, [4.0], [2.0, 1.0]), answer([1.0, 2.0], [4.0], [1.0, 2.0]), None, (0.0, 0.5)),
+        (answer(3.0, [2.0, 1.0]), answer([2.0, 1.0], [1.0, 2.0]), [1, 0], (0.0, 0.0)),
+    ],
+)
+def test_rows_in_company_are_compared_with_the_same_rows_alone(together, alone, rows, expected):
+    change = change_in_company(together, alone, None if rows is None else torch.tensor(rows))
+    assert change[:2] == pytest.approx(expected)
+    assert change.is_rounding == (max(expected) == 0)
+    assert ("a row's gradient changes" in str(change)) == (expected[1] > 0)
+    for one, other in ((0.01, 0.5), (0.5, 0.01)):
+        of_both = change_in_company(answer(1.0, rounding=one), answer([1.0], rounding=other))
+        assert of_both.rounding == 0.5

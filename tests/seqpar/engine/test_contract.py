@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import prune
 
 import seqpar
+from seqpar.engine import effects
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
 from tests.on_device import seeds
@@ -25,24 +29,40 @@ CALLS: list[int] = []
 class Head(nn.Module):
     """A projection with something done before it, after it, and to what it holds."""
 
-    def __init__(self, before: Any = None, after: Any = None) -> None:
+    def __init__(self, before: Any = None, after: Any = None, of_weight: Any = None) -> None:
         super().__init__()
         self.linear = nn.Linear(4, V).double()
-        self.before, self.after = before, after
+        self.before, self.after, self.of_weight = before, after, of_weight
         self.steps = 0
         self.seen: list[int] = []
         self.recent: deque[int] = deque(maxlen=9)
         self.histogram = np.zeros(2)
         self.sums = {"most": 100, "rows": 0}
         self.total = torch.zeros((), dtype=torch.float64)
-        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        # Not the first of the parameters
+        self.late = nn.ParameterDict({"gate": torch.zeros(4, dtype=torch.float64)})
+        self.frozen = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+        self.names, self.inner = {"a"}, SimpleNamespace(steps=0)
+        self.box, self.pair, self.cells, self.keys = [nn.Identity()], ([],), [torch.zeros(3)], {0: None}
+        self.leaf, self.table, self.once = torch.zeros(2, requires_grad=True), torch.zeros(100), True
+        self.chain = None
+        for _ in range(400):
+            self.chain = [self.chain]
+        self.circle: list[Any] = []
+        self.circle.append(self.circle)
         self.own = torch.Generator().manual_seed(1)
         self.twister, self.legacy, self.numpy = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.before is not None:
             hidden = self.before(self, hidden * 1)
-        scores: Tensor = self.linear(hidden)
+        if self.of_weight is None:
+            scores = self.linear(hidden)
+        else:
+            weight = self.linear.weight * 1
+            if weight.requires_grad:
+                weight.register_hook(self.of_weight)
+            scores = F.linear(hidden, weight, self.linear.bias)
         if self.after is not None:
             self.after(self, scores)
         return scores
@@ -70,7 +90,16 @@ def on_weight(change: Any) -> Any:
     return after
 
 
+def across(grad: Tensor) -> Tensor:
+    """Add what a sum of all columns weighted by cos(1), cos(2), ... does not show."""
+    change = torch.zeros_like(grad)
+    change[..., :2] = grad.abs().sum(-1, keepdim=True) * torch.tensor([2.0, 1.0], device=grad.device).cos().to(grad)
+    change[..., 1] *= -1
+    return grad + change
+
+
 OF_A_ROW = {
+    "a change across": across,
     "a clamp": lambda g: g.clamp(-0.01, 0.01),
     "a unit norm of each row": lambda g: F.normalize(g, dim=-1),
     "a sign": torch.sign,
@@ -80,17 +109,20 @@ OF_A_ROW = {
 OF_THE_BATCH = {
     "the batch's norm": lambda g: g / g.norm(),
     "a quantile of all": lambda g: g * (g.abs() >= g.abs().quantile(0.5)),
+    "what no sum over a row shows": lambda g: g + g.abs().max(0).values - g.abs().max(0).values.mean(),
     "the batch's norm, where it is small": lambda g: g / g.norm() if g.norm() < 0.5 else g,
 }
 """The last one alone joins no rows at factor 1, where the probe's gradient is larger."""
 
 
 def with_hook(change: Any, where: Any) -> Head:
-    """A head that changes the gradient of hidden, or of the scores, or of what a weight's use gives."""
+    """A head that changes the gradient of hidden, or of the scores, or of a weight."""
+    if where is Head:
+        return Head(of_weight=change)
     return Head(before=hooked(change)) if where is hooked else Head(after=on_weight(change))
 
 
-@pytest.mark.parametrize("where", [hooked, on_weight])
+@pytest.mark.parametrize("where", [hooked, on_weight, Head])
 @pytest.mark.parametrize("name", OF_THE_BATCH)
 def test_a_backward_that_joins_rows_is_refused(name: str, where: Any) -> None:
     generator = with_hook(OF_THE_BATCH[name], where)
@@ -156,10 +188,22 @@ def test_a_change_in_place_before_a_backward_that_needs_the_tensor_is_noticed_ho
         loss.total.backward()
 
 
+def test_a_loss_of_nan_has_a_gradient_of_nan_where_backward_computes_it_again() -> None:
+    generator, (hidden, target) = clamped(), batch()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    engine(hidden, target)
+    hidden = hidden.detach().index_fill(0, torch.tensor([3], device=target.device), torch.nan).requires_grad_()
+    (mine,), (plain,) = (
+        torch.autograd.grad(loss / 20, hidden)
+        for loss in (engine(hidden, target).total, F.cross_entropy(generator(hidden), target, reduction="sum"))
+    )
+    torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-15, equal_nan=True)
+
+
 def test_weights_that_change_before_a_backward_that_needs_them_are_noticed() -> None:
     generator = clamped()
     loss = seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
-    generator.linear.bias.data[0] += 0.1  # of which torch keeps no version
+    generator.linear.bias.data[0] += 0.001  # of which torch keeps no version
     with pytest.raises(RuntimeError, match=r"the loss was 5\d\.\d+ in forward and is 5\d\.\d+ in backward, where"):
         loss.total.backward()
 
@@ -224,6 +268,55 @@ def annealed(self: Head, hidden: Tensor) -> Tensor:
     return hidden * self.scale
 
 
+def counted_beside(self: Head, scores: Tensor) -> None:
+    """What is named is what evolves, and not what is written first."""
+    self.attention = scores.detach()
+    self.steps += 1
+
+
+def replaced(self: Head, scores: Tensor) -> None:
+    self.sums = {"most": 100, "rows": len(self.sums) + self.sums["rows"]}
+
+
+def named(self: Head, scores: Tensor) -> None:
+    self.names.add(str(len(self.names)))
+
+
+def of_a_module_in_a_list(self: Head, scores: Tensor) -> None:
+    self.box[0].steps = getattr(self.box[0], "steps", 0) + 1
+
+
+def of_a_leaf(self: Head, scores: Tensor) -> None:
+    with torch.no_grad():
+        self.leaf += 1
+
+
+def of_a_key(self: Head, scores: Tensor) -> None:
+    ((key, value),) = self.keys.items()
+    del self.keys[key]
+    self.keys[key + 1] = value
+
+
+def of_a_cell(self: Head, scores: Tensor) -> None:
+    self.cells[0] = self.cells[0] + 1
+
+
+def only_once(self: Head, hidden: Tensor) -> Tensor:
+    if hasattr(self, "once"):
+        del self.once
+        return hidden
+    return hidden * 2
+
+
+def of_a_mode(self: Head, hidden: Tensor) -> Tensor:
+    hidden, self.training = F.dropout(hidden, 0.5, self.training), False
+    return hidden
+
+
+def of_an_object(self: Head, scores: Tensor) -> None:
+    self.inner.steps += 1
+
+
 def listed(self: Head, scores: Tensor) -> None:
     self.seen.append(len(scores))
 
@@ -278,6 +371,18 @@ STATE = {
     "warm": {"before": warmed_up},
     "hot": {"before": warmed_up_backward},
     "steps": {"after": counted},
+    "steps beside": {"after": counted_beside},
+    "sums of another dict": {"after": replaced},
+    "names": {"after": named},
+    "inner": {"after": of_an_object},
+    "box": {"after": of_a_module_in_a_list},
+    "pair": {"after": lambda self, scores: self.pair[0].append(1)},
+    "cells": {"after": of_a_cell},
+    "keys": {"after": of_a_key},
+    "leaf": {"after": of_a_leaf},
+    "table": {"after": lambda self, scores: self.table[99:].add_(1)},
+    "once": {"before": only_once},
+    "training": {"before": of_a_mode},
     "scale": {"before": annealed},
     "seen": {"after": listed},
     "recent": {"after": queued},
@@ -297,10 +402,13 @@ def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: s
     version = generator.total._version
     # "of the last row" is found as mixing of rows, too
     with pytest.raises(
-        ValueError, match=rf"generator\.{name} (changes with every call|holds a tensor with a graph)|mixes"
+        ValueError, match=rf"generator\.{name.split()[0]} (changes with every call|holds a tensor with a graph)|mixes"
     ):
         seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(*batch())
     assert (generator.steps, generator.seen, generator.sums) == (0, [], {"most": 100, "rows": 0})
+    assert (generator.names, generator.inner.steps, generator.pair) == ({"a"}, 0, ([],))
+    assert (generator.keys, hasattr(generator.box[0], "steps"), generator.training) == ({0: None}, False, True)
+    assert not any(t.any() for t in (*generator.cells, generator.leaf, generator.table))
     assert not generator.recent
     assert not generator.histogram.any()
     assert generator.total == 0
@@ -352,6 +460,79 @@ def test_what_a_method_of_the_original_changes_is_refused_and_put_back(devices: 
     assert criterion.metric.rows == 0
 
 
+def test_what_is_too_large_or_has_no_memory_is_not_looked_into(monkeypatch: Any) -> None:
+    class Untouchable:
+        __slots__ = ("number",)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "number":
+                raise MemoryError
+            return super().__getattribute__(name)
+
+    generator = Head(after=lambda self, scores: [part.add_(1) for part in self.parts])
+    monkeypatch.setattr(effects, "MOST_NUMBERS", 600)
+    generator.parts, generator.meta = [torch.zeros(300), torch.zeros(300)], torch.empty(2, device="meta")
+    generator.objects = [*([] for _ in range(2_000)), Untouchable()]
+    with pytest.raises(ValueError, match=r"generator\.parts changes with every call"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    # The second alone is too much beside the first
+    generator.after = lambda self, scores: self.parts[1].add_(1)
+    assert seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch()).total.isfinite()
+
+
+def test_a_graph_that_was_there_before_the_call_is_no_fault_and_one_beside_a_weight_of_a_hook_is() -> None:
+    generator = Head()
+    generator.attention = torch.ones(3, requires_grad=True) * 2
+    prune.identity(generator.linear, "weight")
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    assert engine(*batch()).total.isfinite()
+    generator.linear.register_forward_hook(lambda module, _, scores: setattr(module, "auxiliary", scores.sum()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"generator\.linear\.auxiliary holds a tensor with a graph"):
+            engine(*batch())
+        # As a plain call leaves it
+        generator(batch()[0])
+
+
+class OfTokens(nn.Module):
+    """A generator or criterion whose gradient in a tensor of each token is changed."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, V).double(), change
+
+    def forward(self, hidden: Tensor, shift: Tensor) -> Tensor:
+        scores: Tensor = self.linear(hidden.detach() + hooked(self.change)(None, shift * 1))
+        return scores
+
+
+class Weighing(OfTokens):
+    def forward(self, scores: Tensor, target: Tensor, shift: Tensor) -> Tensor:
+        weight = hooked(self.change)(None, shift * 1).exp().mean(-1)
+        return (F.cross_entropy(scores.detach(), target, reduction="none") * weight).sum()
+
+
+@pytest.mark.parametrize("made", [OfTokens, Weighing])
+@pytest.mark.parametrize("name", ["a clamp", "only increases", "the batch's norm"])
+def test_the_gradient_of_a_tensor_of_each_token_is_asked_as_that_of_hidden_is(name: str, made: Any) -> None:
+    module = made({**OF_A_ROW, **OF_THE_BATCH}[name])
+    pair = (module, seqpar.CrossEntropy()) if made is OfTokens else (nn.Linear(4, V).double(), module)
+    engine = seqpar.LossCompute(*pair, chunk_tokens=6)
+    (hidden, target), shift = batch(), torch.randn(20, 4, dtype=torch.float64, requires_grad=True)
+    if name in OF_THE_BATCH:
+        with pytest.raises(ValueError, match=r"is not linear: .*(shift|loss)"):
+            engine(hidden, target, shift=shift)
+        return
+    found = []
+    for total in (
+        engine(hidden, target, shift=shift).total,
+        module(pair[0](hidden), target, shift) if made is Weighing else pair[1](module(hidden, shift), target),
+    ):
+        (grad,) = torch.autograd.grad(total / 20, shift)
+        found.append((total.detach(), {"shift": grad}))
+    assert_same_results(*found)
+
+
 def kept_for_a_picture(self: Head, scores: Tensor) -> None:
     self.attention = scores.detach().softmax(-1)
 
@@ -366,6 +547,7 @@ def random_numbers(self: Head, hidden: Tensor) -> Tensor:
 
 
 RIGHT = {
+    "a time": {"after": lambda self, scores: setattr(self, "when", (time.perf_counter(), float("nan")))},
     "kept for a picture": {"after": kept_for_a_picture},
     "a cache": {"after": cached_by_size},
     "a number that stays": {"after": lambda self, scores: setattr(self, "width", scores.size(-1))},
@@ -387,11 +569,18 @@ def test_what_is_written_and_never_read_again_passes(name: str) -> None:
     assert_same_results(*found)
 
 
-def test_the_first_call_draws_no_random_number_of_any_source() -> None:
+def counted_outside(self: Head, scores: Tensor) -> None:
+    """Count in a global, and keep what depends on the random numbers."""
+    CALLS.append(1)
+    self.attention = scores.detach()
+
+
+@pytest.mark.parametrize("after", [None, counted_outside])
+def test_the_first_call_draws_no_random_number_of_any_source(after: Any) -> None:
     found = []
     for is_first in (True, False):
         torch.manual_seed(0)
-        generator, (hidden, target) = Head(before=random_numbers), batch()
+        generator, (hidden, target) = Head(before=random_numbers, after=after), batch()
         engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
         if not is_first:
             engine(hidden, target)
@@ -477,6 +666,44 @@ def test_a_backward_that_makes_a_main_grad_is_refused_and_leaves_none() -> None:
     assert not hasattr(generator.weight, "main_grad")
 
 
+class ReplacesMain(Accumulating):
+    """The same, where backward puts another tensor in the place of main_grad."""
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        ctx.weight.main_grad = ctx.weight.main_grad + upstream.flatten(0, -2).mT @ hidden.flatten(0, -2)
+        return upstream @ weight, None
+
+
+def test_a_backward_that_replaces_a_main_grad_is_refused_and_leaves_the_old_one() -> None:
+    generator = Fused(ReplacesMain)
+    generator.weight.main_grad = before = torch.zeros(V, 4).double()
+    with pytest.raises(ValueError, match=r"backward writes into generator\.weight\.main_grad"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    assert generator.weight.main_grad is before
+    assert not before.any()
+
+
+def test_no_gradient_is_taken_where_none_is_wanted_and_none_is_there_in_backward() -> None:
+    found = []
+
+    class Hooked(nn.Linear):
+        @torch.enable_grad()
+        def forward(self, hidden: Tensor) -> Tensor:
+            scores = super().forward(hidden)
+            if scores.requires_grad:
+                scores.register_hook(lambda grad: found.append(self.weight.grad))
+            return scores
+
+    generator, criterion = Hooked(4, V).double(), seqpar.CrossEntropy()
+    with torch.no_grad():
+        seqpar.LossCompute(generator, criterion)(*batch())
+    assert not found
+    seqpar.LossCompute(generator, criterion)(*batch())
+    assert {*found} == {None}
+
+
 class Ignoring(nn.Module):
     def __init__(self, ignored: int, named: int | None = None) -> None:
         super().__init__()
@@ -506,6 +733,42 @@ class CountsItself(Ignoring):
         return self.token_loss(logits, target).total
 
 
+class CountsAll(CountsItself):
+    """It counts tokens that it ignores."""
+
+    def token_loss(self, logits: Tensor, target: Tensor) -> seqpar.TokenLoss:
+        return super().token_loss(logits, target)._replace(tokens=torch.tensor(len(target)))
+
+
+@pytest.mark.parametrize(
+    ("targets", "padding", "found"),
+    [(range(4, V), 3, True), (range(5, V), 4, False), (range(2), 3, False), (range(2), 2, False), (range(3), 2, True)],
+)
+@pytest.mark.parametrize("made", [Ignoring, CountsAll])
+def test_padding_is_looked_for_among_the_first_four_targets_up_to_the_largest(
+    made: Any, targets: range, padding: int, found: bool
+) -> None:
+    hidden, _ = batch()
+    target = torch.arange(20) % len(targets) + targets.start
+    engine = seqpar.LossCompute(nn.Linear(4, V).double(), made(padding))
+    if found:
+        with pytest.raises(ValueError, match=f"ignores target {padding} but has no ignore_index"):
+            engine(hidden, target)
+    else:
+        engine(hidden, target)
+
+
+def test_padding_is_found_beside_a_masked_class_and_where_one_row_that_is_asked_about_has_it() -> None:
+    hidden, target = batch()
+    target = target % 4 + 4
+    target[5] = V - 2
+    generator = nn.Linear(4, V).double()
+    with torch.no_grad():
+        generator.bias[V - 1] = -torch.inf
+    with pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index"):
+        seqpar.LossCompute(generator, Ignoring(V - 2))(hidden, target)
+
+
 def test_padding_without_a_name_passes_where_the_criterion_counts_no_tokens_of_it() -> None:
     hidden, target = batch()
     target[15:] = 3
@@ -531,15 +794,16 @@ def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused(na
 
 
 GATED = {
-    "a running sum": lambda x: x.cumsum(0),
-    "a detached mean": lambda x: x.mean(0).detach().expand_as(x),
-    "a neighbour": lambda x: x.roll(1, 0),
+    "a running sum": lambda gate, x: gate * x.cumsum(0),
+    "a detached mean": lambda gate, x: gate * x.mean(0).detach().expand_as(x),
+    "a neighbour": lambda gate, x: gate * x.roll(1, 0),
+    "a gate whose entries must differ": lambda gate, x: (gate - gate.mean()) * x.cumsum(0),
 }
 
 
 @pytest.mark.parametrize("name", GATED)
 def test_mixing_behind_a_gate_that_is_closed_is_refused(name: str) -> None:
-    generator = Head(before=lambda self, x: x + self.gate * GATED[name](x))
+    generator = Head(before=lambda self, x: x + GATED[name](self.late["gate"], x))
     with pytest.raises(ValueError, match="the generator mixes rows"):
         seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
 
@@ -551,9 +815,9 @@ def test_mixing_beside_dropout_that_only_values_show_is_refused() -> None:
 
 
 def test_a_closed_gate_before_a_row_of_its_own_passes() -> None:
-    generator = Head(before=lambda self, x: x + self.gate * x.tanh())
+    generator = Head(before=lambda self, x: x + self.late["gate"] * x.tanh())
     assert seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch()).total.isfinite()
-    assert generator.gate == 0
+    assert not generator.late["gate"].any()
 
 
 class Called(nn.Linear):
@@ -572,8 +836,24 @@ class Halved(torch.overrides.TorchFunctionMode):
         return result / 2 if function is F.linear else result
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_function_that_was_replaced_by_one_that_hardly_differs_is_called(
+    dtype: torch.dtype, wanted: bool, monkeypatch: Any
+) -> None:
+    original, (hidden, target) = F.cross_entropy, batch()
+    monkeypatch.setattr(F, "cross_entropy", lambda *given, **named: 1.01 * original(*given, **named))
+    generator, criterion = nn.Linear(4, V).to(dtype), nn.CrossEntropyLoss(reduction="sum")
+    hidden = hidden.to(dtype)
+    with torch.set_grad_enabled(wanted):
+        mine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)(hidden, target).total
+        torch.testing.assert_close(mine, criterion(generator(hidden), target))
+
+
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", ["cross_entropy", "forward", "gradient", "mode", "call"])
+@pytest.mark.parametrize(
+    "kind", ["cross_entropy", "linear", "forward", "gradient", "mode", "call", "module", "criterion"]
+)
 def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first: bool, monkeypatch: Any) -> None:
     generator: nn.Module = (Called if kind == "call" else nn.Linear)(4, V).double()
     criterion = nn.CrossEntropyLoss(reduction="sum")
@@ -583,6 +863,20 @@ def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first:
         engine(hidden, target)
     if kind == "cross_entropy":
         monkeypatch.setattr(F, "cross_entropy", stable_max)
+    product, called = F.linear, nn.Module.__call__
+    if kind == "linear":
+        monkeypatch.setattr(F, "linear", lambda *given: 2 * product(*given))
+    if kind == "module":
+
+        def doubled(self: nn.Module, *given: Any) -> Any:
+            result = called(self, *given)
+            return 2 * result if isinstance(self, nn.Linear) else result
+
+        monkeypatch.setattr(nn.Module, "__call__", doubled)
+    if kind == "criterion":
+        monkeypatch.setattr(
+            nn.CrossEntropyLoss, "forward", lambda self, z, y: 2 * F.cross_entropy(z, y, reduction="sum")
+        )
     if kind == "forward":
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias))
     if kind == "gradient":

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.engine import criterion_rows
 from tests.on_device import seeds
 
 V = 11
@@ -24,6 +25,22 @@ class Of(nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return self.function(self, logits, target)
+
+
+class Holding(Of):
+    """The same with numbers of its own in the dtype of the scores, with which it takes no others."""
+
+    def __init__(self, function, dtype, plain=False):
+        super().__init__(function)
+        self.rotation = nn.Parameter(torch.eye(V, dtype=dtype))
+        self.register_buffer("same", torch.eye(V, dtype=dtype))
+        self.register_buffer("mask", torch.zeros(V, dtype=torch.bool))
+        if plain:
+            del self.same
+            self.same = torch.eye(V, dtype=dtype)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return super().forward((logits @ self.rotation @ self.same).masked_fill(self.mask, 0), target)
 
 
 def each(logits, target):
@@ -66,6 +83,9 @@ JOINING = {
     "weights by the batch's mean": of_losses(lambda x: (x * (1 + 0.01 * x.detach().mean())).sum()),
     "weights that add up to the number of rows": of_losses(lambda x: (x * (x / x.mean()).detach()).sum()),
     "the hardest twice": of_losses(lambda x: x.sum() + x.max()),
+    "a constant for each call": of_losses(lambda x: x.sum() + 0.01),
+    "a mean in the gradient alone": of_losses(lambda x: x.sum() + ((x - x.detach()) * x.detach().mean()).sum()),
+    "a mean whose value is 0": of_losses(lambda x: (x - x.detach()).mean()),
     "a spread": of_losses(lambda x: x.sum() + 0.01 * x.std(correction=0) * len(x)),
     "the neighbour": of_losses(lambda x: (x * x.roll(1).detach()).sum()),
     "a mean with dropout": dropped_mean,
@@ -73,6 +93,26 @@ JOINING = {
     "the distance of rows of one target": pulled_to_their_equals,
     "the frequency of a target in the batch": by_frequency,
 }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("weights by the batch's mean", r".* alone, so it does not add up"),
+        (
+            "a mean in the gradient alone",
+            r".* alone, but a row's gradient changes with the other rows, by .* not add up",
+        ),
+        ("all but one of a hundred", r"34\d\.\d+ for 128 rows and 35\d\.\d+ .* alone, so it does not add up"),
+    ],
+)
+def test_it_is_found_in_a_criterion_with_numbers_of_its_own_and_said_how(name, said, dtype):
+    torch.manual_seed(0)
+    generator, hidden, target = nn.Linear(4, V), torch.randn(40, 4), torch.randint(V, (40,))
+    criterion = Holding(JOINING[name], dtype)
+    with pytest.raises(ValueError, match=f"^the criterion gives {said}"):
+        seqpar.LossCompute(generator.to(dtype), criterion)(hidden.to(dtype).requires_grad_(), target)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,13 +126,35 @@ def test_a_criterion_that_looks_at_other_rows_is_refused_whatever_the_rows(name,
             engine(hidden, torch.randint(V, (40,)))
 
 
-def test_a_large_vocabulary_has_a_smaller_company():
-    """At most 16 MiB of scores in float32: 41 rows of 100,000 classes."""
+@pytest.mark.parametrize(("classes", "budget", "most"), [(V, None, 128), (100_000, None, 41), (V, 1, 14)])
+def test_a_large_vocabulary_has_a_smaller_company(classes, budget, most, monkeypatch):
+    """At most 16 MiB of scores in float32: 41 rows of 100,000 classes; of any, each row twice."""
+    if budget is not None:
+        monkeypatch.setattr(criterion_rows, "COMPANY_BYTES", budget)
     sizes = []
     criterion = Of(lambda self, z, y: sizes.append(len(y)) or F.cross_entropy(z, y, reduction="sum"))
-    target = torch.randint(100_000, (40,))
-    seqpar.LossCompute(nn.Linear(1, 100_000), criterion, chunk_tokens=16)(torch.randn(40, 1), target)
-    assert max(sizes) == 41
+    target = torch.randint(classes, (40,))
+    engine = seqpar.LossCompute(nn.Linear(1, classes), criterion, chunk_tokens=10)
+    engine(torch.randn(40, 1), target)
+    assert max(sizes) == most
+
+
+@pytest.mark.parametrize("name", ["focal", "noise", "dropout", "a constant for one target"])
+def test_a_criterion_is_asked_once_also_if_it_is_random(name):
+    sizes = []
+    criterion = Of(lambda self, z, y: sizes.append(len(y)) or ALONE[name](self, z, y))
+    engine = seqpar.LossCompute(nn.Linear(4, V), criterion, chunk_tokens=10)
+    hidden, target = torch.randn(40, 4), torch.randint(V, (40,))
+    engine(hidden, target)
+    sizes.clear()
+    engine(hidden, target)
+    assert sizes == [10] * 4
+
+
+def test_a_criterion_with_a_tensor_that_keeps_its_dtype_is_asked_in_that():
+    criterion = Holding(ALONE["focal"], torch.bfloat16, plain=True)
+    hidden, target = torch.randn(40, 4).bfloat16(), torch.randint(V, (40,))
+    assert seqpar.LossCompute(nn.Linear(4, V).bfloat16(), criterion)(hidden, target).total.isfinite()
 
 
 @pytest.mark.parametrize("name", [n for n in JOINING if "quantile" not in n])
@@ -135,6 +197,9 @@ ALONE = {
     "a clamp": of_losses(lambda x: x.clamp(max=2.5).sum()),
     "at a low temperature": lambda self, z, y: F.cross_entropy(z / 0.01, y, reduction="sum"),
     "cosines": lambda self, z, y: F.cross_entropy(64 * F.normalize(z, dim=-1), y, reduction="sum"),
+    "a wide margin": lambda self, z, y: F.multi_margin_loss(100 * z.float(), y, reduction="sum"),
+    "a constant for one target": lambda self, z, y: torch.where(y == 0, 3.0, each(z, y)).sum(),
+    "a value of 0": of_losses(lambda x: (x - x.detach()).sum()),
     "one shape more": lambda self, z, y: each(z, y).sum().reshape(1),
 }
 

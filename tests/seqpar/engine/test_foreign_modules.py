@@ -262,6 +262,41 @@ class Counting(nn.Linear):
         return y
 
 
+class CountingRounded(Counting):
+    """The same in float32, with a class whose sum is nan, and a count of what only the weights of now give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float().sums[3] = torch.nan
+        self.register_buffer("now", torch.zeros((), dtype=torch.int64))
+        self.first = self.weight[0, 0].item()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.now += len(x) * (self.weight[0, 0] == self.first)
+        return super().forward(x.float())
+
+
+class AveragingBeside(Counting):
+    """The same with a moving average of small numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("small", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.small.lerp_(1e-7 * x.detach().abs().mean(), 0.1)
+        return super().forward(x)
+
+
+class Renewed(Counting):
+    """The same with a buffer that is renewed, and has the same numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.sums.new_ones(())
+        self.register_buffer("scale", scale)
+        return super().forward(x) * self.scale
+
+
 class CountingMatters(Counting):
     """The same, and the scores depend on the count."""
 
@@ -283,6 +318,13 @@ def test_a_generator_may_count_its_rows_if_the_scores_do_not_depend_on_it() -> N
     assert generator.rows == len(hidden)
     plain = F.linear(hidden, generator.weight, generator.bias).sum(0)
     torch.testing.assert_close(generator.sums, plain, rtol=1e-12, atol=1e-12)
+    for devices in (None, ["cpu"] * 2):
+        rounded = CountingRounded()
+        seqpar.LossCompute(rounded, seqpar.CrossEntropy(), devices)(hidden, target)
+        assert (rounded.rows, rounded.now) == (len(hidden), len(hidden))
+        seqpar.LossCompute(Renewed(), seqpar.CrossEntropy(), devices)(hidden, target)
+    with pytest.raises(ValueError, match=r"the buffer generator.small changes when the generator is called"):
+        seqpar.LossCompute(AveragingBeside(), seqpar.CrossEntropy())(hidden, target)
     for generator in (CountingMatters(), CountingMattersLittle()):
         with pytest.raises(ValueError, match=r"the buffer generator.rows changes when the generator is called"):
             seqpar.LossCompute(generator, seqpar.CrossEntropy())(hidden, target)
@@ -404,25 +446,53 @@ def test_transforms_of_functions_are_refused_in_one_line(kind: str) -> None:
         one(hidden)
 
 
-class Keeping(nn.Module):
+class Keeping(nn.Linear):
     """A generator that keeps its latest scores, as many keep their attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, V)
-
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.linear(x)
+        scores = super().forward(x)
         self.latest = scores.detach()
         return scores
 
 
-def test_what_a_generator_keeps_is_gone_with_its_chunk() -> None:
-    generator = Keeping().double()
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_generator_keeps_is_gone_with_its_chunk(nested: bool, there: bool) -> None:
+    keeping = Keeping(4, V).double()
+    if there:
+        keeping.latest = None
+    generator = nn.Sequential(nn.Identity(), keeping) if nested else keeping
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
     for _ in range(2):
         engine(*batch()).total.backward()
-        assert not hasattr(generator, "latest")
+        assert getattr(keeping, "latest", None) is None
+
+
+class Tabled(nn.Module):
+    """A generator with a row of a table for each token, or with what another module has computed alone."""
+
+    def __init__(self, sparse: bool, alone: bool) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, V).double(), nn.Embedding(5, V, sparse=sparse).double()
+        self.alone = alone
+
+    def forward(self, x: Tensor, word: Tensor) -> Tensor:
+        return self.linear(x.detach() if self.alone else x) + self.table(word)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize(("sparse", "alone"), [(True, False), (False, True)])
+def test_a_gradient_may_be_sparse_or_missing(sparse: bool, alone: bool, devices: list[str] | None) -> None:
+    generator, (hidden, target), word = Tabled(sparse, alone), batch(), torch.arange(9) % 5
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices, chunk_tokens=4)
+    losses = (
+        engine(hidden, target, word=word).total,
+        F.cross_entropy(generator(hidden, word), target, reduction="sum"),
+    )
+    found = [torch.autograd.grad(loss, [*generator.parameters()]) for loss in losses]
+    for mine, plain in zip(*found, strict=True):
+        assert mine.is_sparse == plain.is_sparse
+        torch.testing.assert_close(mine.to_dense(), plain.to_dense(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -527,8 +528,10 @@ def test_a_criterion_that_does_not_add_up_is_refused_with_both_numbers(name, dty
     change, message = NOT_ADDITIVE[name]
     torch.manual_seed(0)
     engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Summing(change))
-    with pytest.raises(ValueError, match=rf"the criterion gives [\d.]+ for 7 rows and [\d.]+ .*{message}"):
+    with pytest.raises(ValueError, match=rf"the criterion gives [\d.]+ for 7 rows and [\d.]+ .*{message}") as error:
         engine(9 * torch.randn(30, 4).to(dtype), torch.randint(V, (30,)))
+    together, alone = (float(number) for number in re.findall(r"[\d.]+(?= for 7| as the)", str(error.value)))
+    assert (together < alone) == (name in ("a constant", "a root", "a mean"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -575,20 +578,21 @@ def test_a_criterion_that_is_a_mean_later_is_refused_in_the_next_call(change):
 
 
 class WarmedUp(nn.Module):
-    """A mean whose factor is 0 at first."""
+    """A mean whose factor is 0 at first, or infinite."""
 
-    def __init__(self):
+    def __init__(self, factor):
         super().__init__()
-        self.register_buffer("factor", torch.zeros(()))
+        self.register_buffer("factor", torch.tensor(factor))
 
     def forward(self, logits, target):
         return F.cross_entropy(logits, target) * self.factor
 
 
-def test_a_criterion_whose_first_loss_is_0_is_checked_in_the_next_call():
-    engine = seqpar.LossCompute(nn.Linear(4, V), WarmedUp(), chunk_tokens=5)
+@pytest.mark.parametrize("factor", [0.0, float("inf")])
+def test_a_criterion_whose_first_loss_is_0_or_infinite_is_checked_in_the_next_call(factor):
+    engine = seqpar.LossCompute(nn.Linear(4, V), WarmedUp(factor), chunk_tokens=5)
     hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
-    assert engine(hidden, target).total == 0
+    assert engine(hidden, target).total == factor
     engine.head["criterion"].factor.fill_(1)
     with pytest.raises(ValueError, match="it takes a mean"):
         engine(hidden, target)

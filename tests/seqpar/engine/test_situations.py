@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar.engine.situation import Situation
@@ -19,12 +20,21 @@ V, D = 7, 4
 CALLS = []
 
 
+def nothing(*_):
+    """Do nothing, as a hook."""
+
+
 class Projecting(nn.Module):
     """A generator that counts its calls; `shift` is a per-token tensor."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(D, V)
+        self.register_buffer("places", torch.zeros(2))
+        self.parts = nn.ModuleDict({"one": nn.Tanh()})
+        self.flag, self.kind, self.function, self.number = False, "one", torch.tanh, 1
+        self.method = self.linear.extra_repr
+        self.linear.register_forward_hook(nothing)
 
     def forward(self, hidden, shift=0.0):
         CALLS.append(1)
@@ -35,8 +45,50 @@ def of_shapes(engine, given):
     engine.head["generator"].linear = nn.Linear(D, V + 1)
 
 
-def of_calls(engine, given):
-    engine.head["generator"].register_forward_hook(lambda *_: None)
+def of_another_buffer(engine, given):
+    engine.head["generator"].places = torch.zeros(3)
+
+
+class Own(nn.Parameter):
+    """A parameter of another class."""
+
+
+def of_a_class(engine, given):
+    engine.head["generator"].linear.bias = Own(torch.zeros(V))
+
+
+def of_attribute(name, value):
+    return lambda engine, given: setattr(engine.head["generator"], name, value)
+
+
+def of_hook(kind, part=None):
+    def change(engine, given):
+        given["hidden"].requires_grad_()
+        generator = engine.head["generator"]
+        getattr(generator if part is None else getattr(generator, part), f"register_{kind}")(nothing)
+
+    return change
+
+
+def of_another_hook(engine, given):
+    """One in the place of another."""
+    linear = engine.head["generator"].linear
+    linear._forward_hooks.clear()
+    linear.register_forward_hook(nothing)
+
+
+def of_criterion(engine, given):
+    given["weight"] = torch.ones(12)
+
+
+class Weighing(seqpar.CrossEntropy):
+    """A criterion that may be given a tensor of each token."""
+
+    def token_loss(self, logits, target, weight=1.0):
+        return super().token_loss(logits, target)
+
+    def forward(self, logits, target, weight=1.0):
+        return self.token_loss(logits, target).total
 
 
 def of_dtypes(engine, given):
@@ -56,12 +108,27 @@ def of_per_token(engine, given):
 
 
 CHANGES = {
-    "shapes": [of_shapes],
-    "calls": [of_calls, lambda engine, given: engine.eval()],
+    "shapes": [of_shapes, of_another_buffer, of_a_class],
+    "calls": [
+        lambda engine, given: engine.eval(),
+        *(
+            of_hook(kind)
+            for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+        ),
+        of_hook("forward_hook", "linear"),
+        of_another_hook,
+        of_attribute("flag", True),
+        of_attribute("kind", "two"),
+        of_attribute("function", torch.sigmoid),
+        of_attribute("function", nothing),
+        of_attribute("method", nn.Linear(1, 1).extra_repr),
+        of_attribute("parts", nn.ModuleDict({"one": nn.Sigmoid()})),
+        of_attribute("parts", nn.ModuleDict({"two": nn.Tanh()})),
+    ],
     "dtypes": [of_dtypes, lambda engine, given: engine.double()],
     "wants_gradients": [of_wants_gradients],
     "leading": [of_leading],
-    "per_token": [of_per_token],
+    "per_token": [of_per_token, of_criterion],
 }
 """Of each fact that the findings depend on, what changes it."""
 
@@ -79,7 +146,7 @@ def test_every_fact_has_its_change():
 
 @pytest.mark.parametrize(("fact", "number"), [(fact, i) for fact, some in CHANGES.items() for i in range(len(some))])
 def test_a_call_that_differs_in_one_fact_is_probed_again_and_only_once(fact, number):
-    engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
+    engine = seqpar.LossCompute(Projecting(), Weighing())
     given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,))}
     original = copy.copy(given)
     assert probed(engine, given)
@@ -89,6 +156,32 @@ def test_a_call_that_differs_in_one_fact_is_probed_again_and_only_once(fact, num
     assert not probed(engine, given)
     if fact in ("leading", "per_token"):
         assert not probed(engine, original)
+
+
+def test_numbers_and_tools_that_only_look_on_change_nothing():
+    engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
+    given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,))}
+    assert probed(engine, given)
+    of_attribute("number", 2)(engine, given)
+    with FlopCounterMode(display=False):
+        assert not probed(engine, given)
+
+
+def test_gradients_are_wanted_of_whatever_requires_one_while_they_are_recorded():
+    engine = seqpar.LossCompute(Projecting(), Weighing())
+    given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,)), "shift": torch.randn(12, V)}
+    assert probed(engine, given)
+    with torch.no_grad():
+        assert probed(engine, given)
+        engine.requires_grad_(False)
+        assert not probed(engine, given)
+    given["shift"].requires_grad_()
+    assert not probed(engine, given)
+    given["shift"] = given["shift"].detach()
+    given["hidden"].requires_grad_()
+    assert not probed(engine, given)
+    given["hidden"] = given["hidden"].detach()
+    assert not probed(engine, given)
 
 
 def test_only_the_latest_situations_are_remembered(monkeypatch):
