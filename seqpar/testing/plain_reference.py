@@ -130,7 +130,7 @@ def plain_value_and_gradients(
         {'hidden': torch.Size([6, 8]), 'weight': torch.Size([50, 8])}
     """
     given = {"hidden": hidden, "weight": weight, "bias": bias, "token_weight": token_weight}
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in given.items() if t is not None}
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items() if t is not None}
     with torch.enable_grad():
         loss = plain_linear_cross_entropy(
             leaves["hidden"],

@@ -184,7 +184,9 @@ class Watch:
                 numbers = [value] if isinstance(value, Tensor | float | int) else [*_numbers(value)]
                 for place, number in enumerate(numbers):
                     what = f"{key}[{place}]" if len(numbers) > 1 else key
-                    self.state[f"{what} of {name}"] = _whole(torch.as_tensor(number)).double()
+                    if not isinstance(number, Tensor):
+                        number = torch.tensor(number, dtype=torch.float64)
+                    self.state[f"{what} of {name}"] = _whole(number).double()
 
 
 def _numbers(value: Any) -> Iterator[float]:

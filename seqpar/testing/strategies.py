@@ -266,7 +266,6 @@ def _unequal(drawn: Tensor, mask: Tensor, padding: int, ranks: int) -> Tensor:
     """Return the targets with padding where the mask is False; one is changed if all ranks had equally many others."""
     if ranks > 1:
         counts = {int(mask[first:end].sum()) for first, end in itertools.pairwise(unequal_cuts(len(mask), ranks))}
-        mask = mask.clone()
         mask[-1, -1] ^= len(counts) == 1
     return drawn.where(mask, padding)
 
@@ -274,6 +273,6 @@ def _unequal(drawn: Tensor, mask: Tensor, padding: int, ranks: int) -> Tensor:
 def _pad(shape: tuple[int, int], vocab_size: int, padding: int, seed: int) -> Tensor:
     """Return random classes, none of them the padding (unless it is the only class)."""
     drawn = torch.randint(vocab_size, shape, generator=_random(seed))
-    if vocab_size > 1 and 0 <= padding < vocab_size:
+    if 0 <= padding < vocab_size:
         drawn = drawn.where(drawn != padding, (padding + 1) % vocab_size)
     return drawn

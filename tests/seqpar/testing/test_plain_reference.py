@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 
 import seqpar.testing
-from seqpar.testing import assert_same_results, plain_linear_cross_entropy, plain_value_and_gradients
+from seqpar.testing import assert_same_results, plain_linear_cross_entropy, plain_rank, plain_value_and_gradients
 from seqpar.testing import plain_reference as reference
 from tests.seqpar.linear.linear_loss import linear_cases
 from tests.seqpar.published import smoothed_targets
@@ -113,3 +113,10 @@ def test_a_nan_in_an_ignored_row_does_not_matter():
     expected, gradients = plain_value_and_gradients(hidden, weight, target)
     hidden[1] = float("nan")
     assert_same_results(plain_value_and_gradients(hidden, weight, target), (expected, gradients))
+
+
+def test_of_many_equal_logits_the_lower_class_comes_first():
+    logits = torch.zeros(3, 500)
+    logits[0, 450] = logits[1, 399] = 1
+    logits[2, 3] = -1
+    assert plain_rank(logits, torch.tensor([400, 400, 400])).tolist() == [401, 400, 399]

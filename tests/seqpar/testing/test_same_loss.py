@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from torch import nn
 import seqpar
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.rows.criteria import ignored_target
-from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
+from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss, same_loss
 from seqpar.testing.evidence import gradients_by_use
 from seqpar.testing.strategies import (
     cases,
@@ -167,12 +168,12 @@ def test_a_missed_tie_is_named_with_the_use_that_is_left(missed):
 def test_the_gradients_through_each_use_add_up_to_the_gradient():
     """However the tensor is handed over: in place, by its name, in a list, transposed, and looked at besides."""
     weight, frozen = (torch.randn(3, 3, dtype=torch.float64, requires_grad=g) for g in (True, False))
-    x = torch.randn(2, 3, dtype=torch.float64)
+    x, words = torch.randn(2, 3, dtype=torch.float64), torch.tensor([1, 1])
 
     def loss():
         with torch.no_grad():
             size = weight.norm() * weight.shape[0]
-        rows = F.embedding(torch.tensor([1, 1]), weight, sparse=True)
+        rows = F.embedding(words, weight, sparse=weight.device.type == "cpu")
         states = F.linear(F.linear(x, weight).tanh(), weight=weight) @ weight.T * size.detach()
         return (states * rows * frozen.sum() * torch.stack([x[0], weight[0]]).sum()).sum()
 
@@ -241,3 +242,91 @@ def test_per_token_tensors_are_made_float64(dtype):
 
 def forgets_the_gate(generator, criterion, hidden, target, gate):
     return plain_loss(generator, criterion, hidden, target, gate=gate.detach())
+
+
+@pytest.mark.parametrize(
+    ("least", "said"),
+    [(12, r"hidden \(12, 2\), target \[0, 1, .*, 1\]"), (13, r"hidden \(13, 2\), target \(13,\)"),
+        (40, r"hidden \(40, 2\)"), (41, r"hidden \(60, 2\)")],
+)  # fmt: skip
+def test_forty_smaller_inputs_are_tried_and_up_to_twelve_targets_shown(least, said):
+    def wrong_from(generator, criterion, hidden, target):
+        return plain_loss(generator, criterion, hidden, target) * (1 + (len(target) >= least))
+
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    with pytest.raises(AssertionError, match=f"Smallest part of these inputs that fails: {said}"):
+        assert_same_loss(nn.Linear(2, 5), criterion, torch.ones(60, 2), torch.arange(60) % 5, loss=wrong_from)
+
+
+@pytest.mark.parametrize("tokens", [0.5, 4])
+def test_a_part_without_tokens_is_divided_by_one(tokens):
+    def added(*given):
+        return plain_loss(*given) + 1
+
+    target = torch.tensor([[-100, -100], [1, 2]])
+    with pytest.raises(AssertionError) as caught:
+        assert_same_loss(nn.Linear(2, 5), seqpar.CrossEntropy(), torch.ones(2, 2, 2), target, loss=added, tokens=tokens)
+    assert str(caught.value).endswith("(generator, criterion, hidden[:1, :1], target[:1, :1], loss=loss)")
+
+
+def test_the_call_that_fails_has_the_layout_and_the_tensors_of_the_whole_one():
+    class Dropping(Gated):
+        def forward(self, hidden, gate):
+            return super().forward(F.dropout(hidden, 0.5), gate)
+
+    gate, target = torch.rand(2, 3) + 1, torch.tensor([[1, 2, 3], [3, 4, 0]])
+    part = r"\[:\d, :\d\]"
+    call = rf"hidden{part}, target{part}, gate=gate{part}, devices=\['cpu', 'cpu'\], chunk_size=2\)$"
+    layout = {"devices": ["cpu"] * 2, "chunk_size": 2}
+    with pytest.raises(AssertionError, match=call):
+        assert_same_loss(Dropping(), seqpar.CrossEntropy(), torch.randn(2, 3, 4), target, gate=gate, **layout)
+
+
+@pytest.mark.parametrize("layout", [(["cpu"] * 2, None, None), (None, 2, None), (None, None, 1)])
+def test_the_engine_has_the_layout_that_is_given(layout, monkeypatch):
+    seen = []
+
+    class Recorded(seqpar.LossCompute):
+        def __init__(self, generator, criterion, *given):
+            seen.append(given)
+            super().__init__(generator, criterion, *given)
+
+    monkeypatch.setattr(same_loss, "LossCompute", Recorded)
+    given = dict(zip(("devices", "chunk_tokens", "chunk_size"), layout, strict=True))
+    assert_same_loss(nn.Linear(4, 5), seqpar.CrossEntropy(), torch.randn(4, 3, 4), torch.ones(4, 3).long(), **given)
+    assert seen == [layout]
+
+
+def test_modules_of_another_dtype_are_copied_and_left_as_they_are():
+    generator, criterion = nn.Linear(4, 5).double(), nn.CrossEntropyLoss(torch.rand(5), reduction="sum")
+    assert_same_loss(generator, criterion, torch.randn(6, 4), torch.arange(6) % 5)
+    narrow = nn.Linear(4, 5)
+    assert_same_loss(narrow, criterion, torch.randn(6, 4), torch.arange(6) % 5)
+    assert criterion.weight.dtype == narrow.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"generator": len}, "generator is a builtin_function_or_method; it must be a torch.nn.Module"),
+        ({"criterion": len}, "criterion is a builtin_function_or_method; it must be a torch.nn.Module"),
+        ({"hidden": torch.ones(2, 4).long()}, "hidden"), ({"target": torch.ones(2)}, "target"),
+        ({"gate": [1.0, 2.0]}, "gate"), ({"rtol": -1.0}, "rtol is -1.0"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_a_wrong_kind_is_refused_by_name(changed, said):
+    given = {"generator": nn.Linear(4, 5), "criterion": seqpar.CrossEntropy(), "hidden": torch.ones(2, 4)}
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        assert_same_loss(**(given | {"target": torch.ones(2).long()} | changed), loss=mean)
+
+
+def wrong_on_rank_1(generator, criterion, hidden, target):
+    hidden = hidden + dist.get_rank() * (hidden - hidden.detach())
+    return plain_loss(generator, criterion, hidden, target) * dist.get_world_size()
+
+
+@pytest.mark.unswitched
+def test_a_gradient_that_is_wrong_on_another_rank_than_the_first_is_found():
+    hidden, target = torch.randn(5, 3, 4), torch.arange(15).view(5, 3) % 5
+    with pytest.raises(AssertionError, match=r"^rank 1: Likely cause: (.|\n)*the gradient of hidden is off"):
+        assert_same_loss(nn.Linear(4, 5), seqpar.CrossEntropy(), hidden, target, loss=wrong_on_rank_1, ranks=2)

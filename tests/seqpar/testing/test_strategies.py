@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from seqpar.testing import assert_same_loss, comparison, plain_loss, strategies
 from seqpar.testing.ranks import unequal_cuts
@@ -29,8 +29,23 @@ def drawn_by(strategy, examples):
 
 
 UNCUT = {"chunk_tokens": None, "chunk_size": None}
+
+
+def pairs(*numbers):
+    """All rows of two of these numbers, as targets or masks are drawn."""
+    return [[[*pair]] for pair in itertools.product(numbers, repeat=2)]
+
+
 DRAWN = {
     "shapes": (strategies.shapes(2, 2), [(1, 1), (1, 2), (2, 1), (2, 2)]),
+    "shapes for ranks": (strategies.shapes(4, 1, ranks=3), [(3, 1), (4, 1)]),
+    "shapes for more ranks than sentences": (strategies.shapes(2, 1, ranks=3), [(3, 1)]),
+    "masks": (strategies.masks((1, 2)).map(Tensor.tolist), pairs(True, False)),
+    "targets": (strategies.targets((1, 2), 2).map(Tensor.tolist), pairs(0, 1, -100)),
+    "targets with a class of padding": (strategies.targets((1, 2), 3, 0).map(Tensor.tolist), pairs(0, 1, 2)),
+    "targets with the last class as padding": (strategies.targets((1, 2), 2, 1).map(Tensor.tolist), pairs(0, 1)),
+    "other devices": (strategies.device_lists("meta", 1), [None, ["meta"]]),
+    "splits of one class": (strategies.vocabulary_splits(1, 3), [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
     "lengths": (strategies.lengths(2, 1), [[0, 0], [0, 1], [1, 0], [1, 1]]),
     "devices": (strategies.device_lists(most=2), [None, ["cpu"], ["cpu", "cpu"]]),
     "chunks": (
@@ -45,7 +60,7 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_strategy_draws_all_of_its_range_and_nothing_else(name):
     strategy, wanted = DRAWN[name]
-    found = drawn_by(strategy, 60)
+    found = drawn_by(strategy, 80)
     assert all(one in wanted for one in found)
     assert all(one in found for one in wanted)
 
@@ -71,6 +86,52 @@ def test_cases_have_all_sizes_that_they_are_said_to_have_and_no_others():
         assert case.targets()[~ignored].lt(case.vocab_size).all()
 
 
+def test_masks_are_padded_at_the_ends_of_sentences_or_anywhere():
+    ends, elsewhere = [], []
+    for mask in drawn_by(strategies.masks((4, 9)), 60):
+        length = mask.sum(1)
+        padded = torch.equal(mask, torch.arange(9) < length.unsqueeze(1))
+        ends.append(padded and 0 in length and bool((length % 9).any()))
+        elsewhere.append(not padded)
+    assert any(ends)
+    assert any(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("padding", "conventions"), [(0, {"torch", "fairseq", "harvard"}), (-100, {"torch", "fairseq"})]
+)
+def test_criteria_are_of_every_kind_with_every_smoothing_and_ignore_the_padding(padding, conventions):
+    found = drawn_by(strategies.criteria(4, padding), 150)
+    torchs = [one for one in found if isinstance(one, nn.CrossEntropyLoss)]
+    smoothing = [one for one in found if type(one).__name__ == "LabelSmoothing"]
+    assert any(type(one).__name__ == "CrossEntropy" for one in found)
+    kinds = {(one.weight is None, one.label_smoothing) for one in torchs}
+    assert kinds == {*itertools.product([True, False], [0.0, 0.1, 0.9])}
+    kinds = {(one.smoothing_convention, one.label_smoothing) for one in smoothing}
+    assert kinds == {*itertools.product(conventions, [0.0, 0.1, 0.9])}
+    assert {one.ignore_index for one in found} == {padding}
+    weights = [one.weight.tolist() for one in torchs if one.weight is not None]
+    assert {one.weight.dtype for one in torchs if one.weight is not None} == {torch.float64}
+    assert weights[0] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+
+
+def test_a_case_has_numbers_of_its_own_in_float64_and_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    found = drawn_by(strategies.cases(max_devices=2), 80)
+    drawn_by(strategies.targets((3, 4), 5), 5)
+    assert {case.devices for case in found} == {0, 1, 2}
+    assert len({case.seed for case in found}) > 10
+    assert {(case.device_list("meta") or [""])[-1] for case in found} == {"", "meta"}
+    assert any((case.chunk_tokens or 0) > 10 for case in found)
+    case = replace(found[0], batch=3, time=5, width=4, padding_share=0.3)
+    other = replace(case, seed=case.seed + 1)
+    for of in (strategies.Case.hidden, strategies.Case.targets):
+        assert torch.equal(of(case), of(case))
+        assert not torch.equal(of(case), of(other))
+    assert not torch.equal(case.hidden(), case.hidden().float().double())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @given(st.data(), st.sampled_from([2, 3, 5]), st.booleans())
 def test_with_ranks_the_targets_can_be_divided_among_them(data, ranks, of_a_case):
     """Every rank has a sentence, not all have equally many tokens, and at most one target is another one for that."""
@@ -85,7 +146,8 @@ def test_with_ranks_the_targets_can_be_divided_among_them(data, ranks, of_a_case
     counts = [int((target[first:end] != padding).sum()) for first, end in itertools.pairwise(cuts)]
     assert len(target) >= ranks
     assert len({*counts}) > 1
-    assert (target != plain).sum() <= 1
+    were = [int((plain[first:end] != padding).sum()) for first, end in itertools.pairwise(cuts)]
+    assert (target != plain).sum() == (len({*were}) == 1)
 
 
 @pytest.mark.parametrize(("length", "world", "cuts"), [(2, 2, [0, 1, 2]), (5, 2, [0, 1, 5]), (9, 3, [0, 1, 4, 9])])

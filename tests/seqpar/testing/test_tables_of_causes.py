@@ -40,6 +40,11 @@ BY_THE_VALUE = [
     (with_value(evidence(1), 1.0, 0.0), f"{NONE}all gradients are right, only the value is wrong$"),
     (with_value(evidence(1, tokens=3, divisor=3), 2 * math.pi), f"{NONE}.* only the value is wrong: 2 times the plain"),
     (with_value(evidence(2, tokens=0), math.inf), "a division by 0 tokens: every target is ignored"),
+    (with_value(evidence(1), 1.0005 * math.pi), f"{NONE}all gradients are right, only the value is wrong$"),
+    (Evidence(evidence(1, off=0.9e-5).got, (torch.tensor(math.pi), evidence(1).got[1])), "the plain loss casts its "
+        "logits"),
+    (Evidence((torch.tensor(math.pi), evidence(1, off=0.9e-5).got[1]), (torch.tensor(math.pi), evidence(1).got[1])),
+        "float32 .* the loss is float32 itself"),
     (evidence(2, tokens=0), "accumulation: all gradients are 2 times"),
     (with_value(evidence(1.7, again=Repeated([5e-7], [1.0])), 1.0, 0.0), NONE),
     (with_value(evidence(1.7, again=Repeated([1.0], [1.0])), 1.1, math.nan), NONE),
@@ -181,11 +186,12 @@ BY_SUPPOSING = [
 ]  # fmt: skip
 
 
-def in_rows(*times, zero=(), columns=2, shape=None, plain=None, **facts):
+def in_rows(*times, zero=(), columns=2, shape=None, last=1.0, **facts):
     """The gradient of hidden whose rows are so many times the plain ones; some plain ones are 0."""
     right = torch.arange(1.0, columns * len(times) + 1, dtype=torch.float64).view(len(times), columns).sqrt()
     right[list(zero)] = 0
     got = right * wide(*times).unsqueeze(1)
+    got[:, -1] *= last
     if shape:
         right, got = right.view(*shape, columns), got.view(*shape, columns)
     value = wide(math.pi)[0]
@@ -229,6 +235,7 @@ BY_ROW = [
     (in_rows(1, 9, 9, 9, 1, 9), f"{HIDDEN}9 times the plain one in its rows 1 to 3, 5, of 6, and right elsewhere"),
     (in_rows(9, 1, 9, 1, 9, 1, 9, 9), f"{HIDDEN}9 times the plain one in its rows 0, 2, 4, 6 to 7, of 8, and right"),
     (in_rows(9, 9, 1, 9, 1, 9, 1, 9, 1, 9), f"{HIDDEN}9 times the plain one in its 6 rows, of 10, and right elsewhere"),
+    (in_rows(1, 1, 1, last=0.0), EVENLY),
     (in_rows(1, 1, 0, 1, 1, 0, shape=(2, 3)), "the last chunk is dropped: .* no gradient in its last 1 time steps, of "
         "3,"),
     (in_rows(1, 9, 1, 1, 1, 1, shape=(2, 3)), "a chunk is counted 9 times: .* in its rows 1 to 1, of 6, and right "

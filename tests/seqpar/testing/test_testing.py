@@ -1,10 +1,14 @@
 """The kit that proves losses fails where it should."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
-from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, plain_loss
+from seqpar.core.checks import PROVED
+from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, assert_same_step, plain_loss
+from seqpar.testing.gradients import size_of, value_and_gradients
 
 WRONG = {
     "value": lambda loss: loss + 1e-9,
@@ -35,6 +39,7 @@ def test_a_gradient_for_a_frozen_tensor_is_caught():
 
 def test_it_leaves_no_gradients_behind_and_accepts_the_same_loss():
     generator = nn.Linear(2, 3)
+    generator.weight.grad = torch.ones(3, 2)
     hidden, target = torch.randn(4, 2), torch.tensor([0, 1, 2, 0])
     criterion = nn.CrossEntropyLoss(reduction="sum")
     assert_same_gradients(
@@ -64,6 +69,11 @@ DIFFERENT = {
     "a gradient where there is none": ((0.0, [1e-9]), (0.0, [0.0])),
     "a loss where there is none": ((1e-9, [0.0]), (0.0, [0.0])),
     "nothing for something": ((1.0, []), (1.0, [1.0])),
+    "less than the reference": ((1.0, [0.5]), (1.0, [1.0])),
+    "another shape of as many numbers": ((1.0, [[1.0, 2.0]]), (1.0, [[1.0], [2.0]])),
+    "nan among numbers": ((1.0, [1.0, NAN]), (1.0, [1.0, 2.0])),
+    "off by 1.1e-12 of the largest, which is negative": ((1.0, [-3.0 - 3.3e-12, 1.0]), (1.0, [-3.0, 1.0])),
+    "off by 1.1e-12 of the largest of many": ((1.0, [0.0, 3.0, 3.3e-12]), (1.0, [0.0, 3.0, 0.0])),
 }
 
 
@@ -175,3 +185,94 @@ def test_what_a_loss_does_with_its_upstream_factor_is_named(power, cause):
     w = torch.ones(2, dtype=torch.float64, requires_grad=True)
     with pytest.raises(AssertionError, match=f"Likely cause: {cause}"):
         assert_same_gradients(lambda: Eighths.apply(w, power).sum(), lambda: (w + w.detach()).sum(), {"w": w})
+
+
+@pytest.mark.parametrize("of", [assert_same_gradients, assert_same_loss, assert_same_results, assert_same_step])
+def test_float64_is_held_to_1e_12(of):
+    assert inspect.signature(of).parameters["rtol"].default == 1e-12
+
+
+def test_what_is_off_by_less_than_1e_12_of_the_largest_number_is_right():
+    assert_same_results(held(1.0, [-3.0 - 2.7e-12, 1.0, 2.7e-12]), held(1.0, [-3.0, 1.0, 0.0]))
+    assert (size_of(torch.tensor([-3.0, 2.0, INF, NAN])), size_of(torch.tensor([]))) == (3, 0)
+
+
+def test_a_tolerance_of_ones_own_is_the_one_that_counts():
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert_same_gradients(lambda: w.sum() * (1 + 1e-9), lambda: w.sum(), {"w": w}, rtol=1e-8)
+    head = nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="sum"), torch.ones(1, 2), torch.tensor([1])
+    assert_same_loss(*head, loss=lambda *given: plain_loss(*given) * (1 + 1e-9), rtol=1e-8)
+
+
+def test_the_largest_difference_is_said_beside_the_largest_reference():
+    with pytest.raises(AssertionError, match=r"^the gradient of w is off by 2 where the reference is 7 large$"):
+        assert_same_results(held(1.0, [1.0, 2.0, -7.0]), held(1.0, [3.0, 2.5, -7.0]))
+
+
+def test_the_names_on_both_sides_are_the_same():
+    value, gradients = held(1.0, [1.0])
+    for got, expected in ((gradients, {}), ({}, gradients)):
+        with pytest.raises(AssertionError, match=r"\[.*\] is not \[.*\]"):
+            assert_same_results((value, got), (value, expected))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "said"),
+    [
+        (lambda: torch.ones(2), ValueError, r"loss returned shape \(2,\); it must return one number"),
+        (lambda: 3.0, TypeError, "loss returned a float; it must return one tensor"),
+        (3.0, TypeError, "loss is a float; it must be a function"),
+    ],
+)
+def test_a_loss_is_a_function_that_returns_one_number(loss, error, said):
+    with pytest.raises(error, match=said):
+        value_and_gradients(loss, {})
+
+
+def test_a_tensor_that_neither_loss_uses_is_right():
+    w, unused = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert_same_gradients(lambda: w.sum(), lambda: w.sum(), {"w": w, "unused": unused})
+
+
+@pytest.mark.parametrize(
+    ("made", "cause"), [(torch.clone, "the last chunk is dropped"), (nn.Parameter, "none of the us")]
+)
+def test_rows_are_those_of_inputs_and_not_of_parameters(made, cause):
+    x = made(torch.arange(1.0, 9.0).view(4, 2)).requires_grad_()
+
+    def without_the_last():
+        return x[:3].square().sum() + x[3:].detach().square().sum()
+
+    with pytest.raises(AssertionError, match=f"Likely cause: {cause}"):
+        assert_same_gradients(without_the_last, lambda: x.square().sum(), {"x": x})
+
+
+def test_what_helps_to_name_the_cause_is_used():
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(AssertionError, match=r"a mean instead of a sum: .* and 3 targets are not ignored"):
+        assert_same_gradients(lambda: w.sum() / 3, lambda: w.sum(), {"w": w}, tokens=3)
+
+    def clamped():
+        x = w * 1
+        if x.requires_grad:
+            x.register_hook(lambda g: g.clamp(max=0.5))
+        return x.sum()
+
+    with pytest.raises(AssertionError, match=r"is not linear, .* have an eighth of the gradient of w"):
+        assert_same_gradients(lambda: w.sum(), clamped, {"w": w})
+
+
+def test_only_the_loss_under_test_is_computed_where_an_adapter_in_place_is_refused():
+    w, seen = torch.ones(2, dtype=torch.float64, requires_grad=True), []
+
+    def loss(name, *given):
+        seen.append((name, PROVED.get()))
+        return plain_loss(*given) if given else w.sum()
+
+    assert_same_gradients(lambda: loss("tested"), lambda: loss("plain"), {"w": w})
+    assert seen == [("plain", False), ("tested", True)]
+    seen.clear()
+    head = nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="sum"), torch.ones(1, 2), torch.tensor([1])
+    assert_same_loss(*head, loss=lambda *given: loss("tested", *given))
+    assert seen == [("tested", True), ("tested", False)]
+    assert not PROVED.get()

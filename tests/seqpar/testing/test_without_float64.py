@@ -84,3 +84,39 @@ def test_a_device_says_itself_whether_it_has_float64(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", refusing)
     assert not precision.has_float64(torch.device("cpu"))
+
+
+class Gated(nn.Linear):
+    def forward(self, x, gate):
+        return super().forward(x) * gate.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("off", ["hidden", "gate", ""])
+def test_gradients_of_per_token_tensors_are_held_against_it_too(no_float64, off):
+    def wrong_gradient(generator, criterion, hidden, target, gate):
+        given = {"hidden": hidden, "gate": gate}
+        given |= {name: t * 1.0001 - t.detach() * 0.0001 for name, t in given.items() if name == off}
+        return plain_loss(generator, criterion, given["hidden"], target, gate=given["gate"])
+
+    _, criterion, hidden, target = problem()
+    given = {"loss": wrong_gradient, "gate": torch.rand(target.shape) + 1}
+    if not off:
+        assert_same_loss(Gated(16, 50), criterion, hidden, target, **given)
+        return
+    with pytest.raises(AssertionError, match=rf"the gradient of {off} is off by 0\.0001"):
+        assert_same_loss(Gated(16, 50), criterion, hidden, target, **given)
+
+
+class Deaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return torch.ones_like(upstream)
+
+
+def test_an_eighth_is_held_against_an_eighth(no_float64):
+    with pytest.raises(AssertionError, match=r"upstream factor is ignored(.|\n)*both losses are multiplied by 0\.125"):
+        assert_same_loss(*problem(), loss=lambda *given: Deaf.apply(plain_loss(*given)))

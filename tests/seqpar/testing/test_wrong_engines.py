@@ -269,12 +269,13 @@ def test_that_only_the_gradient_is_wrong_is_said(name):
     assert str(caught.value).splitlines()[0].endswith(ONLY_THE_GRADIENT)
 
 
-def test_a_missing_softcap_derivative_is_named_in_two_functions_of_ones_own():
+@pytest.mark.parametrize("tanh", [torch.tanh, torch.Tensor.tanh])
+def test_a_missing_softcap_derivative_is_named_in_two_functions_of_ones_own(tanh):
     weight, x = torch.randn(5, 4).double().requires_grad_(), torch.randn(4).double()
 
     def loss(straight=False):
         z = weight @ x
-        capped = torch.tanh(z)
+        capped = tanh(z)
         if straight:
             capped = z + (capped - z).detach()
         return capped.square().sum()

@@ -1,0 +1,177 @@
+"""What is said of a step, by the numbers of its ranks alone; and how one is watched."""
+
+import pytest
+import torch
+from torch import nn
+
+from seqpar.testing import Layout
+from seqpar.testing.same_step import _Trial
+from seqpar.testing.step_run import Ran, Watch, _OtherRandomNumbers, alone, named
+from tests.seqpar.testing.test_same_step import trainer
+
+pytestmark = pytest.mark.unswitched
+
+
+def ran(loss=4.0, state=1.0, after=None, **gradients):
+    """What a rank's step did to two parameters, whose gradients are these."""
+    tensors = {name: torch.tensor(g, dtype=torch.float64) for name, g in gradients.items() if g is not None}
+    before = {"a.w": torch.zeros(2).double(), "b": torch.zeros(2).double()}
+    states = {"exp_avg of a.w": torch.full((2,), state).double()}
+    return Ran(loss, {"a.w" if name == "a" else name: g for name, g in tensors.items()}, states, before, before, 6)
+
+
+RIGHT = {"a": [1.0, -3.0], "b": [0.0, 2.0]}
+
+
+def step_off(*ranks, layout=None, truth=None, rtol=1e-12, reference=None):
+    """What differs in these ranks' steps."""
+    layout = layout or Layout(ranks=len(ranks))
+    reference = reference or ran(**RIGHT)
+    return _Trial(len, layout, ranks, reference, truth or reference, rtol).differences()
+
+
+NARROW = {"layout": Layout(dtype=torch.bfloat16), "reference": ran(loss=4.1, a=[1.01, -3.0], b=[0.0, 2.0])}
+STEPS = [
+    ([ran(**RIGHT)], {}, {}),
+    ([ran(a=[1.0, -3.0 + 2.9e-12], b=[2.9e-14, 2.0])], {}, {}),
+    ([ran(a=[1.0, -3.0 + 3.1e-12], b=[0.0, 2.0])], {}, {"a.w": (0, "the gradient of a.w is off by 3.1e-12 where")}),
+    ([ran(a=[1.0, -3.0 + 3.1e-12], b=[0.0, 2.0])], {"rtol": 2e-12}, {}),
+    ([ran(**RIGHT), ran(a=[1.0, 3.0], b=[0.0, 2.0])], {}, {"a.w": (1, "the gradient of a.w is off by 6 where")}),
+    ([ran(a=[1.0, -3.0]), ran(b=[0.0, 2.0])], {}, {}),
+    ([ran(a=[1.0, -3.0])], {}, {"b": (0, "the gradient of b is missing in every rank")}),
+    ([ran(a=[1.0, -3.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
+    ([ran(state=2.0, **RIGHT)], {}, {"a.w": (0, "the exp_avg of a.w is off by 1 where the reference is 1 large")}),
+    ([ran(loss=None, **RIGHT), ran(loss=8.0, **RIGHT)], {}, {"": (1, "the loss is reported as 8 where 4 is right")}),
+    ([ran(loss=float("nan"), **RIGHT)], {}, {"": (0, "the loss is reported as nan where 4 is right")}),
+    ([ran(loss=4.0002, **RIGHT)], {}, {}), ([ran(loss=4.0004, **RIGHT)], {}, {"": (0, "the loss is reported as "
+        "4.0004")}),
+    ([ran(loss=4.0008, **RIGHT)], {"layout": Layout(accumulation=6)}, {}),
+    ([ran(loss=2.0003001, **RIGHT)], {"reference": ran(loss=2.00000001, **RIGHT)}, {"": (0, "the loss is reported as "
+        "2.0")}),
+    ([ran(loss=2.0002, **RIGHT)], {"reference": ran(loss=2.00000001, **RIGHT)}, {}),
+    ([ran(loss=float(torch.tensor(100.123451)), **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)}, {}),
+    ([ran(loss=100.123452, **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)}, {"": (0, "the loss is reported as "
+        "100")}),
+    ([ran(loss=4.19, a=[1.019, -3.0], b=[1e-3, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {}),
+    ([ran(loss=4.3, **RIGHT)], NARROW | {"truth": ran(**RIGHT)}, {"": (0, "the loss is reported as 4.3 where 4 is "
+        "right")}),
+    ([ran(loss=4.1, a=[1.1, -3.0], b=[0.0, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {"a.w": (0, "the gradient of a.w "
+        "is "
+        "off by 0.032 of its size, where one process in this dtype is off by 0.0032")}),
+    ([ran(loss=4.1, a=[1.0, -3.0], b=[0.0, 2.1])], NARROW | {"truth": ran(**RIGHT)}, {"b": (0, "the gradient of b is "
+        "off "
+        "by 0.05 of its size, where one process in this dtype is off by 0")}),
+    ([ran(loss=4.1, a=[[1.0], [-3.0]], b=[0.0, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {"a.w": (0, "the gradient of "
+        "a.w "
+        "has shape (2, 1)")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", range(len(STEPS)))
+def test_what_differs_in_a_step_is_said_with_its_rank_and_both_numbers(row):
+    ranks, given, wanted = STEPS[row]
+    found = step_off(*ranks, **given)
+    assert found.keys() == wanted.keys(), found
+    for name, (rank, said) in wanted.items():
+        assert found[name][0] == rank
+        assert found[name][1].startswith(said), found[name][1]
+
+
+def test_the_message_has_what_differs_in_the_order_of_the_model_and_a_call_with_all_that_is_not_usual(monkeypatch):
+    monkeypatch.setattr("seqpar.testing.same_step.is_shown", lambda: False)
+    layout = Layout(ranks=3, accumulation=2, kind="fsdp2", dtype=torch.float32)
+    wrong = ran(loss=9.0, a=[5.0, -3.0], b=[0.0, 7.0])
+    right = ran(**RIGHT)
+    trial = _Trial(trainer, layout, [right, wrong, wrong], right, right, 1e-5)
+    said, *call = trial.message(dict(reversed(trial.differences().items()))).splitlines()
+    assert said.startswith(
+        "3 ranks, 2 micro-batches each, fsdp2: the gradient of a.w is off by 4 where the reference is 3"
+    )
+    assert (
+        ", in rank 1; the loss is reported as 9 where 4 is right; the first module that differs is a, and 2 of " in said
+    )
+    assert call == [
+        "    from seqpar.testing import Layout, assert_same_step",
+        "    from tests.seqpar.testing.test_same_step import trainer",
+        "    assert_same_step(trainer, [Layout(ranks=3, accumulation=2, kind='fsdp2')], dtype=torch.float32, "
+        "rtol=1e-05)",
+    ]
+    only = _Trial(len, Layout(), [ran(a=[1.0, -3.0], b=[0.0, 7.0])], ran(**RIGHT), ran(**RIGHT), 1e-12)
+    said = only.message(only.differences())
+    assert (
+        "one process: the gradient of b is off by 5 where the reference is 2 large; the first module that differs is "
+    )
+    assert "the first module that differs is the model itself, and 1 of 2 parameters do" in said
+    assert ", in rank" not in said
+
+
+def test_a_layout_divides_the_sentences_among_its_micro_batches(monkeypatch):
+    assert [str(one) for one in (Layout(), Layout(accumulation=3), Layout(ranks=2), Layout(kind="x"))] == [
+        "one process", "one process, 3 micro-batches", "2 ranks", "one process, x",
+    ]  # fmt: skip
+    layout, seen = Layout(ranks=2, accumulation=2, kind="x"), []
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        seen += layout.micro_batches(range(6))
+    assert seen == [[0], [1, 2], [3], [4, 5]]
+    assert alone(layout, 4) == Layout(only=4)
+    assert Layout(only=4).step(range(6)) == [4]
+
+
+def test_parameters_have_the_names_that_they_have_without_wrappers():
+    model = nn.ModuleDict({"module": nn.ModuleDict({"a": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})})})
+    model["_checkpoint_wrapped_module"] = nn.ModuleDict({"_fsdp_wrapped_module": nn.Linear(1, 1, bias=False)})
+    assert [name for name, _ in named(model)] == ["a.weight", "a.bias", "weight"]
+
+
+def watched(optimizer, model, step):
+    watch = Watch(model)
+    with watch.watching():
+        step(optimizer)
+    optimizer.step()  # nobody watches any more
+    return watch
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_gradients_of_a_closure_every_group_and_its_settings_are_kept(by_name):
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    groups = [{"params": part.parameters(), "lr": lr} for part, lr in zip(model, (0.1, 0.2), strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.7, 0.8))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    model[0].weight.grad = torch.full((3, 2), 99.0)  # of an earlier step, until the closure runs
+    watch = watched(optimizer, model, lambda o: o.step(closure=closure) if by_name else o.step(closure))
+    assert watch.gradients.keys() == {"0.weight", "1.weight"}
+    assert not (watch.gradients["0.weight"] == 99).any()
+    wanted = {"lr of 0.weight": 0.1, "lr of 1.weight": 0.2, "betas[0] of 0.weight": 0.7, "betas[1] of 1.weight": 0.8}
+    assert {name: float(watch.state[name]) for name in wanted} == wanted
+    assert {"exp_avg of 0.weight", "exp_avg_sq of 1.weight", "step of 1.weight"} <= watch.state.keys()
+    with pytest.raises(ValueError, match=r"has a parameter of shape \(3, 2\) that is none of the Linear which"):
+        watched(optimizer, nn.Linear(1, 1), lambda o: o.step())
+
+
+def test_a_parameter_that_is_clipped_alone_is_kept_as_it_was_and_clipping_still_clips():
+    model = nn.Linear(3, 2, bias=False)
+    model.weight.grad = torch.ones(2, 3)
+
+    def step(optimizer):
+        nn.utils.clip_grad_norm_(model.weight, 0.1)
+        assert model.weight.grad.norm() < 0.11
+        optimizer.step()
+
+    assert (watched(torch.optim.SGD(model.parameters(), 0.1), model, step).gradients["weight"] == 1).all()
+
+
+def test_other_random_numbers_are_others_in_every_operation():
+    torch.manual_seed(0)
+    first = torch.rand(3)
+    torch.manual_seed(0)
+    with _OtherRandomNumbers():
+        second = torch.rand(3)
+    assert not torch.equal(first, second)
