@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from seqpar.testing import Layout
-from seqpar.testing.same_step import _Trial
+from seqpar.testing import Layout, assert_same_step
+from seqpar.testing.same_step import _differ, _parts, _refuse_frozen, _refuse_untrained, _result, _Trial
 from seqpar.testing.step_run import Ran, Watch, _OtherRandomNumbers, alone, named
 from tests.seqpar.testing.test_same_step import trainer
 
@@ -31,6 +31,8 @@ def step_off(*ranks, layout=None, truth=None, rtol=1e-12, reference=None):
 
 
 NARROW = {"layout": Layout(dtype=torch.bfloat16), "reference": ran(loss=4.1, a=[1.01, -3.0], b=[0.0, 2.0])}
+FAR = NARROW | {"reference": ran(a=[1.15, -3.0], b=[0.0, 2.0]), "truth": ran(**RIGHT)}
+SINGLE = {"layout": Layout(dtype=torch.float32), "reference": ran(**RIGHT), "truth": ran(**RIGHT)}
 STEPS = [
     ([ran(**RIGHT)], {}, {}),
     ([ran(a=[1.0, -3.0 + 2.9e-12], b=[2.9e-14, 2.0])], {}, {}),
@@ -42,6 +44,17 @@ STEPS = [
     ([ran(a=[1.0, -3.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
     ([ran(state=2.0, **RIGHT)], {}, {"a.w": (0, "the exp_avg of a.w is off by 1 where the reference is 1 large")}),
     ([ran(loss=None, **RIGHT), ran(loss=8.0, **RIGHT)], {}, {"": (1, "the loss is reported as 8 where 4 is right")}),
+    ([ran(a=[1.0, -3.0], b=[2.9e-14, 0.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
+    ([ran(a=[1.0, -3.0], b=[3.1e-14, 0.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {"b": (0, "the gradient "
+        "of ")}),
+    ([ran(loss=4.1, a=[1.0, -3.0], b=[0.0, 0.0])], NARROW | {"truth": ran(**RIGHT)}, {"b": (0, "the gradient of b is "
+        "off by "
+        "1 of its size")}),
+    ([ran(loss=4.1, a=[1.0, -3.0], b=[1e-3, 0.0])], NARROW | {"truth": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
+    ([ran(a=[1.25, -3.0], b=[0.0, 2.0])], FAR, {}),
+    ([ran(loss=4.01, **RIGHT)], NARROW | {"reference": ran(**RIGHT), "truth": ran(**RIGHT)}, {}),
+    ([ran(loss=4.01, **RIGHT)], SINGLE, {"": (0, "the loss is reported as 4.01 where 4 is right")}),
+    ([ran(loss=4.00021234567, **RIGHT)], {}, {}),
     ([ran(loss=float("nan"), **RIGHT)], {}, {"": (0, "the loss is reported as nan where 4 is right")}),
     ([ran(loss=4.0002, **RIGHT)], {}, {}), ([ran(loss=4.0004, **RIGHT)], {}, {"": (0, "the loss is reported as "
         "4.0004")}),
@@ -175,3 +188,89 @@ def test_other_random_numbers_are_others_in_every_operation():
     with _OtherRandomNumbers():
         second = torch.rand(3)
     assert not torch.equal(first, second)
+
+
+def moved(loss=4.0, by=1.0, **gradients):
+    one = ran(loss, **(gradients or RIGHT))
+    return one._replace(after={name: p + by for name, p in one.after.items()})
+
+
+def test_a_step_trains_if_any_rank_reports_and_any_gradient_and_parameter_is_not_0():
+    _refuse_untrained(Layout(), [moved(None), moved()])
+    _refuse_untrained(Layout(), [moved(by=0.0), moved()])
+    _refuse_untrained(Layout(), [moved(a=[0.0, 0.0], b=[0.0, 1.0])])
+    for ranks, error, said in (
+        ([moved(None), moved(None)], ValueError, "one process: the step returned no loss"),
+        ([moved(a=[0.0, 0.0])], AssertionError, "one process: nothing is trained: every gradient is 0"),
+        ([moved(by=0.0)], AssertionError, "no parameter changes; there are gradients"),
+        ([moved(by=0.0, a=None)], AssertionError, "no parameter changes; no optimizer had a gradient"),
+    ):
+        with pytest.raises(error, match=said):
+            _refuse_untrained(Layout(), ranks)
+
+
+def test_a_loss_is_frozen_if_all_are_the_same_to_a_billionth_and_not_0():
+    _refuse_frozen([ran(2.5), ran(2.5), ran(2.5 * (1 + 1.1e-9))])
+    _refuse_frozen([ran(2.5), ran(2.6), ran(2.5)])
+    _refuse_frozen([ran(0.9e-6)] * 3)
+    with pytest.raises(AssertionError, match=r"the loss is 2\.5 with other weights as well"):
+        _refuse_frozen([ran(2.5), ran(2.5), ran(2.5 * (1 + 0.9e-9))])
+
+
+def test_a_tolerance_and_a_builder_of_a_wrong_kind_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match=r"^rtol is -1\.0"):
+        assert_same_step(trainer(), [Layout()], rtol=-1.0)
+    with pytest.raises(TypeError, match=r"^make_trainer is"):
+        assert_same_step(3, [Layout()])
+    for field in ("ranks", "accumulation"):
+        with pytest.raises(ValueError, match=f"^{field} is 0"):
+            Layout(**{field: 0})
+
+
+def test_parts_of_a_step_are_its_sentences_means_by_their_shares():
+    one, other = (torch.tensor(g).double() for g in ([1.0, 2.0], [0.0, 4.0]))
+    means = [{"w": one}, {"w": other}]
+    parts, weights = _parts({"w": one / 8 + 3 / 8 * other}, means)
+    assert weights == pytest.approx([1 / 4, 3 / 4])
+    torch.testing.assert_close([part["w"] for part in parts], [one / 8, 3 / 8 * other])
+    assert _parts({"w": one - other}, means) == _parts({"w": one}, means) == _parts({"w": one}, means[:1]) == ([], [])
+
+
+def test_ranks_differ_by_a_millionth_of_the_smallest_number():
+    def of(number):
+        return {"w": torch.tensor([1.0, number]).double(), f"only here {number}": torch.ones(1)}
+
+    assert not _differ(of(1e-12), of(1e-12 * (1 + 0.9e-6)))
+    assert _differ(of(1e-12), of(1e-12 * (1 + 1.1e-6)))
+
+
+def test_without_gradients_the_updates_are_compared_in_float64():
+    loss, updates = _result(moved(None, by=2.0, a=None))
+    assert loss.isnan()
+    assert {name: update.tolist() for name, update in updates.items()} == {"a.w": [2.0, 2.0], "b": [2.0, 2.0]}
+    assert _result(moved())[1].keys() == {"a.w", "b"}
+
+
+class Canned(_Trial):
+    """A trial whose other runs have been run."""
+
+    def _other_runs(self):
+        one, other = ran(a=[1.0, 0.0], b=[0.0, 8.0]), ran(a=[1.0, -4.0], b=[0.0, 0.0])
+        return [one, other, ran(4.5, **RIGHT)]
+
+
+@pytest.mark.parametrize("wrong_rank", [1, 2])
+@pytest.mark.parametrize("reported", [4.0, None])
+def test_the_cause_of_a_step_is_inferred_from_the_numbers_of_the_rank_that_is_off(wrong_rank, reported):
+    right, layout = ran(**RIGHT), Layout(ranks=3, accumulation=2)
+    ranks = [ran(reported if rank else 4.0, **RIGHT) for rank in range(3)]
+    ranks[wrong_rank] = ran(reported, a=[7.0, -3.0], b=[0.0, 2.0])
+    e = Canned(len, layout, ranks, right, right, 1e-12)._evidence(wrong_rank)
+    assert e.got[1]["a.w"].tolist() == [7.0, -3.0]
+    assert (float(e.got[0]), float(e.expected[0])) == (4.0, 4.0)
+    assert (e.rank, e.world, e.micro_batches, e.ranks_differ, e.is_float64) == (wrong_rank, 3, 6, True, True)
+    assert e.again == ([4.5], [4.0], ())
+    assert e.weights == pytest.approx([1 / 4, 3 / 4])
+    assert (e.divisor, len(e.parts)) == (4, 2)
+    alike = Canned(len, Layout(), ranks[:1], right, ran(**RIGHT), 1e-12)._evidence(0)
+    assert (alike.world, alike.ranks_differ, alike.is_float64) == (1, False, False)

@@ -89,6 +89,9 @@ BY_USE = [
         "besides, "
         "all gradients are multiplied by 3"),
     (used(-1, -2), "a use .* of use 2 (b) 2 times; besides, all gradients are multiplied by -1"),
+    (used(0, 0, 1, 1, 0, world=2), NONE),
+    (used(1, 0, world=2, gradients=[wide(1.0, 0.0, 2.0, 1.0).view(2, 2), wide(0.0, 1.0, 1.0, 3.0).view(2, 2)],
+        per_token=frozenset({"w"})), NONE),
     (used(2.5, 1), NONE), (used(1, 0, 1, 0, 1, world=2), NONE), (used(3, 3, 1.5, world=3), NONE),
     (used(1, 2, 1, gradients=ZERO), "a use counted too often: of 3 uses of w, its gradient has that of use 2 (b) 2 "
         "times"),
@@ -302,6 +305,8 @@ BY_PART = [
     (in_parts(6, 3, 2, weights=UNEVEN, micro_batches=3), f"a sum of means: {OWN}, and their sum not by the 3 "
         "micro-batches "
         "(shares 2, 3, 6)"),
+    (in_parts(6, 6 / 5, 6 / 5, weights=UNEVEN, micro_batches=2), "a sum of means: .* by the 2 micro-batches (shares "
+        "6/5, 6)"),
     (in_parts(4 / 3, 4 / 3, 2 / 3, weights=EVEN, micro_batches=3), f"mean of means: {OWN} (shares 2/3, 4/3)"),
     (in_parts(1, 1, 1 / 2, weights=EVEN, micro_batches=3), f"mean of means: {OWN} (shares 1/2, 1); besides, .* by 3/4"),
     (in_parts(1, 1 / 2, 1 / 3, weights=UNEVEN, micro_batches=3), "mean of means: .*; besides, .* are multiplied by "
