@@ -37,7 +37,7 @@ class Answer(NamedTuple):
     values: Tensor
     """(K, ...) for the rows, or the sum over them, one number."""
     gradients: tuple[Tensor, ...]
-    """Those of the sum with respect to each argument that requires one, (K, ...); none if the result requires none."""
+    """Those of the sum with respect to each argument that requires one, (K, ...); 0 if the result requires none."""
     rounding: float
     """The relative difference that rounding may make (`Precision`)."""
 
@@ -70,12 +70,12 @@ def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.flo
     with graph_of_its_own():
         # Copies, because a function may change its input in place, and autograd forbids that for a leaf
         values = function([t.clone() if t.requires_grad else t for t in leaves])
-        if not values.requires_grad:
-            return Answer(values.detach(), (), precision_of(values, least).rounding)
-        refuse_reentrant(values)
         rounding = precision_of(values, least).rounding
         wanted = [t for t in leaves if t.requires_grad]
-        found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if values.requires_grad:
+            refuse_reentrant(values)
+            found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
     grads = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(wanted, found, strict=True))
     return Answer(values.detach(), tuple(grads), rounding)
 
@@ -84,9 +84,7 @@ def ask_alone(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = tor
     """Return what the function gives for each of these rows by itself, one after the other."""
     answers = [_alone(function, [t[i : i + 1] for t in rows], least) for i in range(len(rows[0]))]
     values = torch.stack([answer.values for answer in answers])
-    gradients: tuple[Tensor, ...] = ()
-    if all(answer.gradients for answer in answers):
-        gradients = tuple(map(torch.cat, zip(*(answer.gradients for answer in answers), strict=True)))
+    gradients = tuple(map(torch.cat, zip(*(answer.gradients for answer in answers), strict=True)))
     return Answer(values, gradients, max(answer.rounding for answer in answers))
 
 

@@ -89,7 +89,7 @@ class Trial:
         for p in self.head.parameters():
             own = (moved or self.gates).get(id(p), p).detach().requires_grad_(self.wanted and p.requires_grad)
             # Such as main_grad, into which a backward may write
-            vars(own).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(p).items()})
+            vars(own).update({k: v.clone() for k, v in vars(p).items() if isinstance(v, Tensor)})
             copies[id(p)] = own
         return bind(self.head, copies)
 

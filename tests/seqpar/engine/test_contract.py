@@ -382,6 +382,7 @@ STATE = {
     "leaf": {"after": of_a_leaf},
     "table": {"after": lambda self, scores: self.table[99:].add_(1)},
     "once": {"before": only_once},
+    "span": {"after": lambda self, scores: setattr(self, "span", range(len(getattr(self, "span", ())) + 1))},
     "training": {"before": of_a_mode},
     "scale": {"before": annealed},
     "seen": {"after": listed},
