@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from seqpar.testing import Layout, assert_same_step
+from seqpar.testing import Layout, assert_same_step, same_step
 from seqpar.testing.same_step import _differ, _parts, _refuse_frozen, _refuse_untrained, _result, _Trial
-from seqpar.testing.step_run import Ran, Watch, _OtherRandomNumbers, alone, named
+from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named
 from tests.seqpar.testing.test_same_step import trainer
 
 pytestmark = pytest.mark.unswitched
@@ -274,3 +274,22 @@ def test_the_cause_of_a_step_is_inferred_from_the_numbers_of_the_rank_that_is_of
     assert (e.divisor, len(e.parts)) == (4, 2)
     alike = Canned(len, Layout(), ranks[:1], right, ran(**RIGHT), 1e-12)._evidence(0)
     assert (alike.world, alike.ranks_differ, alike.is_float64) == (1, False, False)
+
+
+@pytest.mark.parametrize("silent", [None, 1, 2])
+def test_every_layout_is_run_beside_one_process_with_other_weights_and_one_in_float64(monkeypatch, silent):
+    asked = []
+
+    def canned(make_trainer, *runs):
+        asked.extend(runs)
+        return [[moved(None if one.layout.ranks == silent else 4.0 + one.other_weights)] for one in runs]
+
+    monkeypatch.setattr(same_step, "run", canned)
+    narrow, two = Layout(dtype=torch.float32), Layout(ranks=2, dtype=torch.float32)
+    if silent:
+        with pytest.raises(ValueError, match="the step returned no loss"):
+            assert_same_step(trainer(), [Layout(), Layout(ranks=2)], dtype=torch.float32)
+        return
+    assert_same_step(trainer(), [Layout(), Layout(ranks=2)], dtype=torch.float32)
+    shaken = [Run(narrow, other_weights=True), Run(alone(narrow, 0), other_weights=True)]
+    assert asked == [Run(narrow), *shaken, Run(Layout()), Run(narrow), Run(two)]
