@@ -248,7 +248,10 @@ def _ran(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: R
     """Train for one step in one rank."""
     make_trainer = sent or next(iter(_making), None)
     if make_trainer is None:
-        raise TypeError("make_trainer must be at the top level of a module on a machine with an accelerator")
+        raise TypeError(
+            "make_trainer must be at the top level of a module, where a new process finds it: a fork of this one "
+            "cannot run autograd (on a machine with an accelerator, or after torch.compile in torch's builds for CUDA)"
+        )
     _forget_the_parent(world)
     # A trainer may collect garbage in every step, and need not look through what this process has inherited
     gc.freeze()

@@ -77,6 +77,8 @@ def test_what_differences_cannot_judge_is_refused_in_one_line():
     assert_numerical_gradients(lambda: loss(head(hidden)), tensors)
 
 
+# Of torch's own check, from torch 2.14 on
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.unswitched
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

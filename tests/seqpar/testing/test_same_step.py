@@ -19,6 +19,7 @@ import seqpar
 from seqpar.integrations.accumulate import accumulate_step
 from seqpar.integrations.trl import SeqparScores
 from seqpar.testing import Layout, assert_same_step
+from seqpar.testing.forks import autograd_works_in_a_fork
 from seqpar.testing.step_run import Watch
 from tests.fenced import fenced
 from tests.seqpar.integrations.tiny_models import tiny
@@ -26,6 +27,15 @@ from tests.seqpar.integrations.trainer_runs import ONE_STEP
 from tests.seqpar.integrations.trl_runs import examples, words
 
 pytestmark = pytest.mark.unswitched
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forks():
+    """A trainer that another process cannot import is inherited by a fork, which must be able to train it."""
+    if not autograd_works_in_a_fork():
+        pytest.skip("autograd does not work in a fork: a test before compiled, in torch's build for CUDA")
+
+
 PAGE = Path(__file__).parents[3] / "docs" / "same-step.md"
 LENGTHS = (1, 4, 2, 5, 3, 3)
 SENTENCES = [torch.randint(9, (n, 2), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
@@ -368,3 +378,9 @@ def dpo(layout):
 def test_trls_dpo_passes_over_ranks_and_micro_batches():
     """Its loss is log 2 for every pair in the first step."""
     assert_same_step(dpo, [Layout(ranks=2, accumulation=2)])
+
+
+def test_a_trainer_that_a_new_process_cannot_import_is_refused_in_a_line(monkeypatch):
+    monkeypatch.setattr("seqpar.testing.ranks.autograd_works_in_a_fork", lambda: False)
+    with pytest.raises(AssertionError, match="make_trainer must be at the top level of a module, where a new"):
+        assert_same_step(lambda layout: None, layouts=[Layout(ranks=2)])
