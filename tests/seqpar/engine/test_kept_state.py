@@ -1,0 +1,320 @@
+"""What a pair keeps between calls is refused by name and put back; what is written and never read again passes."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import seqpar
+from seqpar.engine import effects
+from seqpar.testing import assert_same_results
+from tests.seqpar.engine.test_contract import Head, V, batch
+
+
+def counted(self: Head, scores: Tensor) -> None:
+    self.steps += 1
+
+
+def annealed(self: Head, hidden: Tensor) -> Tensor:
+    self.scale = 0.9 * getattr(self, "scale", 1.0)
+    return hidden * self.scale
+
+
+def counted_beside(self: Head, scores: Tensor) -> None:
+    """What is named is what evolves, and not what is written first."""
+    self.attention = scores.detach()
+    self.steps += 1
+
+
+def replaced(self: Head, scores: Tensor) -> None:
+    self.sums = {"most": 100, "rows": len(self.sums) + self.sums["rows"]}
+
+
+def named(self: Head, scores: Tensor) -> None:
+    self.names.add(str(len(self.names)))
+
+
+def of_a_module_in_a_list(self: Head, scores: Tensor) -> None:
+    self.box[0].steps = getattr(self.box[0], "steps", 0) + 1
+
+
+def of_a_leaf(self: Head, scores: Tensor) -> None:
+    with torch.no_grad():
+        self.leaf += 1
+
+
+def of_a_key(self: Head, scores: Tensor) -> None:
+    ((key, value),) = self.keys.items()
+    del self.keys[key]
+    self.keys[key + 1] = value
+
+
+def of_a_cell(self: Head, scores: Tensor) -> None:
+    self.cells[0] = self.cells[0] + 1
+
+
+def only_once(self: Head, hidden: Tensor) -> Tensor:
+    if hasattr(self, "once"):
+        del self.once
+        return hidden
+    return hidden * 2
+
+
+def of_a_mode(self: Head, hidden: Tensor) -> Tensor:
+    hidden, self.training = F.dropout(hidden, 0.5, self.training), False
+    return hidden
+
+
+def of_an_object(self: Head, scores: Tensor) -> None:
+    self.inner.steps += 1
+
+
+def listed(self: Head, scores: Tensor) -> None:
+    self.seen.append(len(scores))
+
+
+def queued(self: Head, scores: Tensor) -> None:
+    self.recent.append(len(scores))
+
+
+def binned(self: Head, scores: Tensor) -> None:
+    self.histogram[1] += len(scores)
+
+
+def summed(self: Head, scores: Tensor) -> None:
+    self.sums["rows"] += len(scores)
+
+
+def added(self: Head, scores: Tensor) -> None:
+    self.total += scores.detach().sum()
+
+
+def auxiliary(self: Head, scores: Tensor) -> None:
+    self.aux = scores.logsumexp(-1).square().sum()
+
+
+def in_a_list(self: Head, scores: Tensor) -> None:
+    self.kept = [scores.sum()]
+
+
+def remembered(self: Head, hidden: Tensor) -> Tensor:
+    last = getattr(self, "last", torch.zeros_like(hidden[:1]))
+    self.last = hidden.detach()[:1]
+    return hidden + last
+
+
+def warmed_up(self: Head, hidden: Tensor) -> Tensor:
+    """Another result from the second call on, after which nothing changes any more."""
+    if hasattr(self, "warm"):
+        return hidden * 2
+    self.warm = True
+    return hidden
+
+
+def warmed_up_backward(self: Head, hidden: Tensor) -> Tensor:
+    """Another gradient alone."""
+    if hasattr(self, "hot") and hidden.requires_grad:
+        hidden.register_hook(lambda g: 2 * g)
+    self.hot = True
+    return hidden
+
+
+STATE = {
+    "warm": {"before": warmed_up},
+    "hot": {"before": warmed_up_backward},
+    "steps": {"after": counted},
+    "steps beside": {"after": counted_beside},
+    "sums of another dict": {"after": replaced},
+    "names": {"after": named},
+    "inner": {"after": of_an_object},
+    "box": {"after": of_a_module_in_a_list},
+    "pair": {"after": lambda self, scores: self.pair[0].append(1)},
+    "cells": {"after": of_a_cell},
+    "keys": {"after": of_a_key},
+    "leaf": {"after": of_a_leaf},
+    "table": {"after": lambda self, scores: self.table[99:].add_(1)},
+    "once": {"before": only_once},
+    "span": {"after": lambda self, scores: setattr(self, "span", range(len(getattr(self, "span", ())) + 1))},
+    "training": {"before": of_a_mode},
+    "scale": {"before": annealed},
+    "seen": {"after": listed},
+    "recent": {"after": queued},
+    "histogram": {"after": binned},
+    "sums": {"after": summed},
+    "total": {"after": added},
+    "last": {"before": remembered},
+    "aux": {"after": auxiliary},
+    "kept": {"after": in_a_list},
+}
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("name", STATE)
+def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: str, devices: Any) -> None:
+    generator = Head(**STATE[name])
+    version = generator.total._version
+    # "of the last row" is found as mixing of rows, too
+    with pytest.raises(
+        ValueError, match=rf"generator\.{name.split()[0]} (changes with every call|holds a tensor with a graph)|mixes"
+    ):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(*batch())
+    assert (generator.steps, generator.seen, generator.sums) == (0, [], {"most": 100, "rows": 0})
+    assert (generator.names, generator.inner.steps, generator.pair) == ({"a"}, 0, ([],))
+    assert (generator.keys, hasattr(generator.box[0], "steps"), generator.training) == ({0: None}, False, True)
+    assert not any(t.any() for t in (*generator.cells, generator.leaf, generator.table))
+    assert not generator.recent
+    assert not generator.histogram.any()
+    assert generator.total == 0
+    assert generator.total._version == version
+    assert not hasattr(generator, "scale")
+
+
+class Failing(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        raise RuntimeError("a criterion's own error")
+
+
+def test_what_a_pair_keeps_is_put_back_also_after_its_own_error() -> None:
+    generator = Head(after=lambda self, scores: (listed(self, scores), queued(self, scores), binned(self, scores)))
+    with pytest.raises(RuntimeError, match="a criterion's own error"):
+        seqpar.LossCompute(generator, Failing())(*batch())
+    assert not generator.seen
+    assert not generator.recent
+    assert not generator.histogram.any()
+
+
+class Metric(nn.Module):
+    """Counts rows by a method that is set on the instance, and so belongs to it in every copy, as torchmetrics does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+        self.update = self.add
+
+    def add(self, rows: int) -> None:
+        self.rows += rows
+
+
+class WithMetric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Metric()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.metric.update(len(target))
+        return F.cross_entropy(logits, target, reduction="sum")
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_what_a_method_of_the_original_changes_is_refused_and_put_back(devices: Any) -> None:
+    criterion = WithMetric()
+    with pytest.raises(ValueError, match=r"criterion\.metric\.rows changes with every call"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), criterion, devices)(*batch())
+    assert criterion.metric.rows == 0
+
+
+def test_what_is_too_large_or_has_no_memory_is_not_looked_into(monkeypatch: Any) -> None:
+    class Untouchable:
+        __slots__ = ("number",)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "number":
+                raise MemoryError
+            return super().__getattribute__(name)
+
+    generator = Head(after=lambda self, scores: [part.add_(1) for part in self.parts])
+    monkeypatch.setattr(effects, "MOST_NUMBERS", 600)
+    generator.parts, generator.meta = [torch.zeros(300), torch.zeros(300)], torch.empty(2, device="meta")
+    generator.objects = [*([] for _ in range(2_000)), Untouchable()]
+    with pytest.raises(ValueError, match=r"generator\.parts changes with every call"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    # The second alone is too much beside the first
+    generator.after = lambda self, scores: self.parts[1].add_(1)
+    assert seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch()).total.isfinite()
+
+
+def test_a_graph_that_was_there_before_the_call_is_no_fault_and_one_beside_a_weight_of_a_hook_is() -> None:
+    generator = Head()
+    generator.attention = torch.ones(3, requires_grad=True) * 2
+    prune.identity(generator.linear, "weight")
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    assert engine(*batch()).total.isfinite()
+    generator.linear.register_forward_hook(lambda module, _, scores: setattr(module, "auxiliary", scores.sum()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"generator\.linear\.auxiliary holds a tensor with a graph"):
+            engine(*batch())
+        # As a plain call leaves it
+        generator(batch()[0])
+
+
+def kept_for_a_picture(self: Head, scores: Tensor) -> None:
+    self.attention = scores.detach().softmax(-1)
+
+
+def cached_by_size(self: Head, scores: Tensor) -> None:
+    self.sums[f"mask of {scores.dim()}"] = 1
+
+
+def random_numbers(self: Head, hidden: Tensor) -> Tensor:
+    drawn = random.random() + self.twister.random() + self.legacy.rand() + self.numpy.random() + np.random.rand()
+    return hidden * (1 + torch.rand((), generator=self.own) + drawn)
+
+
+RIGHT = {
+    "a time": {"after": lambda self, scores: setattr(self, "when", (time.perf_counter(), float("nan")))},
+    "kept for a picture": {"after": kept_for_a_picture},
+    "a cache": {"after": cached_by_size},
+    "a number that stays": {"after": lambda self, scores: setattr(self, "width", scores.size(-1))},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_written_and_never_read_again_passes(name: str) -> None:
+    generator = Head(**RIGHT[name])
+    hidden, target = batch()
+    found = []
+    for total in (
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target).total,
+        F.cross_entropy(generator(hidden), target, reduction="sum"),
+    ):
+        leaves = {"hidden": hidden, "weight": generator.linear.weight}
+        grads = torch.autograd.grad(total, list(leaves.values()))
+        found.append((total.detach(), dict(zip(leaves, grads, strict=True))))
+    assert_same_results(*found)
+
+
+CALLS: list[int] = []
+
+
+def counted_outside(self: Head, scores: Tensor) -> None:
+    """Count in a global, and keep what depends on the random numbers."""
+    CALLS.append(1)
+    self.attention = scores.detach()
+
+
+@pytest.mark.parametrize("after", [None, counted_outside])
+def test_the_first_call_draws_no_random_number_of_any_source(after: Any) -> None:
+    found = []
+    for is_first in (True, False):
+        torch.manual_seed(0)
+        generator, (hidden, target) = Head(before=random_numbers, after=after), batch()
+        engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+        if not is_first:
+            engine(hidden, target)
+        generator.own.manual_seed(1)
+        generator.twister.seed(1)
+        generator.legacy.seed(1)
+        generator.numpy = np.random.default_rng(1)
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        found.append(engine(hidden, target).total)
+    assert found[0] == found[1]
