@@ -120,6 +120,8 @@ def test_explain_has_chunks_and_bytes_and_the_reason():
         "by formula (Linear, CrossEntropy); 250 tokens in 3 chunks of at most 100, whose logits (1,000 each) "
         "take 0.4 MiB"
     )
+    assert "; 200 tokens in 2 chunks of at most 100, whose" in engine.explain(200)
+    assert "; 100 tokens in 1 chunk of at most 100, whose" in engine.explain(100)
     engine = seqpar.LossCompute(Twice(4, 1000), seqpar.CrossEntropy())
     assert engine.explain().endswith("will be known after the first call")
     engine(torch.randn(3, 4), torch.zeros(3).long())

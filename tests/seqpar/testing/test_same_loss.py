@@ -269,6 +269,16 @@ def test_a_part_without_tokens_is_divided_by_one(tokens):
     assert str(caught.value).endswith("(generator, criterion, hidden[:1, :1], target[:1, :1], loss=loss)")
 
 
+def test_a_part_is_divided_by_its_tokens_that_are_not_ignored():
+    def wrong_from_two(generator, criterion, hidden, target):
+        return plain_loss(generator, criterion, hidden, target) * (1 + int((target >= 0).sum() > 1))
+
+    given = torch.ones(1, 4, 2), torch.tensor([[-100, 1, 2, 3]])
+    with pytest.raises(AssertionError) as caught:
+        assert_same_loss(nn.Linear(2, 5), seqpar.CrossEntropy(), *given, loss=wrong_from_two, tokens=3)
+    assert str(caught.value).endswith("hidden[:1, :3], target[:1, :3], loss=loss, tokens=2)")
+
+
 def test_the_call_that_fails_has_the_layout_and_the_tensors_of_the_whole_one():
     class Dropping(Gated):
         def forward(self, hidden, gate):

@@ -51,6 +51,8 @@ STEPS = [
         "off by "
         "1 of its size")}),
     ([ran(loss=4.1, a=[1.0, -3.0], b=[1e-3, 0.0])], NARROW | {"truth": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
+    ([ran(a=[1.0, -3.0], b=[0.5, 0.0])], NARROW | {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0]), "truth": ran(a=[1.0,
+        -3.0], b=[0.0, 0.0])}, {"b": (0, "the gradient of b is off by")}),
     ([ran(a=[1.25, -3.0], b=[0.0, 2.0])], FAR, {}),
     ([ran(loss=4.01, **RIGHT)], NARROW | {"reference": ran(**RIGHT), "truth": ran(**RIGHT)}, {}),
     ([ran(loss=4.01, **RIGHT)], SINGLE, {"": (0, "the loss is reported as 4.01 where 4 is right")}),
