@@ -297,9 +297,23 @@ def _accumulate(e: Evidence) -> str | None:
     return None
 
 
+def _gradient_of_nothing(e: Evidence) -> str | None:
+    """Recognise a gradient of what the plain loss does not depend on."""
+    plains = {name: _largest(plain) for name, plain in e.expected[1].items()}
+    noise = EXACT * max(plains.values())
+    off = {name: _largest(e.got[1][name]) for name, size in plains.items() if not size}
+    said = [f"that of {name}, which is up to {size:.3g}" for name, size in off.items() if size > noise]
+    return f"a gradient where the plain one is 0: {', '.join(said)}" if said else None
+
+
+def _largest(gradient: Tensor | None) -> float:
+    """Return the largest number of a gradient, without its sign; 0 if it has none."""
+    return 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
+
+
 def _rounding(e: Evidence) -> str | None:
     """Recognise differences as small as float32's rounding, where there is float64."""
-    if not e.is_float64:
+    if e.dtype != torch.float64:
         return None
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
     errors = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
@@ -319,7 +333,8 @@ def _rounding(e: Evidence) -> str | None:
 def _narrow_sums(e: Evidence) -> str | None:
     """Recognise results that a narrow dtype can hold exactly, where the plain ones are numbers it rounds."""
     pairs = [("the loss", e.got[0], e.expected[0]), *e.pairs()]
-    for dtype in (torch.bfloat16, torch.float16):
+    # A loss that is computed in a narrow dtype has its digits by itself
+    for dtype in (torch.bfloat16, torch.float16) if e.dtype.itemsize > 2 else ():
         narrow = [name for name, got, plain in pairs if got.any() and _fits(got, dtype) and not _fits(plain, dtype)]
         if narrow:
             kind = str(dtype).removeprefix("torch.")
@@ -489,6 +504,12 @@ CAUSES: tuple[Cause, ...] = (
         """
     for batch in batches: loss_of(batch).backward()        # .grad adds up: k calls, k times as large
     optimizer.zero_grad()                                  # between steps; within one, divide by all its tokens""",
+    ),
+    Cause(
+        _gradient_of_nothing,
+        """
+    loss + penalty(unused) - penalty(unused).detach()      # adds 0 to the value, and to the gradient what is not 0
+    loss + penalty(unused)                                 # a term of the loss, in the plain one as well""",
     ),
     Cause(
         _rounded_reference,

@@ -195,7 +195,7 @@ class Comparison:
             ],
             smoothed=smoothed,
             smoothing=None if own is None else (getattr(criterion, "smoothing_convention", "torch"), float(own)),
-            is_float64=truth is self,
+            dtype=torch.float64 if truth is self else torch.float32,
         )
 
     def _truth(self) -> Comparison:

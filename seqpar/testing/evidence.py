@@ -82,8 +82,8 @@ class Evidence:
     """The number of all ranks' micro-batches."""
     ranks_differ: bool = False
     """Whether ranks that should have the same gradient have different ones."""
-    is_float64: bool = True
-    """Whether the loss under test could be computed in float64, which some devices lack."""
+    dtype: torch.dtype = torch.float64
+    """In which the loss under test was computed; some devices lack float64."""
 
     @property
     def world(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.core.checks import check_function
 from seqpar.testing.causes import is_shown, likely_cause
-from seqpar.testing.evidence import SAME, Evidence, Repeated
+from seqpar.testing.evidence import NEVER, SAME, Evidence, Repeated
 from seqpar.testing.gradients import ROUNDING, assert_close, check_tolerance, size_of
 from seqpar.testing.part_causes import shares_of_parts
 from seqpar.testing.precision import TWICE, error
@@ -264,19 +264,23 @@ class _Trial:
             got = (right[0] if "" not in self.differences() else got[0], got[1])
         *means, other = self._other_runs()
         parts, weights = _parts(right[1], [mean.gradients for mean in means])
+        again = NEVER
+        # In the dtype of both: what is rounded is not random
+        if not math.isclose(float(other.loss), float(self.reference.loss), rel_tol=SAME, abs_tol=SAME):
+            again = Repeated([float(other.loss)], [float(self.truth.loss)])
         first = [self.ranks[0].gradients, self.ranks[rank].gradients, self.ranks[-1].gradients]
         return Evidence(
             got,
             right,
             rank=rank,
             counts=[(0, 0)] * self.layout.ranks * (self.layout.ranks > 1),
-            again=Repeated([float(other.loss)], [float(self.truth.loss)]),
+            again=again,
             parts=parts,
             weights=weights,
             divisor=math.lcm(*(Fraction(weight).limit_denominator(MOST_TOKENS).denominator for weight in weights)),
             micro_batches=self.layout.parts,
             ranks_differ=any(_differ(one, other) for one in first for other in first),
-            is_float64=self.truth is self.reference,
+            dtype=self.layout.dtype,
         )
 
     def _other_runs(self) -> list[Ran]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import Evidence, Repeated, shares_of
@@ -64,7 +65,7 @@ TWO_RANKS = {"counts": [(3, 6), (3, 6)]}
             "the world size: all gradients are 1/2 times the plain ones, averaged over the rank",
         ),
         (evidence(1, off=0.9e-5), "float32 on the way: nothing is off by more than 9e-06 of its size"),
-        (evidence(1, off=0.9e-5, is_float64=False), NONE),
+        (evidence(1, off=0.9e-5, dtype=torch.float32), NONE),
         (evidence(1, off=1.1e-5), NONE),
         (evidence(math.nan, tokens=0), "a division by 0 tokens: every target is ignored"),
         (evidence(math.nan, tokens=1), NONE),

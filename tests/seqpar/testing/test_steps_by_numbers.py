@@ -270,12 +270,12 @@ def test_the_cause_of_a_step_is_inferred_from_the_numbers_of_the_rank_that_is_of
     e = Canned(len, layout, ranks, right, right, 1e-12)._evidence(wrong_rank)
     assert e.got[1]["a.w"].tolist() == [7.0, -3.0]
     assert (float(e.got[0]), float(e.expected[0])) == (4.0, 4.0)
-    assert (e.rank, e.world, e.micro_batches, e.ranks_differ, e.is_float64) == (wrong_rank, 3, 6, True, True)
+    assert (e.rank, e.world, e.micro_batches, e.ranks_differ, e.dtype) == (wrong_rank, 3, 6, True, torch.float64)
     assert e.again == ([4.5], [4.0], ())
     assert e.weights == pytest.approx([1 / 4, 3 / 4])
     assert (e.divisor, len(e.parts)) == (4, 2)
-    alike = Canned(len, Layout(), ranks[:1], right, ran(**RIGHT), 1e-12)._evidence(0)
-    assert (alike.world, alike.ranks_differ, alike.is_float64) == (1, False, False)
+    alike = Canned(len, Layout(dtype=torch.float32), ranks[:1], right, ran(**RIGHT), 1e-12)._evidence(0)
+    assert (alike.world, alike.ranks_differ, alike.dtype) == (1, False, torch.float32)
 
 
 @pytest.mark.parametrize("silent", [None, 1, 2])

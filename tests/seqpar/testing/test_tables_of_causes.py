@@ -35,6 +35,13 @@ def alone(got, plain, **facts):
     return Evidence((value, {"w": got}), (value, {"w": plain}), **facts)
 
 
+def several(gradients):
+    """Gradients of one number each, got and plain, of a right loss."""
+    value = wide(math.pi)[0]
+    got, plain = ({name: None if of[k] is None else wide(of[k]) for name, of in gradients.items()} for k in (0, 1))
+    return Evidence((value, got), (value, plain))
+
+
 SINGLE = torch.float32
 BY_THE_VALUE = [
     (with_value(evidence(1), 1.0, 0.0), f"{NONE}all gradients are right, only the value is wrong$"),
@@ -61,7 +68,13 @@ BY_THE_VALUE = [
     (replace(evidence(1.2, off=0.9e-5), expected=(torch.tensor(math.pi), evidence(1).expected[1])), NONE),
     (alone(wide(1.5, 0.25), wide(1.51, 0.2501)), "sums in bfloat16: w has no digits beyond those of bfloat16"),
     (alone(wide(1 + 2**-10, 0.25), wide(1.01, 0.2501)), "sums in float16: w has no digits beyond those of float16"),
-    (alone(wide(1.0), wide(0.0)), f"{NONE}no gradient can be compared; the value is right"),
+    (alone(wide(1.0, -7.5), wide(0.0, 0.0)), "a gradient where the plain one is 0: that of w, which is up to 7.5; the "
+        "value is right"),
+    (several({"u": (0.5, None), "v": (-0.25, 0.0), "w": (2.0, 2.0)}), "a gradient where the plain one is 0: that of u, "
+        "which is up to 0.5, that of v, which is up to 0.25;"),
+    (several({"v": (2e-12, 0.0), "w": (3.0, 2.0)}), NONE),
+    (alone(wide(1.5, 0.25), wide(1.51, 0.2501), dtype=torch.bfloat16), f"{NONE}the gradient of w"),
+    (alone(None, None), f"{NONE}no gradient can be compared; the value is right"),
     (evidence(2 / 3), f"{NONE}all gradients are 2/3 times the plain ones$"),
     (evidence(1, more={name: 0 * g for name, g in evidence(1).got[1].items()}), "w, hidden: no gradient at all"),
 ]  # fmt: skip

@@ -276,3 +276,14 @@ def test_only_the_loss_under_test_is_computed_where_an_adapter_in_place_is_refus
     assert_same_loss(*head, loss=lambda *given: loss("tested", *given))
     assert seen == [("tested", True), ("tested", False)]
     assert not PROVED.get()
+
+
+def test_after_a_loss_that_raises_nothing_is_said_to_be_proved():
+    def fails():
+        assert PROVED.get()
+        raise KeyError("mine")
+
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(KeyError, match="mine"):
+        assert_same_gradients(fails, lambda: x.sum(), {"x": x})
+    assert not PROVED.get()
