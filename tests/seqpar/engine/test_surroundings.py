@@ -342,6 +342,25 @@ def of_slots() -> nn.Module:
     return made
 
 
+class Drifting(torch.autograd.Function):
+    """The identity, whose gradient is a millionth larger in every backward."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, calls: list[int]) -> Tensor:
+        ctx.calls = calls
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.calls[0] += 1
+        return grad * (1 + 1e-6 * ctx.calls[0]), None
+
+
+def of_a_backward() -> nn.Module:
+    calls = [0]
+    return Calling(lambda self, z, y: F.cross_entropy(Drifting.apply(z, calls), y, reduction="sum"))
+
+
 CHANGING = [
     (of_a_global, "the global NUMBER"),
     (of_a_closure, "calls in the closure of function"),
@@ -351,6 +370,7 @@ CHANGING = [
     (of_a_function, "function.calls"),
     (of_a_class, "Annealed._calls"),
     (of_a_tensor, "calls in the closure of <lambda>"),
+    (of_a_backward, "calls in the closure of <lambda>"),
     (of_a_set, "calls in the closure of function"),
     (of_a_module, "BOX.calls"),
     (of_a_keyword, "a default of function"),
