@@ -57,6 +57,15 @@ def test_a_result_that_cannot_be_loaded_is_an_error_and_the_next_call_has_a_new_
     assert [value for value, _ in ranks(2, sum_of_ranks, 2)] == [2, 2]
 
 
+def leaves(rank, world):
+    sys.exit(f"rank {rank} of {world} leaves")
+
+
+def test_a_rank_that_leaves_says_where():
+    with pytest.raises(RankError, match=r"rank 0: (.|\n)* in leaves\n(.|\n)*SystemExit: rank 0 of 2 leaves"):
+        ranks(2, leaves)
+
+
 def test_a_failure_names_the_rank_and_the_next_call_has_a_new_pool():
     before = ranks(2, sum_of_ranks, 1)
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*KeyError: 'only here'"):
