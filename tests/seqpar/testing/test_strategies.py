@@ -60,7 +60,8 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_strategy_draws_all_of_its_range_and_nothing_else(name):
     strategy, wanted = DRAWN[name]
-    found = drawn_by(strategy, 80)
+    # Many, because hypothesis draws other examples where other modules are loaded
+    found = drawn_by(strategy, 400)
     assert all(one in wanted for one in found)
     assert all(one in found for one in wanted)
 
