@@ -230,15 +230,17 @@ def test_a_file_that_two_processes_write_at_once_is_that_of_one(tmp_path: Path) 
 
     def write(number: int) -> None:
         for _ in range(100):
-            both.wait(20)
+            both.wait(60)
             write_output(tmp_path / "page", str(number).encode() * 100_000 * number)
-            both.wait(20)
+            both.wait(60)
             assert (tmp_path / "page").read_bytes() in (b"1" * 100_000, b"2" * 200_000)
             assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(write, number) for number in (1, 2)]:
-            done.result()
+        # Both have ended then: an error of one leaves the other waiting for it, whose own error is not the reason
+        raised = [done.exception() for done in [pool.submit(write, number) for number in (1, 2)]]
+        for error in sorted(filter(None, raised), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
 
 
 def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path: Path) -> None:
