@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -92,8 +93,11 @@ def opened(path: Path, flags: int) -> int:
 def check_regular(path: Path, folder: bool = False) -> None:
     """Raise OSError for a symbolic link, and for a pipe or a device, which would be waited for without end."""
     check_no_link(path)
-    if not folder and path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
+    # By one look, because another process may rename it between two
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if not folder and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
 
 
 def check_no_link(path: Path) -> None:
