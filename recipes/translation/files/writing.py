@@ -79,7 +79,7 @@ def make_folder(path: Path) -> None:
             return
         except FileExistsError:
             # Unless another process has renamed it after the attempt to make it, a file stands in its place
-            if os.path.lexists(path) and not path.is_dir():
+            if (mode := _mode_of(path)) is not None and not stat.S_ISDIR(mode):
                 raise
 
 
@@ -93,11 +93,16 @@ def opened(path: Path, flags: int) -> int:
 def check_regular(path: Path, folder: bool = False) -> None:
     """Raise OSError for a symbolic link, and for a pipe or a device, which would be waited for without end."""
     check_no_link(path)
-    # By one look, because another process may rename it between two
-    with suppress(FileNotFoundError):
-        mode = path.stat().st_mode
-        if not folder and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
+    mode = None if folder else _mode_of(path)
+    if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
+
+
+def _mode_of(path: Path) -> int | None:
+    """Return what stands at a path, by one look: another process may rename it between two; None for nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return path.lstat().st_mode
+    return None
 
 
 def check_no_link(path: Path) -> None:

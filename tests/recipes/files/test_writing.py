@@ -20,7 +20,7 @@ from torch import Tensor
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.json_fields import noted_in, parsed
 from recipes.translation.files.tensors import read_tensors, write_tensors
-from recipes.translation.files.writing import add_to, beside, make_folder, replace_file, replace_files
+from recipes.translation.files.writing import add_to, beside, check_regular, make_folder, replace_file, replace_files
 from recipes.translation.run_folder.outputs import write_output
 from tests.recipes.files.watching import Event, watched
 from tests.recipes.report.made import make_run
@@ -129,6 +129,26 @@ def test_a_folder_that_another_process_renames_at_this_moment_is_made_again(
     make_folder(tmp_path / "new")
     assert (tmp_path / "new").is_dir()
     assert len(calls) == 2
+
+
+def test_a_file_that_another_process_renames_after_a_look_is_no_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, look = tmp_path / ".page.new", os.stat
+    path.touch()
+    looks: list[Path] = []
+
+    def renamed_since(name: Path, **how: bool) -> os.stat_result:
+        found = look(name, **how)
+        looks.append(name)
+        # The first look asks whether it is a link
+        if looks == [path] * 2:
+            path.rename(tmp_path / "page")
+        return found
+
+    monkeypatch.setattr(os, "stat", renamed_since)
+    check_regular(path)
+    assert (tmp_path / "page").is_file()
 
 
 def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
