@@ -97,8 +97,8 @@ def _print(training: Training, options: argparse.Namespace) -> None:
         if here := [plan for plan in plans if plan.devices == devices]:
             print(f"\n{advice(here, options.memory)}")
     tokens, ahead = (pays_from(rate, training.within, prefetch=sent) for sent in (False, True))
-    print("\nOf one process, a second device makes the loss quicker from ", end="")
-    print(f"{tokens:,.0f} tokens on, {ahead:,.0f} with prefetch")
+    said = "Of one process, a second device makes the loss quicker from"
+    print(f"\n{said} {tokens:,.0f} tokens on, {ahead:,.0f} with prefetch")
 
 
 if __name__ == "__main__":

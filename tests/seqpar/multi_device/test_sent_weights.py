@@ -9,12 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar.multi_device import sent_weights
 from tests import emulated
-from tests.emulated.races import Judge
+from tests.seqpar.multi_device.test_streams import TWO, Own, races
 
 pytestmark = pytest.mark.skipif(
     torch._C._get_privateuse1_backend_name() != emulated.NAME, reason="needs the emulated accelerators"
 )
-TWO = [torch.device("privateuseone", i) for i in range(2)]
 VOCAB, WIDTH = 50, 16
 
 
@@ -61,13 +60,6 @@ class Model:
         return found
 
 
-class Own(torch.nn.Linear):
-    """Without a closed form that the engine knows."""
-
-    def forward(self, hidden):
-        return torch.nn.functional.linear(hidden, self.weight, self.bias)
-
-
 @pytest.mark.parametrize("rows", [6, 1], ids=["both devices", "a batch that is too small for both"])
 @pytest.mark.parametrize("generator", [torch.nn.Linear, Own])
 @pytest.mark.parametrize("tied", [False, True])
@@ -76,7 +68,7 @@ def test_steps_have_the_same_bits_and_no_race_with_weights_sent_ahead(tied, gene
     for _ in range(3):
         for one, other in zip(ahead.step(True, rows=rows), plain.step(False, rows=rows), strict=True):
             assert torch.equal(one, other)
-    assert Judge().read(emulated.take_journal()) == []
+    assert races() == []
 
 
 @pytest.mark.parametrize(("tied", "prefetch", "sent"), [(True, False, 2), (True, True, 1), (False, True, 2)])
@@ -152,7 +144,7 @@ def test_streams_that_do_not_wait_for_each_other_are_found(monkeypatch):
     model.step(prefetch=True)
     torch.accelerator.synchronize(0)
     torch.accelerator.synchronize(1)
-    found = Judge().read(emulated.take_journal())
+    found = races()
     # The copy reads what the optimizer writes, and the loss what the copy writes
     side = f"aten::copy_ on stream {sent_weights._side_stream(TWO[0]).stream_id} of device 0"
     assert any(race.startswith(f"{side} reads what aten::sub on stream 0 of device 0") for race in found)
