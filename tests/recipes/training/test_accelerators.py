@@ -90,6 +90,29 @@ def test_a_run_of_accelerators_is_resumed_there(indices: list[int], tmp_path: Pa
     assert losses == (expected if len(indices) == 1 else pytest.approx(expected, rel=1e-5))
 
 
+def test_weights_are_sent_before_the_model_computes_with_a_teacher_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def noted(owner: Any, method: str) -> None:
+        call = getattr(owner, method)
+
+        def run(*given: Any, **named: Any) -> Any:
+            order.append(method)
+            return call(*given, **named)
+
+        monkeypatch.setattr(owner, method, run)
+
+    noted(seqpar.LossCompute, "prefetch")
+    noted(seqpar.DataParallel, "forward")
+    one_step = {"training.devices": on([0, 1]), "training.steps": 1}
+    trained(tiny, tmp_path / "run", **one_step)
+    trained(tiny, tmp_path / "student", **one_step, **{"training.teacher": str(tmp_path / "run")})
+    assert order == ["prefetch", "forward"] * (len(order) // 2)
+    assert len(order) >= 4
+
+
 class Reads(TorchDispatchMode):
     """The operations whose result the host waits for."""
 
