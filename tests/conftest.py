@@ -44,6 +44,15 @@ if SWITCHED:
 torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each other
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that leaves more threads fails: sums of two threads are rounded differently, in whatever test is next."""
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"the test leaves torch {left} threads where it found 1"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def ranks_of_a_file() -> Iterator[None]:
     """Ranks end with the file that used them: the threads of every group that was made in them take time."""
