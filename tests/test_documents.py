@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import seqpar
 from docs.pictures import draw
@@ -176,6 +177,7 @@ def test_the_commands_of_a_page_are_accepted_and_run(page, base, tmp_path, monke
     try_page(page, base, tmp_path, monkeypatch, train=page not in IN_RESULTS)
     if page.name in AFTER_COMMANDS:
         run_python(page, only_compile=False)
+        torch.set_num_threads(1)  # CTranslate2 has given torch more, as any program that loads it finds
 
 
 @pytest.mark.tutorial

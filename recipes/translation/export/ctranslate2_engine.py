@@ -46,10 +46,13 @@ def load(folder: Path, overrides: Mapping[str, object] | None = None) -> Exporte
     """
     whole = verified_folder(folder)
     config, source, target = load_belongings(whole, overrides)
+    threads = torch.get_num_threads()
     try:
-        engine = ctranslate2.Translator(str(whole), inter_threads=torch.get_num_threads(), intra_threads=1)
+        engine = ctranslate2.Translator(str(whole), inter_threads=threads, intra_threads=1)
     except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a variable that is missing
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
+    finally:
+        torch.set_num_threads(threads)  # CTranslate2 gives this process's OpenMP, and so torch, `intra_threads`
     for side, subwords in (("source", source), ("target", target)):
         if _vocabulary(whole, side) != subwords.pieces():
             raise CheckpointError(

@@ -126,7 +126,7 @@ def test_ctranslate2s_own_converter_reads_the_folder_and_translates_as_the_run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         TransformersConverter(str(tmp_path / "exported")).convert(str(tmp_path / "converted"))
-    engine = ctranslate2.Translator(str(tmp_path / "converted"))
+    engine = ctranslate2.Translator(str(tmp_path / "converted"), intra_threads=1)
     pieces = [joint.pieces()[each] for each in range(len(joint))]
     sources = [[pieces[each] for each in (*row, EOS)] for row in joint.encode(SENTENCES)]
     never = [["<s>"], *([["<pad>"]] if norm == "pre" else [])]  # in a Marian model the converter has removed it

@@ -118,7 +118,7 @@ def test_every_imported_model_leaves_for_transformers_and_ctranslate2_with_the_s
     assert [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)] == ours
     prefix = [[tag] for _ in SENTENCES] if tag else None
     pieces = [tokenizer.convert_ids_to_tokens(row) for row in tokenizer(SENTENCES).input_ids]
-    found = ctranslate2.Translator(str(tmp_path / "converted")).translate_batch(
+    found = ctranslate2.Translator(str(tmp_path / "converted"), intra_threads=1).translate_batch(
         pieces, target_prefix=prefix, beam_size=1, max_decoding_length=13 if tag else 12
     )
     rows = [tokenizer.convert_tokens_to_ids(each.hypotheses[0])[:13] for each in found]
