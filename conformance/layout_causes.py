@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from conformance.layout_cases import IGNORED, SHAPE, Answer, Batch, Case, gradients
 from seqpar.testing.causes import likely_cause
-from seqpar.testing.evidence import Evidence, Result, close, spelt
+from seqpar.testing.evidence import Evidence, Result, close, spell
 from seqpar.testing.precision import EXACT, error
 
 Gradients = dict[str, Tensor]
@@ -116,7 +116,7 @@ def _mistakes(step: Step) -> Mistakes:
     yield "", lambda: step.with_gradients({})
     for name, values in factors(step.case).items():
         for times in filter(lambda times: times != 1, values):
-            yield f"{name}: all gradients are {spelt(times)} times the right ones", partial(step.scaled, times)
+            yield f"{name}: all gradients are {spell(times)} times the right ones", partial(step.scaled, times)
     if step.case.row.splits_classes:
         nothing = torch.zeros(1, step.case.vocab_size), torch.zeros(1, dtype=torch.int64)
         for mistake, (name, _) in enumerate(splittings(step.case, 0, *nothing)):
@@ -205,7 +205,7 @@ def _of_the_router(step: Step) -> Mistakes:
         return step.with_gradients(gradients(loss * case.loss_scale, model))
 
     for times in (0, case.near, 1 / case.near, len(case.tokens), 1 / len(case.tokens), case.row.outer):
-        yield f"the router's auxiliary loss is {spelt(times)} times the right one", partial(answer, times)
+        yield f"the router's auxiliary loss is {spell(times)} times the right one", partial(answer, times)
 
 
 def _own_loss(step: Step) -> Result:

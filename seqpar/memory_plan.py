@@ -192,7 +192,7 @@ def memory_plan(
             split=layout == "vocab" and devices > 1,
         )
 
-    def chunked(loss: Loss, width: int | None) -> LossBytes:
+    def chunked_loss(loss: Loss, width: int | None) -> LossBytes:
         # The same choice as the loss makes: K <= most rows a chunk, in ceil(N / most) chunks
         most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device, width)
         chunks = -(-tokens_here // most)
@@ -204,8 +204,8 @@ def memory_plan(
     losses = [_in_layout("plain", sizes(tokens_here, 1), tokens_here, layout, devices)]
     # LossCompute splits a vocabulary only in closed form, where it is linear_cross_entropy
     if layout != "vocab":
-        losses.append(chunked("LossCompute", None))
-    losses.append(chunked("linear_cross_entropy", None if FACTS[device].is_host else d))
+        losses.append(chunked_loss("LossCompute", None))
+    losses.append(chunked_loss("linear_cross_entropy", None if FACTS[device].is_host else d))
     return MemoryPlan(layout, devices, tokens_here, vocab_here, dtype, tuple(losses))
 
 

@@ -32,9 +32,9 @@ from seqpar.core.checks import (
 )
 from seqpar.core.chunks import Chunk, is_capturing, note_rows
 from seqpar.core.graphs import graph_of_its_own, is_asked_for
-from seqpar.core.row_independence import ask, ask_alone, change_in_company, torch_random_kept
+from seqpar.core.row_independence import ask, ask_alone, change_in_company, keep_torch_random_states
 from seqpar.core.stored_gradients import Gradients
-from seqpar.core.streams import selected
+from seqpar.core.streams import select_streams
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
 ChunkTensors = tuple[Tensor | None, ...]
@@ -182,7 +182,7 @@ def _refuse_joined_rows(
         some = slice(int(row_K[0]), int(row_K[-1]) + 1) if isinstance(chunk, slice) else row_K
         return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
 
-    with torch_random_kept(row_K.device), graph_of_its_own():
+    with keep_torch_random_states(row_K.device), graph_of_its_own():
         rows = [*(t[row_K] for t in per_token), row_K]
         together = ask(total, rows)
         change = change_in_company(together, ask_alone(total, rows))
@@ -300,7 +300,7 @@ class StoredGradient(torch.autograd.Function):
             return *constants, *grads
         gradients, factor = ctx.gradients.of(upstream)
         slots = (*gradients.per_token, *gradients.params)
-        with selected(gradients.streams):
+        with select_streams(gradients.streams):
             for i in sorted(asked):
                 # Each slot holds the only reference to its gradient, and frees it before the next one is scaled
                 if (slot := slots[i]) is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import DETACHED, Leaves, StoredGradient, Walk, is_detached
 from seqpar.core.chunks import Chunk
-from seqpar.core.graphs import autocast_of_now, unless_changed, with_version
+from seqpar.core.graphs import autocast_of_now, check_unchanged, with_version
 from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
 from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
@@ -56,25 +56,25 @@ def sum_over_devices(
     chunks = sum(len(own) for _, own, _ in jobs)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
-    def walked(gradients: _GradientsOverDevices | None, apply: Apply) -> TokenLoss:
+    def run_walks(gradients: _GradientsOverDevices | None, apply: Apply) -> TokenLoss:
         stored = [None] * len(jobs) if gradients is None else gradients.on_devices
         arguments = [(chunks, leaves, own) for (_, chunks, leaves), own in zip(jobs, stored, strict=True)]
         return sum_on_first(apply([walk for walk, _, _ in jobs], arguments))
 
     def with_gradients(scale: float | Tensor, apply: Apply) -> tuple[TokenLoss, _GradientsOverDevices]:
         gradients = _GradientsOverDevices(jobs, params, scale)
-        loss = walked(gradients, apply)
+        loss = run_walks(gradients, apply)
         gradients.detached_chunks = sum(own.detached_chunks for own in gradients.on_devices)
         return loss, gradients
 
     with torch.no_grad():
         if not wanted:
-            return walked(None, apply)
+            return run_walks(None, apply)
         gradients: _GradientsOverDevices | _GradientsLater
         if is_linear:
             loss, gradients = with_gradients(loss_scale, apply)
         else:
-            loss = walked(None, apply)
+            loss = run_walks(None, apply)
             # Backward is called outside of autocast
             autocast = autocast_of_now(sorted({t.device.type for t in tensors if t is not None}))
 
@@ -123,7 +123,7 @@ class _GradientsLater:
         no version, such as a mode, has changed since the first.
         """
         for saved in self.leaves:
-            unless_changed(saved)
+            check_unchanged(saved)
         loss, gradients = self.walk(upstream)
         if is_detached(gradients.detached_chunks, self.chunks, loss.total):
             raise RuntimeError(DETACHED)

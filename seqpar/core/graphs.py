@@ -56,7 +56,7 @@ def graph_of_its_own() -> contextlib.AbstractContextManager[object]:
     # Our own are called twice for each saved tensor, which takes a fifth of the time of a small module's layers
     if not hooks_around():
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(with_version, unless_changed)
+    return torch.autograd.graph.saved_tensors_hooks(with_version, check_unchanged)
 
 
 def hooks_around() -> bool:
@@ -93,7 +93,7 @@ def with_version(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
 
 
-def unless_changed(saved: tuple[Tensor, int]) -> Tensor:
+def check_unchanged(saved: tuple[Tensor, int]) -> Tensor:
     """Return the tensor; with hooks, autograd itself no longer notices that it has been changed."""
     tensor, version = saved
     if tensor._version != version:

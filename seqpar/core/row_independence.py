@@ -117,7 +117,7 @@ def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = No
     return Change(value, gradient, max(together.rounding, alone.rounding))
 
 
-def torch_random_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def keep_torch_random_states(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return a context after which torch's random states are as before: the CPU's, and that of this device."""
     return torch.random.fork_rng(accelerators_among([device]), device_type=device.type)
 

@@ -84,7 +84,7 @@ class SummedGradient:
             self.parts = [grad]
             self.shared = True
             return
-        cut = self._cut(grad, _sum_dtype(grad))
+        cut = self._cut_parts(grad, _sum_dtype(grad))
         if not self.parts:
             self.parts = [rows.to(_sum_dtype(grad), copy=True) for rows in cut]
             return
@@ -96,11 +96,11 @@ class SummedGradient:
         if self.chunks == 1:
             self.parts = [torch.mm(a, b)]
             return
-        cut = self._cut(a, wide(a.dtype))
+        cut = self._cut_parts(a, wide(a.dtype))
         sums: Sequence[Tensor | None] = self.parts or [None] * len(cut)
         self.parts = [plus_product(part, rows, b) for part, rows in zip(sums, cut, strict=True)]
 
-    def _cut(self, rows: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    def _cut_parts(self, rows: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         """Return the rows of the parts of a sum in this dtype: halves if its numbers will become half as long."""
         halved = rows.dim() > 1 and len(rows) > 1 and dtype.itemsize == 2 * self.dtype.itemsize
         return rows.chunk(2) if halved else [rows]

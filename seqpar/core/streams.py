@@ -20,7 +20,7 @@ def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     return [torch.accelerator.current_stream(device.index) for device in accelerators_among(devices)]
 
 
-def selected(streams: Sequence[torch.Stream]) -> contextlib.AbstractContextManager[None]:
+def select_streams(streams: Sequence[torch.Stream]) -> contextlib.AbstractContextManager[None]:
     """Within the block, let these be this thread's streams on their devices; the current device stays."""
     return _on(streams) if streams else contextlib.nullcontext()
 

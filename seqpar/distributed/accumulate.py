@@ -34,7 +34,7 @@ from seqpar.distributed.collectives import (
 )
 from seqpar.distributed.micro_batches import MicroBatch, draw
 from seqpar.distributed.reducers import (
-    called,
+    check_forward,
     check_has_all,
     check_reduces_all,
     refuse_fsdp1,
@@ -153,7 +153,7 @@ def accumulate_gradients(
         # last one takes the mean again of gradients that are already equal on all ranks, which does not change them
         reduce = i == longest - 1 or (i == 0 and records_static_graph(model))
         # Lightning prepares the reduction in its backward, others do so in the forward
-        with without_remains(model), _reducing(model, reduce), called(model):
+        with without_remains(model), _reducing(model, reduce), check_forward(model):
             loss = _check_loss(loss_of(copy_containers(micro_batch)))
             if i == 0 and model is not None:
                 check_has_all(loss.total, model)

@@ -22,15 +22,15 @@ from seqpar.core.graphs import leaves_of_graph
 from seqpar.core.reach import is_of_library, places_used_by
 from seqpar.distributed.collectives import gather_numbers, world_size
 from seqpar.distributed.torch_private import (
+    ddp_parameters,
     expect_forward,
     forget_step,
     has_run_forward,
     is_fsdp_unit,
     is_inside_no_sync,
     parameter_groups,
-    reduced_by_ddp,
+    reduced_parameter_count,
     reduces_by_hooks,
-    trained_when_wrapped,
     will_reduce,
 )
 from seqpar.distributed.wrappers import WRAP_BOTH
@@ -99,7 +99,7 @@ def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
     """
     groups = {}
     for _, parameters in parameter_groups(model):
-        group = parameters.gathered_over()
+        group = parameters.gather_group()
         if group is not None:
             groups[group.group_name] = group
     for name in sorted(groups):
@@ -109,7 +109,7 @@ def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
 
 def check_reduces_all(model: nn.Module) -> None:
     """Raise ValueError, naming it, for a trainable parameter of the model whose gradient the model does not reduce."""
-    reduced = _reduced(model)
+    reduced = _reduced_ids(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in trained.items():
         if id(p) not in reduced:
@@ -118,7 +118,7 @@ def check_reduces_all(model: nn.Module) -> None:
                 "wrapped, or left out of the wrapping (ignored_params); wrap it with the others, or freeze it"
             )
     if isinstance(model, DistributedDataParallel):
-        known = trained_when_wrapped(model)
+        known = reduced_parameter_count(model)
         if len(trained) > known:
             raise ValueError(
                 f"{len(trained)} parameters are trainable and DistributedDataParallel reduces {known}, those that were "
@@ -126,10 +126,10 @@ def check_reduces_all(model: nn.Module) -> None:
             )
 
 
-def _reduced(model: nn.Module) -> set[int]:
+def _reduced_ids(model: nn.Module) -> set[int]:
     """Return the ids of the parameters that are reduced if they are trained."""
     if isinstance(model, DistributedDataParallel):
-        return {id(p) for p in reduced_by_ddp(model)}
+        return {id(p) for p in ddp_parameters(model)}
     groups = [group for _, group in parameter_groups(model)]
     if not groups:
         # A wrapper of another library, of which nothing is known
@@ -139,7 +139,7 @@ def _reduced(model: nn.Module) -> set[int]:
 
 def check_has_all(total: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the loss depends on a parameter that the model does not have."""
-    known = _reduced(model) | {id(p) for p in model.parameters()}
+    known = _reduced_ids(model) | {id(p) for p in model.parameters()}
     for leaf in leaves_of_graph(total):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise ValueError(
@@ -168,7 +168,7 @@ def without_remains(model: nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def called(model: nn.Module | None) -> Iterator[None]:
+def check_forward(model: nn.Module | None) -> Iterator[None]:
     """Raise RuntimeError unless a DistributedDataParallel prepares its reduction in the block, as its forward does."""
     if not isinstance(model, DistributedDataParallel) or not reduces_by_hooks(model):
         yield
@@ -217,11 +217,11 @@ def watch_reducers(function: Any) -> list[nn.Module]:
         elif isinstance(value, nn.Module) and is_fsdp_unit(value):
             found[id(value)] = value
         else:
-            todo.extend(_reached_from(value))
+            todo.extend(_contents(value))
     return [*found.values()]
 
 
-def _reached_from(value: Any) -> Iterator[Any]:
+def _contents(value: Any) -> Iterator[Any]:
     """Yield what a value holds, or what a function uses."""
     if isinstance(value, FunctionType):
         if not is_of_library(value):
@@ -247,7 +247,7 @@ def refuse_unnamed(reducers: Sequence[nn.Module], total: Tensor) -> None:
     for reducer in reducers:
         if isinstance(reducer, DistributedDataParallel) and not will_reduce(reducer):
             continue
-        reduced = _reduced(reducer)
+        reduced = _reduced_ids(reducer)
         if any(id(leaf) in reduced for leaf in leaves_of_graph(total)):
             kind = "DistributedDataParallel" if isinstance(reducer, DistributedDataParallel) else "fully_shard module"
             raise ValueError(

@@ -52,7 +52,7 @@ class ParameterGroup:
         ranks = frozenset(_private(_private(self.group, "mesh_info"), "mesh").mesh.flatten().tolist())
         return ranks, _private(self.group, "gradient_divide_factor") or len(ranks)
 
-    def gathered_over(self) -> ProcessGroup | None:
+    def gather_group(self) -> ProcessGroup | None:
         """Return the ranks that parameters are gathered over; None if every rank has them."""
         # Only a mesh that shards has the attribute
         group: ProcessGroup | None = getattr(_private(self.group, "mesh_info"), "shard_process_group", None)
@@ -128,13 +128,13 @@ def forget_step(model: nn.Module) -> None:
         group.forget_gradients()
 
 
-def reduced_by_ddp(model: DistributedDataParallel) -> list[nn.Parameter]:
+def ddp_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters that DDP reduces if they are trained."""
     parameters: list[nn.Parameter] = _private(model, "_module_parameters")
     return parameters
 
 
-def trained_when_wrapped(model: DistributedDataParallel) -> int:
+def reduced_parameter_count(model: DistributedDataParallel) -> int:
     """Return how many parameters were trainable when DDP was made, which are those that it reduces."""
     return int(_private(model, "_get_ddp_logging_data")()["num_parameter_tensors"])
 

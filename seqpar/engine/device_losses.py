@@ -53,7 +53,7 @@ from seqpar.engine.shards import (
     heads_on,
     one_for_each_device,
     rows_of,
-    scattered,
+    scatter_batch,
 )
 from seqpar.engine.situation import LogitFacts, Situation, facts_in, situation_of
 from seqpar.linear.cross_entropy import linear_cross_entropy
@@ -90,7 +90,7 @@ def loss_over_devices(
         hidden, target, loss_scale, per_token: as `LossCompute`.
     """
     given = {name: value for name, value in per_token.items() if value is not None}
-    shards = scattered(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(head["criterion"]))
+    shards = scatter_batch(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(head["criterion"]))
     if given:
         shards = _with_takers(head, shards)
     parts = parts_of(head)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
 from seqpar.core.reach import is_of_library
-from seqpar.core.row_independence import torch_random_kept
+from seqpar.core.row_independence import keep_torch_random_states
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes that a structural copy has for itself."""
@@ -167,17 +167,17 @@ class Held:
         self.undo.append(put_back)
 
     @contextlib.contextmanager
-    def kept(self, device: torch.device) -> Iterator[None]:
+    def keep_state(self, device: torch.device) -> Iterator[None]:
         """Put back after the block what the modules held, and all random states."""
         versions = torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors))  # type: ignore[attr-defined]
-        with random_states_kept(device, self.generators), versions:
+        with keep_random_states(device, self.generators), versions:
             try:
                 yield
             finally:
                 for put_back in self.undo:
                     put_back()
 
-    def changed(self, other: Held) -> list[str]:
+    def changed_names(self, other: Held) -> list[str]:
         """Return the names of the attributes whose values differ from another time's, or that only one time has."""
         names = {**self.values, **other.values}
         missing = object()
@@ -221,7 +221,7 @@ def is_same(a: object, b: object) -> bool:
 
 
 @contextlib.contextmanager
-def random_states_kept(device: torch.device, generators: list[Any]) -> Iterator[None]:
+def keep_random_states(device: torch.device, generators: list[Any]) -> Iterator[None]:
     """Put back after the block the random states of torch, Python, numpy if it is loaded, and these generators."""
     numpy = sys.modules.get("numpy.random")
     sources = [(random.getstate, random.setstate), *filter(None, map(_random_state, generators))]
@@ -229,7 +229,7 @@ def random_states_kept(device: torch.device, generators: list[Any]) -> Iterator[
         sources.append((numpy.get_state, numpy.set_state))
     before = [read() for read, _ in sources]
     try:
-        with torch_random_kept(device):
+        with keep_torch_random_states(device):
             yield
     finally:
         for (_, write), state in zip(sources, before, strict=True):
@@ -249,7 +249,7 @@ def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
     return None
 
 
-def held_by_name(kind: type, held: Held) -> Iterator[tuple[str, Any]]:
+def named_values(kind: type, held: Held) -> Iterator[tuple[str, Any]]:
     """Yield what is of a kind, directly or in a container, each with the name of what holds it."""
     for (name, _), value in held.values.items():
         todo = [value]
@@ -263,5 +263,5 @@ def held_by_name(kind: type, held: Held) -> Iterator[tuple[str, Any]]:
 
 def names_of_new_graphs(before: Held, after: Held) -> list[str]:
     """Return the names of what holds a tensor with a graph that was not there before."""
-    there = {id(graph.tensor) for _, graph in held_by_name(Graph, before)}
-    return [name for name, graph in held_by_name(Graph, after) if id(graph.tensor) not in there]
+    there = {id(graph.tensor) for _, graph in named_values(Graph, before)}
+    return [name for name, graph in named_values(Graph, after) if id(graph.tensor) not in there]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, names_of_new_graphs, random_states_kept
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
@@ -88,7 +88,7 @@ def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:
 def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
     """Call both modules with some rows, always with the same random numbers; return the scores."""
     rows = [t[some] for t in trial.rows]
-    with random_states_kept(trial.target_K.device, trial.held.generators):
+    with keep_random_states(trial.target_K.device, trial.held.generators):
         logits_KV = trial.scores(copy, trial.shape(len(rows[0])), rows)
         own = {name: t[some] for name, t in trial.of_criterion.items()}
         criterion_loss(copy["criterion"], logits_KV, trial.target_K[some], own)
@@ -98,10 +98,10 @@ def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
 def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
     """Return what so many calls of one copy with the same rows and random numbers give, and what it then holds."""
     outcome = None
-    with trial.kept():
+    with trial.keep_state():
         copy = trial.copy()
         for _ in range(calls):
-            with random_states_kept(trial.target_K.device, trial.held.generators):
+            with keep_random_states(trial.target_K.device, trial.held.generators):
                 outcome = trial.call(copy)
         return outcome, Held(copy, trial.original)
 
@@ -122,20 +122,20 @@ def ask_about_state(trial: Trial) -> None:
         )
     if graphs := [name for name in names_of_new_graphs(before, first) if not _is_made_by_a_hook(trial, name)]:
         raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
-    if not before.changed(first):
+    if not before.changed_names(first):
         return
     second, settled = _observe(trial, 2)
     assert second is not None
-    evolving = sorted(first.changed(settled))
+    evolving = sorted(first.changed_names(settled))
     depends = not outcome.is_same(second)
     for _ in range(REPEATS if evolving or depends else 0):
         fresh, again = _observe(trial, 1)
         assert fresh is not None
         # What differs between two first calls is random, such as a time
-        evolving = [name for name in evolving if name not in first.changed(again)]
+        evolving = [name for name in evolving if name not in first.changed_names(again)]
         depends = depends and outcome.is_same(fresh)
     if evolving or depends:
-        name = evolving[0] if evolving else before.changed(first)[0]
+        name = evolving[0] if evolving else before.changed_names(first)[0]
         raise ValueError(
             f"{name} changes with every call and is not a buffer that adds up; the pair is called once for each "
             "chunk, on copies, so that it would depend on the chunks or be lost: change it outside, once a step, "

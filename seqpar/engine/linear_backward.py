@@ -68,20 +68,20 @@ class _Answer(NamedTuple):
 
 def _ask(trial: Trial, training: bool) -> _Answer:
     """Ask a copy of the pair, in training or in evaluation mode."""
-    with trial.kept():
+    with trial.keep_state():
         copy = trial.copy()
         if not training:
             copy.eval()
         whole = _outcome(trial, copy)
-        by_factor = _changed_by_a_factor(trial, copy, whole)
-        by_halves = _changed_by_halves(trial, copy, whole)
+        by_factor = _what_factor_changes(trial, copy, whole)
+        by_halves = _what_halves_change(trial, copy, whole)
         if by_factor and not by_halves:
             # What joins rows may do so for a factor alone
-            by_halves = _changed_by_halves(trial, copy, _outcome(trial, copy, factor=EIGHTH), EIGHTH)
+            by_halves = _what_halves_change(trial, copy, _outcome(trial, copy, factor=EIGHTH), EIGHTH)
         return _Answer(by_factor, by_halves, bool(by_factor or by_halves) and _is_random(trial, copy))
 
 
-def _changed_by_a_factor(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
+def _what_factor_changes(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
     """Return which gradient of a multiple of the loss is not that multiple, in words; "" if none."""
     for factor in (EIGHTH, -1.0):
         other = _outcome(trial, copy, factor=factor)
@@ -94,7 +94,7 @@ def _changed_by_a_factor(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> s
     return ""
 
 
-def _changed_by_halves(trial: Trial, copy: nn.ModuleDict, whole: Outcome, factor: float = 1.0) -> str:
+def _what_halves_change(trial: Trial, copy: nn.ModuleDict, whole: Outcome, factor: float = 1.0) -> str:
     """Return which gradient of the rows is not that of their halves together, in words; "" if none."""
     half = PROBE_ROWS // 2
     halves = [_outcome(trial, copy, some, factor) for some in (slice(0, half), slice(half, PROBE_ROWS))]
@@ -128,13 +128,13 @@ def _is_off_in_float32(trial: Trial, copy: nn.ModuleDict) -> bool:
     widened.of_criterion = {name: widen(t) for name, t in trial.of_criterion.items()}
     wide = in_float32(copy)
     with contextlib.suppress(Exception), without_autocast(trial.target_K.device.type):
-        return bool(_changed_by_halves(widened, wide, _outcome(widened, wide)))
+        return bool(_what_halves_change(widened, wide, _outcome(widened, wide)))
     return False
 
 
 def _outcome(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
     """Return what the copy gives, and leave what it keeps as it was."""
-    with trial.kept():
+    with trial.keep_state():
         return trial.call(copy, some, factor)
 
 

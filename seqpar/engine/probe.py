@@ -84,10 +84,10 @@ def logit_facts(
         return found
     # One shard is enough, because all replicas run the same code; the first may have nothing but padding
     for head, shard in zip(heads, shards, strict=True):
-        index_K = _spread(shard.counted.flatten())
+        index_K = _choose_rows(shard.counted.flatten())
         if len(index_K):
             trial = Trial((head, original), shard, index_K, situation.wants_gradients)
-            facts = _facts_of(trial, _common(shard), lambda size: check_targets(shards, size))
+            facts = _facts_of(trial, _padding_candidates(shard), lambda size: check_targets(shards, size))
             known[situation] = facts
             for earliest in list(known)[:-MOST_SITUATIONS]:
                 known.pop(earliest, None)
@@ -105,15 +105,15 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
             is, which on an accelerator would fail with a device-side assertion.
     """
     around = Surroundings(trial.head)
-    with trial.kept(), torch.no_grad():
+    with trial.keep_state(), torch.no_grad():
         logits_KV, keeps_nothing = _first_call(trial, check_classes)
     harmless = ask_about_surroundings(trial, around)
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
-    with trial.kept(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
+    with trial.keep_state(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
         is_checked = criterion_adds_up(trial, logits_KV)
-    with trial.kept(), torch.no_grad():
+    with trial.keep_state(), torch.no_grad():
         ask_about_padding(trial, logits_KV, common)
-    with trial.kept(), torch.no_grad():
+    with trial.keep_state(), torch.no_grad():
         adds_up = buffers_add_up(trial)
     ask_about_rows(trial)
     ask_about_state(trial)
@@ -155,7 +155,7 @@ def _facts_while_capturing(known: Mapping[Situation, LogitFacts], situation: Sit
     )
 
 
-def _spread(counted_N: Tensor) -> Tensor:
+def _choose_rows(counted_N: Tensor) -> Tensor:
     """Return `PROBE_ROWS` rows that are not ignored, spread over the batch.
 
     Some are repeated if there are fewer; if every row is ignored, the result is empty.
@@ -166,7 +166,7 @@ def _spread(counted_N: Tensor) -> Tensor:
     return indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
 
 
-def _common(shard: Shard) -> set[int]:
+def _padding_candidates(shard: Shard) -> set[int]:
     """Return the targets of which padding may be one: the most common one, and the last."""
     counted_K = shard.target[shard.counted]
     return {int(counted_K.mode().values), int(counted_K[-1])}
@@ -179,11 +179,11 @@ def gives_formula(
 
     It does not where others have replaced `F.cross_entropy`, `F.linear` or a forward. None if there are no rows.
     """
-    index_K = _spread(shard.counted.flatten())
+    index_K = _choose_rows(shard.counted.flatten())
     if not len(index_K):
         return None
     trial = Trial(heads, shard, index_K, wanted)
-    with trial.kept():
+    with trial.keep_state():
         copy = trial.copy()
         called = trial.call(copy)
         here = match.of_replica(copy)

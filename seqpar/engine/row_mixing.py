@@ -23,10 +23,10 @@ from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
 
 def ask_about_rows(trial: Trial) -> None:
     """Raise ValueError if a row's scores depend on other rows, by gradient or by value."""
-    with trial.kept():
-        mixed = _mixed_by_gradient(trial)
-    with trial.kept():
-        mixed = mixed or _mixed_by_value(trial)
+    with trial.keep_state():
+        mixed = _mixing_by_gradient(trial)
+    with trial.keep_state():
+        mixed = mixed or _mixing_by_value(trial)
     if mixed:
         raise ValueError(
             f"the generator mixes rows: {mixed}{_usual_culprit(trial.head['generator'])}. It is called on a few "
@@ -35,7 +35,7 @@ def ask_about_rows(trial: Trial) -> None:
         )
 
 
-def _mixed_by_value(trial: Trial) -> str:
+def _mixing_by_value(trial: Trial) -> str:
     """Return how much the scores of the same rows change with other rows and their order, in words; "" if not."""
     copy = trial.copy()
     scores = functools.partial(trial.scores, copy)
@@ -61,7 +61,7 @@ def _mixed_by_value(trial: Trial) -> str:
     return ""
 
 
-def _mixed_by_gradient(trial: Trial) -> str:
+def _mixing_by_gradient(trial: Trial) -> str:
     """Return which other rows the scores of the first and the last row have a gradient in, in words; "" for none.
 
     With two or more leading dimensions the four rows are two sequences of two time steps: row k is sequence k // 2

@@ -12,7 +12,7 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded, structural_copy
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
-from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, scattered
+from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, scatter_batch
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import check_replicable, needs_no_replica, replicate
 from seqpar.multi_device.sent_weights import forget
@@ -58,7 +58,7 @@ def over_devices(
         assert isinstance(target, Tensor)
         return [_of_rows(function, match, hidden, target, {"vocab": vocab, **per_token, **options})]
     check_replicable(head)
-    shards = scattered(hidden, target, per_token, devices, None, ignored_target(head["criterion"]))
+    shards = scatter_batch(hidden, target, per_token, devices, None, ignored_target(head["criterion"]))
     check_width(shards, match.projection.weight.size(1))
     check_targets(shards, match.vocab_size)
     on = [shard.hidden.device for shard in shards]

@@ -44,7 +44,7 @@ class Shard(NamedTuple):
     """What the criterion takes beside scores and target."""
 
 
-def scattered(
+def scatter_batch(
     hidden: OneOrScattered,
     target: OneOrScattered,
     per_token: dict[str, OneOrScattered],

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Held, held_by_name, names_of_new_graphs
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Held, named_values, names_of_new_graphs
 from seqpar.engine.module_calls import HOOKS
 from seqpar.engine.trial import REPEATS, Outcome, Trial
 
@@ -102,7 +102,7 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
     and then the results must be the same bit by bit. One that shows after more than `REPEATS` calls is not found.
     """
     here = Surroundings(trial.head)
-    changed = [name for name in before.changed(here) if name not in harmless]
+    changed = [name for name in before.changed_names(here) if name not in harmless]
     if not changed:
         return []
     first = _call(trial)
@@ -116,7 +116,7 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
         if first.difference(again[0]) or other.difference(again[-1]):
             return changed
     # Of which some may have changed in backward alone
-    names = " or ".join(before.changed(Surroundings(trial.head))[:3])
+    names = " or ".join(before.changed_names(Surroundings(trial.head))[:3])
     raise ValueError(
         f"{names} changes with every call, and so do the results; the pair is called once for each chunk, so that "
         "they would depend on the chunks: change it outside, once a step"
@@ -125,7 +125,7 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
 
 def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
     """Raise ValueError if results change where the pair takes from an iterator, which cannot be put back."""
-    names = [name for held in (trial.held, before) for name, _ in held_by_name(Iterator, held)]
+    names = [name for held in (trial.held, before) for name, _ in named_values(Iterator, held)]
     if not names:
         return
     first = _call(trial)
@@ -145,5 +145,5 @@ def ask_about_graphs_left(trial: Trial, before: Surroundings) -> None:
 
 def _call(trial: Trial) -> Outcome:
     """Return what a copy gives, always with the same random numbers."""
-    with trial.kept():
+    with trial.keep_state():
         return trial.call(trial.copy())

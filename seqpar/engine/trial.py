@@ -80,7 +80,7 @@ class Trial:
         self.lead = shard.target.dim()
         self.wanted = wanted
         # A gate that is 0 has no effect yet, and may get one with the first step of training
-        with self.kept():
+        with self.keep_state():
             self.gates = {id(p): _open(p) for p in self.head.parameters() if p.is_floating_point() and not p.any()}
 
     def copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
@@ -94,9 +94,9 @@ class Trial:
         return bind(self.head, copies)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def keep_state(self) -> Iterator[None]:
         """Put back after the block what calls change; each block draws the same random numbers."""
-        with self.held.kept(self.target_K.device):
+        with self.held.keep_state(self.target_K.device):
             yield
 
     def shape(self, rows: int) -> tuple[int, ...]:

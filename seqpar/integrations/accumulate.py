@@ -88,13 +88,13 @@ def accumulate_step(
         >>> accumulate_step(accelerator, model, micro_batches, loss_of, tokens_of).tokens
         tensor(48)
     """
-    step = _read(trainer, model)
+    step = _read_trainer(trainer, model)
     reducer = reducer_over(step.ranks, step.wrapped, step.way_out)
     group = None if reducer is None else step.group
     return accumulate_gradients(micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=step.backward)
 
 
-def _read(trainer: Any, model: nn.Module) -> _Step:
+def _read_trainer(trainer: Any, model: nn.Module) -> _Step:
     """Read from a trainer what it does with gradients; raise TypeError for one that is not in the table."""
     for kind in type(trainer).__mro__:
         reader = READERS.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")

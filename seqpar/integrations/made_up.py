@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.token_loss import wide
-from seqpar.engine.effects import random_states_kept
+from seqpar.engine.effects import keep_random_states
 
 
 class RefusedModelError(TypeError):
@@ -76,12 +76,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def keep_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore random states, buffers (those of batch normalisation) and counters after the block."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     counters = [(module, _numbers(module)) for module in model.modules()]
     try:
-        with random_states_kept(device, []):
+        with keep_random_states(device, []):
             yield
     finally:
         for module, before_block in counters:
@@ -103,7 +103,7 @@ def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32
     return ours.shape == theirs.shape and close(ours, theirs, dtype)
 
 
-def unrounded(output: Tensor, before: Tensor) -> Tensor:
+def undo_rounding(output: Tensor, before: Tensor) -> Tensor:
     """Return an output as it was before hooks that have only rounded it, as those of FSDP2 do to its `output_dtype`."""
     if before.shape == output.shape and torch.equal(output, before.to(output.dtype)):
         return before

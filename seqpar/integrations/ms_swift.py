@@ -27,7 +27,7 @@ class SeqparLoss(BaseLoss):
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__(args, trainer)
-        if named := list(self._computed_from_logits()):
+        if named := list(self._options_using_logits()):
             raise ValueError(f"--loss_type seqpar does not support {' or '.join(named)}; {WAY_OUT}")
         model = trainer.template.model
         if model is None:
@@ -35,7 +35,7 @@ class SeqparLoss(BaseLoss):
         self.loss_of = compute_loss_func(apply_seqpar_loss(model, label_smoothing=args.label_smoothing_factor))
         say_once("ms-swift", get_logger().info, model.get_output_embeddings().weight)
 
-    def _computed_from_logits(self) -> Iterator[str]:
+    def _options_using_logits(self) -> Iterator[str]:
         """Yield the options with which the trainer uses logits, which are not there."""
         yield from (n for n in ("enable_dft_loss", "enable_channel_loss") if getattr(self.args, n, False))
         if self.is_megatron:

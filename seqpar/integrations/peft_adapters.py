@@ -87,13 +87,13 @@ def adapter_of(model: Any) -> Adapter | None:
     active = [key for key in head.active_adapters if key in head.lora_A]
     if not head.merged and (head.disable_adapters or not active):
         return None
-    if reason := _unsupported(head, active):
+    if reason := _why_unsupported(head, active):
         raise TypeError(f"the output embeddings of {type(model).__name__} have {reason}")
     (key,) = active
     return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
 
 
-def _unsupported(head: Any, active: list[str]) -> str:
+def _why_unsupported(head: Any, active: list[str]) -> str:
     """Return why an adapter cannot be taken, and what to do about it; an empty string if it can."""
     if head.merged:
         return "a LoRA adapter that is merged; call unmerge_adapter() first"

@@ -69,7 +69,7 @@ class UsingParameters(torch.autograd.Function):
         return upstream, *[None] * ctx.parameters
 
 
-def divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
+def divide_loss(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
     """Return the summed loss divided by `items`, or by the labels that are not ignored; 0 where there are none."""
     if items is None:
         # As the model's own loss divides, whatever tokens other ranks have

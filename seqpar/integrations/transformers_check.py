@@ -123,10 +123,10 @@ def examine(
         raise RefusedModelError(f"{name} returns no loss for labels; {WITHOUT}")
     if loss.dim() != 0:
         raise RefusedModelError(f"{name} returns a loss of shape {tuple(loss.shape)}, not a single number; {WITHOUT}")
-    return Examined(reading, mean_loss(theirs, target_RW), loss.detach(), _entering(loss, made_up_RWV))
+    return Examined(reading, mean_loss(theirs, target_RW), loss.detach(), _gradients_on_entry(loss, made_up_RWV))
 
 
-def check_added(name: str, random: Examined, certain: Examined) -> None:
+def check_added_part(name: str, random: Examined, certain: Examined) -> None:
     """Raise RuntimeError unless a model adds the same to the loss of random logits and of others with other labels.
 
     Where the added part is the same number with the same gradient, it depends on neither logits nor labels, and is the
@@ -146,7 +146,7 @@ def check_added(name: str, random: Examined, certain: Examined) -> None:
     )
 
 
-def _entering(loss: Tensor, logits: Tensor) -> list[Tensor]:
+def _gradients_on_entry(loss: Tensor, logits: Tensor) -> list[Tensor]:
     """Return the gradient of the loss with respect to all that enters it on the way from the logits.
 
     It is 1 for a term that is added, and depends on the logits for a factor, such as a parameter behind the head.
@@ -172,11 +172,11 @@ def _entering(loss: Tensor, logits: Tensor) -> list[Tensor]:
 def matching_reading(name: str, ways: list[Reading], logits_RWV: Tensor, theirs: Tensor, way_out: str) -> Reading:
     """Return what the model does to the logits of its output embeddings; raise RuntimeError if it is none of `ways`."""
     for way in ways:
-        if same_logits(way.applied(logits_RWV), theirs):
+        if same_logits(way.apply(logits_RWV), theirs):
             return way
     by = f"in shape ({tuple(theirs.shape)})"
     if logits_RWV.shape == theirs.shape:
-        errors = [(way.applied(logits_RWV) - theirs).abs().max().item() for way in ways]
+        errors = [(way.apply(logits_RWV) - theirs).abs().max().item() for way in ways]
         by = f"by up to {min(errors):.3g}"
     raise RuntimeError(
         f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, softcap "

@@ -29,7 +29,7 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.made_up import RefusedModelError
 from seqpar.integrations.peft_adapters import adapter_of
-from seqpar.integrations.transformers_call import HIDDEN, Call, Running, UsingParameters, divided, with_hidden
+from seqpar.integrations.transformers_call import HIDDEN, Call, Running, UsingParameters, divide_loss, with_hidden
 from seqpar.integrations.transformers_check import WITHOUT, check_shapes, mean_loss
 from seqpar.integrations.transformers_copies import LeftOut, copy_as_before, leave_out_of_copies
 from seqpar.integrations.transformers_head import (
@@ -56,7 +56,7 @@ from seqpar.integrations.transformers_trainer import (
     Facts,
     asks_for_loss_alone,
     facts_of,
-    give,
+    give_facts,
     model_of,
     refuse_other_facts,
     running_trainer,
@@ -120,7 +120,7 @@ class AppliedLoss(LeftOut):
         vars(model).update(flags)
         for trainer in list(MET):
             if model_of(trainer) is model:
-                give(trainer, self.facts)
+                give_facts(trainer, self.facts)
 
     def remove(self) -> None:
         """Restore the model and its Trainers; a second call does nothing."""
@@ -135,7 +135,7 @@ class AppliedLoss(LeftOut):
         self.running.call = None
         for trainer in list(MET):
             if model_of(trainer) is self.model:
-                give(trainer, self.own_facts)
+                give_facts(trainer, self.own_facts)
 
     def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
         """Restore the flags of the model in its attributes or in those of a copy."""
@@ -156,7 +156,7 @@ class AppliedLoss(LeftOut):
     def meet(self, trainer: Any) -> None:
         """Have a Trainer of this model, made before, go by what is true of it now."""
         MET.add(trainer)
-        give(trainer, self.facts)
+        give_facts(trainer, self.facts)
 
     def __enter__(self) -> AppliedLoss:
         return self
@@ -322,12 +322,12 @@ class AppliedLoss(LeftOut):
             # A loss function of the Trainer computes the loss of them
             fields[HIDDEN] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
-            fields["loss"] = divided(call.loss, call.items)
+            fields["loss"] = divide_loss(call.loss, call.items)
         if call.certain:
             fields["loss"] = fields["loss"] + self._added_part(call, outputs).to(fields["loss"].device)
         elif isinstance(outputs, Mapping) and not call.keeps_logits:
             refuse_another_part(type(model).__name__, outputs.get("loss"))
-        return as_asked(call, outputs, fields)
+        return with_fields(call, outputs, fields)
 
     def _added_part(self, call: Call, outputs: Any) -> Tensor:
         """Return what the model has added to the cross-entropy of its logits, an auxiliary loss."""
@@ -353,7 +353,7 @@ class AppliedLoss(LeftOut):
                 "the next forward"
             )
         if hidden_BTD is not None:
-            return divided(self._token_loss(self.model, self.withheld, hidden_BTD, target_BT), num_items_in_batch)
+            return divide_loss(self._token_loss(self.model, self.withheld, hidden_BTD, target_BT), num_items_in_batch)
         # Evaluated before its first training step, so the label shift is unchecked
         if self.unlabelled is not None:
             refuse_sharded_head(self.model.get_output_embeddings())
@@ -366,7 +366,7 @@ class AppliedLoss(LeftOut):
         check_shapes(type(self.model).__name__, logits_BTV, target_BT)
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)
         target_N = target_BT.flatten().to(logits_BTV.device)
-        return divided(criterion.token_loss(logits_BTV.flatten(0, -2), target_N), items)
+        return divide_loss(criterion.token_loss(logits_BTV.flatten(0, -2), target_N), items)
 
     def _token_loss(
         self, model: PreTrainedModel, reading: Reading | None, hidden_BTD: Tensor, target_BT: Tensor
@@ -399,7 +399,7 @@ def refuse_another_part(name: str, loss: object) -> None:
         raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
 
 
-def as_asked(call: Call, outputs: Any, fields: dict[str, Any]) -> Any:
+def with_fields(call: Call, outputs: Any, fields: dict[str, Any]) -> Any:
     """Return the model's outputs with other fields, in the form that the caller asked for."""
     if not call.as_tuple:
         kind: Any = type(outputs)

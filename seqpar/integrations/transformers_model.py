@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     adds: bool = False
     """Whether the model adds to the cross-entropy what depends on neither logits nor labels, as a router's loss."""
 
-    def applied(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         """Apply it to logits."""
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)

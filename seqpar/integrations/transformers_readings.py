@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.distributed.reducers import gathers_for_any
-from seqpar.integrations.made_up import RefusedModelError, evaluating, undisturbed, unrounded
+from seqpar.integrations.made_up import RefusedModelError, evaluating, keep_state, undo_rounding
 from seqpar.integrations.transformers_call import Call, Running
-from seqpar.integrations.transformers_check import WITHOUT, Examined, check_added, examine, own_outputs
+from seqpar.integrations.transformers_check import WITHOUT, Examined, check_added_part, examine, own_outputs
 from seqpar.integrations.transformers_head import number_of_classes, supported_linear
 from seqpar.integrations.transformers_model import (
     Reading,
@@ -84,7 +84,7 @@ class Readings:
         random = self._examine(model, self._label(model, kwargs, labels_RW))
         if gathers_for_any(model, random.adds):
             again = self._label(model, kwargs, labels_RW[:, :KEPT_LABELS])
-            check_added(type(model).__name__, random, self._examine(model, again, certain=True))
+            check_added_part(type(model).__name__, random, self._examine(model, again, certain=True))
         return random.reading._replace(adds=random.adds)
 
     def _examine(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
@@ -95,10 +95,10 @@ class Readings:
         call = Call(model, self.target(kwargs), examined=True, certain=certain)
         self.running.call = call
         # Behind all other hooks, also those that `fully_shard` has added since
-        widening = head.register_forward_hook(self._unrounded)
+        widening = head.register_forward_hook(self._undo_rounding)
         try:
             # With gradients, so that a loss that needs one is noticed
-            with undisturbed(model, weight_VD.device), evaluating(head), torch.enable_grad(), graph_of_its_own():
+            with keep_state(model, weight_VD.device), evaluating(head), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
             widening.remove()
@@ -107,9 +107,9 @@ class Readings:
             raise RefusedModelError(f"{name} {UNCALLED}; {WITHOUT}")
         return examine(name, readings(model), call.made_up, final_bias(model, weight_VD), call.window_RW, outputs)
 
-    def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def _undo_rounding(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
         call = self.running.call
         if call is None or call.made_up is None:
             return None
-        return unrounded(output, call.made_up).clone()
+        return undo_rounding(output, call.made_up).clone()

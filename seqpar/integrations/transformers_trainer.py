@@ -57,12 +57,12 @@ def model_of(trainer: Any) -> PreTrainedModel:
     return base_of(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def read_by(trainer: Any) -> Facts:
+def trainer_facts(trainer: Any) -> Facts:
     """Return what a Trainer has read."""
     return Facts(bool(trainer.model_accepts_loss_kwargs), bool(getattr(trainer, "_loss_shifts_labels", False)))
 
 
-def give(trainer: Any, facts: Facts) -> None:
+def give_facts(trainer: Any, facts: Facts) -> None:
     """Have a Trainer go by these facts."""
     trainer.model_accepts_loss_kwargs = facts.divides and not _has_own_denominator(trainer)
     trainer._loss_shifts_labels = facts.shifts
@@ -122,7 +122,7 @@ def refuse_other_facts(step: FrameType, name: str, own: Facts, facts: Facts, giv
         given: the arguments of the forward.
     """
     trainer = step.f_locals["self"]
-    read = read_by(trainer)
+    read = trainer_facts(trainer)
     kind = type(trainer).__name__
     # A collator that shifts labels itself leaves nothing to count in another way
     if read.shifts != facts.shifts and given.get("shift_labels") is None:

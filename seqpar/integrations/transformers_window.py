@@ -68,12 +68,12 @@ def made_up_labels(kwargs: Mapping[str, object], weight_VD: Tensor, vocab_size: 
         kept_RL[0, length - length // 3 :] = False
     kept_RL[:, 0] = False
     labels_RL = torch.full((rows, length), IGNORED, device="cpu")
-    labels_RL[kept_RL] = _filling(needed, kwargs, vocab_size, int(kept_RL.sum()))
+    labels_RL[kept_RL] = _fill_labels(needed, kwargs, vocab_size, int(kept_RL.sum()))
     labels_RL[:, 0] = labels_RL[:, 1]
     return labels_RL
 
 
-def _filling(needed: list[int], kwargs: Mapping[str, object], vocab_size: int, cells: int) -> Tensor:
+def _fill_labels(needed: list[int], kwargs: Mapping[str, object], vocab_size: int, cells: int) -> Tensor:
     """Return labels (C,): all that are needed, as many of the batch's as fit, and repetitions, in random order."""
     found = [ids.flatten() for ids in _token_ids(kwargs)]
     own = torch.cat(found).unique().tolist() if found else []

@@ -243,7 +243,7 @@ class AppliedScores:
             gather_in_model(model, head)
         else:
             # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
-            self.last_hook = self.whole[id(model)].register_forward_hook(self._unrounded)
+            self.last_hook = self.whole[id(model)].register_forward_hook(self._undo_rounding)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}
         setattr(trl_utils, NODE, self.running)
         setattr(trl_utils, COMPACT, _only_rows_with_a_label)
@@ -258,7 +258,7 @@ class AppliedScores:
         if node is not None and outputs is not None:
             self.exact = dict(outputs)
 
-    def _unrounded(self, model: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    def _undo_rounding(self, model: Any, args: tuple[Any, ...], outputs: Any) -> Any:
         """Return the scores as they were computed where FSDP2 has rounded them to its `output_dtype`."""
         exact = self.exact
         self._forget()

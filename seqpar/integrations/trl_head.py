@@ -25,11 +25,11 @@ from seqpar.integrations.made_up import (
     evaluating,
     full_name,
     in_one_line,
+    keep_state,
     made_up_logits,
     more_than_linear,
     same_logits,
-    undisturbed,
-    unrounded,
+    undo_rounding,
 )
 from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
 from seqpar.integrations.transformers_check import matching_reading
@@ -90,7 +90,7 @@ def examine(model: PreTrainedModel) -> Reading:
     ids_1W = _made_up_text(model, head)
     text: dict[str, Any] = {"input_ids": ids_1W, "attention_mask": torch.ones_like(ids_1W), "use_cache": False}
     seen: Seen = defaultdict(list)
-    with undisturbed(model, head.weight.device), evaluating(model), torch.no_grad():
+    with keep_state(model, head.weight.device), evaluating(model), torch.no_grad():
         try:
             with _watch(model, head, text, seen):
                 logits = model(**text).logits
@@ -110,7 +110,7 @@ def examine(model: PreTrainedModel) -> Reading:
     own = seen["own_logits"][0]
     if not same_logits(seen["plain_logits"][0], own, own.dtype):
         raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
-    theirs = unrounded(logits, seen["theirs"][-1])
+    theirs = undo_rounding(logits, seen["theirs"][-1])
     return matching_reading(name, readings(model), seen["made_up"][0], theirs, WITHOUT)
 
 
@@ -143,7 +143,7 @@ def _watch(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: 
         return seen["made_up"][-1].clone()
 
     def last_after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return unrounded(output, seen["made_up"][-1]).clone()
+        return undo_rounding(output, seen["made_up"][-1]).clone()
 
     def after_model(module: Any, args: tuple[Any, ...], outputs: Any) -> None:
         seen["theirs"].append(outputs.logits)

@@ -106,23 +106,23 @@ def refuse_options(trainer: Any) -> None:
     if not isinstance(trainer, TRAINERS):
         names = ", ".join(supported.__name__ for supported in TRAINERS)
         raise TypeError(f"apply_seqpar_scores got a {kind}; it supports {names}, and subclasses of these")
-    for option, reason in _unsupported(trainer):
+    for option, reason in _unsupported_options(trainer):
         raise ValueError(f"{kind} with {option}: {reason}; leave it out, or train without apply_seqpar_scores")
 
 
-def _unsupported(trainer: Any) -> Iterator[tuple[str, str]]:
+def _unsupported_options(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yield the options that are set and not supported, each with the reason."""
     args = trainer.args
     if args.use_liger_kernel:
         yield "use_liger_kernel=True", "it replaces parts of the model's forward"
     if args.torch_compile:
         yield "torch_compile=True", "the scores are computed outside the compiled graph"
-    for option in _needing_logits(trainer):
+    for option in _options_using_logits(trainer):
         yield option, "TRL computes the logits of all tokens for it"
     yield from _layouts(trainer)
 
 
-def _needing_logits(trainer: Any) -> Iterator[str]:
+def _options_using_logits(trainer: Any) -> Iterator[str]:
     """Yield the options for which TRL runs the model again and keeps its logits."""
     args = trainer.args
     if isinstance(trainer, SFTTrainer):

@@ -141,7 +141,7 @@ def prepare(
         kind = hidden.device.type
         width = width_for_kernel(hidden.size(-1), kind) if projection.has_kernels else None
         most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, kind, width)
-        chunks = _cut(inputs.target, settings.ignore_index, given, most)
+        chunks = _cut_chunks(inputs.target, settings.ignore_index, given, most)
     # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = settings.ignore_index if is_capturing(hidden.device) else None
     if split is not None:
@@ -154,7 +154,7 @@ def prepare(
     return PreparedCall(leaves, chunks, projection, target_N, split, ignored)
 
 
-def _cut(target: Tensor, ignore_index: int, given: Checked, most: int) -> Sequence[Chunk]:
+def _cut_chunks(target: Tensor, ignore_index: int, given: Checked, most: int) -> Sequence[Chunk]:
     """Return the rows whose target is not ignored, in chunks of at most `most`; IndexError where one is no class."""
     count = None
     if given.on_its_way is not None:

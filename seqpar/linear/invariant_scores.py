@@ -81,7 +81,7 @@ class InvariantScores:
     def sums(self, hidden_KD: Tensor, chunk: Chunk) -> Sums:
         """Return the sums of at most INVARIANT_ROWS rows, without this rank's share."""
         formula = self.formula
-        given_KD = formula.prepared(hidden_KD, chunk)
+        given_KD = formula.prepare_hidden(hidden_KD, chunk)
         rows, width = given_KD.shape
         hidden_KD = given_KD.new_zeros((INVARIANT_ROWS, self.width))
         hidden_KD[:rows, :width] = given_KD

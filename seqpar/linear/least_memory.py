@@ -154,10 +154,10 @@ class _LeastMemory(torch.autograd.Function):
         factor = upstream
         if token_weight_N is not None:
             factor = upstream * token_weight_N[call.which]
-            token_weight = _spread(losses.loss_N * upstream, call.which, token_weight_N)
+            token_weight = _spread_rows(losses.loss_N * upstream, call.which, token_weight_N)
         formula = call.formula
         known = KnownRows(
-            formula.prepared(hidden_ND[call.which], call.which),
+            formula.prepare_hidden(hidden_ND[call.which], call.which),
             formula.picked_NP[call.which],
             None,
             sums,
@@ -166,11 +166,11 @@ class _LeastMemory(torch.autograd.Function):
         tiles = VocabTiles(formula.projection, formula.projection.function, call.vocab_size, _budget(hidden_ND))
         leaves = ByLeaf(hidden_ND, weight, bias)
         found = tiles.gradients(leaves, known, ByLeaf(*wanted), call.weight_grad)
-        hidden = None if found.hidden is None else _spread(found.hidden, call.which, hidden_ND)
+        hidden = None if found.hidden is None else _spread_rows(found.hidden, call.which, hidden_ND)
         return None, hidden, found.weight, found.bias, token_weight if wanted[3] else None
 
 
-def _spread(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:
+def _spread_rows(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:
     """Return a gradient of all rows, given that of some; 0 in the others."""
     if isinstance(which, slice):
         return of_rows.to(like.dtype)

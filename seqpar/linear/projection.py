@@ -183,7 +183,7 @@ class Projection:
             return self.kernel.before(own.numbers_KV, target_K, gold_K, temperature_K)
         return self.function.before(own.numbers_KV, target_K, gold_K)
 
-    def read(self, product_KV: Tensor, sums: Sums, temperature_K: Tensor | None, entropy: bool) -> Read:
+    def read_again(self, product_KV: Tensor, sums: Sums, temperature_K: Tensor | None, entropy: bool) -> Read:
         """Return what `gradient_` needs of products that have been computed again; `entropy` is whether its arrives."""
         if self.kernel is not None:
             return Read(None, None)

@@ -64,7 +64,7 @@ class RecomputedScores:
 
     def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> Sums:
         """Return the sums of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
-        hidden_KD = self.prepared(hidden_KD, chunk)
+        hidden_KD = self.prepare_hidden(hidden_KD, chunk)
         with torch.autocast(hidden_KD.device.type, enabled=False):
             product_KV = self.projection.product(hidden_KD)
             together = join([self._block_sums(block, kept is not None) for block in self._blocks(product_KV, chunk)])
@@ -89,7 +89,7 @@ class RecomputedScores:
         Args:
             sums, upstream: of all rows.
         """
-        hidden_KD = self.prepared(hidden_KD, chunk)
+        hidden_KD = self.prepare_hidden(hidden_KD, chunk)
         sums = sums.select(chunk)
         upstream = upstream.select(chunk)
         bias_grads = []
@@ -98,7 +98,7 @@ class RecomputedScores:
             for block in self._blocks(product_KV, chunk):
                 own = sums.select(block.rows)
                 factors = upstream.select(block.rows)
-                read = self.projection.read(block.product, own, block.temperature, factors.entropy is not None)
+                read = self.projection.read_again(block.product, own, block.temperature, factors.entropy is not None)
                 grad_KV = self.projection.gradient_(read, block.product, block.picked, block.temperature, own, factors)
                 if slots.bias is not None:
                     bias_grads.append(grad_KV.sum(0, dtype=self.projection.wide))
@@ -149,7 +149,7 @@ class RecomputedScores:
         tanh_KP = picked_logits_KP / (slope_KP * self.projection.softcap)
         return slope_KP * (1 - tanh_KP.square())
 
-    def prepared(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
+    def prepare_hidden(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
         """Return the chunk's hidden states in the products' dtype, with 0 in rows that do not count."""
         hidden_KD = hidden_KD.to(self.projection.weight_VD.dtype)
         if self.counted_N is None:

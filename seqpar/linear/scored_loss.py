@@ -19,9 +19,9 @@ from seqpar.core.row_independence import (
     Answer,
     ask_alone,
     change_in_company,
+    keep_torch_random_states,
     largest_difference,
     precision_of,
-    torch_random_kept,
 )
 from seqpar.core.structures import each
 from seqpar.core.token_loss import TokenLoss
@@ -181,7 +181,7 @@ class _LossByAutograd:
                 "tensor (.detach(), torch.no_grad())"
             )
         refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
-        mixed = self._mixed(loss_K, scores, rows, leaves)
+        mixed = self._row_mixing(loss_K, scores, rows, leaves)
         if mixed:
             raise ValueError(
                 f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
@@ -189,7 +189,7 @@ class _LossByAutograd:
                 "token_scores"
             )
 
-    def _mixed(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> str:
+    def _row_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> str:
         """Return how the loss of a row depends on other rows, in words; "" if it does not."""
         grads: tuple[Tensor, ...] = ()
         if loss_K.requires_grad:
@@ -202,12 +202,12 @@ class _LossByAutograd:
         together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), rounding)
         given = {name: t for name, t in scores._asdict().items() if t is not None}
 
-        def called(tensors: Sequence[Tensor]) -> Tensor:
+        def loss_of_rows(tensors: Sequence[Tensor]) -> Tensor:
             some_scores = scores._replace(**dict(zip(given, tensors, strict=False)))
             return self._call(some_scores, tensors[len(given) :])
 
-        with torch_random_kept(loss_K.device):
-            alone = ask_alone(called, [t[some] for t in (*given.values(), *rows)])
+        with keep_torch_random_states(loss_K.device):
+            alone = ask_alone(loss_of_rows, [t[some] for t in (*given.values(), *rows)])
             change = change_in_company(together, alone)
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
             turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)

@@ -286,7 +286,7 @@ class _ScoredTokens:
             which = self.counted_N.nonzero().squeeze(1)
         temperature_M = None if formula.temperature_N is None else formula.temperature_N[which]
         rows = KnownRows(
-            formula.prepared(hidden_ND[which], which),
+            formula.prepare_hidden(hidden_ND[which], which),
             self.picked_NP[which],
             temperature_M,
             sums.select(which),

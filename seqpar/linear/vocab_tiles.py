@@ -126,7 +126,7 @@ class VocabTiles:
             sums = rows.sums.select(some)
             upstream = rows.upstream.select(some)
             temperature_K = None if rows.temperature_M is None else rows.temperature_M[some]
-            read = own.read(product_MT[some], sums, temperature_K, upstream.entropy is not None)
+            read = own.read_again(product_MT[some], sums, temperature_K, upstream.entropy is not None)
             own.gradient_(read, product_MT[some], rows.picked_MP[some], temperature_K, sums, upstream)
         return product_MT
 

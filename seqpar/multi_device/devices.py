@@ -80,7 +80,7 @@ def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[tor
     return tuple(_check_one(device, f"{name}[{i}]") for i, device in enumerate(devices))
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device."""
     # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
     return tensor.to(device, non_blocking=not FACTS[device.type].is_host)

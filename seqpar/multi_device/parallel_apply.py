@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from seqpar.core.checks import check_function, check_type
 from seqpar.core.device_facts import current
 from seqpar.core.graphs import autocast_of_now, hooks_around
-from seqpar.core.streams import current_streams, selected
+from seqpar.core.streams import current_streams, select_streams
 from seqpar.core.structures import leaves
 from seqpar.multi_device.devices import Device, accelerator, available, check_devices
 
@@ -138,7 +138,7 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
             stack.enter_context(autocast())
             if kind is not None:
                 torch.accelerator.set_device_index(index)
-            stack.enter_context(selected(streams))
+            stack.enter_context(select_streams(streams))
             for device in default:
                 stack.enter_context(device)
             yield

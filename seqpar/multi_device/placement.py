@@ -10,7 +10,7 @@ from torch import nn
 
 from seqpar.core.checks import check_module, check_type
 from seqpar.core.structures import map_tensors
-from seqpar.multi_device.devices import Device, check_devices, moved
+from seqpar.multi_device.devices import Device, check_devices, move
 
 
 def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
@@ -120,13 +120,13 @@ def _bring_inputs(
     device: torch.device, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> CallArguments:
     """Move the arguments to the device: a forward pre-hook."""
-    brought: CallArguments = map_tensors(lambda t: moved(t, device), (args, kwargs))
+    brought: CallArguments = map_tensors(lambda t: move(t, device), (args, kwargs))
     return brought
 
 
 def _send_output(device: torch.device, _: nn.Module, __: object, output: object) -> object:
     """Move the output to the device: a forward hook."""
-    return map_tensors(lambda t: moved(t, device), output)
+    return map_tensors(lambda t: move(t, device), output)
 
 
 def _remove_earlier_hooks(model: nn.Module) -> None:

@@ -26,11 +26,11 @@ from seqpar.core.checks import (
     is_dtensor,
 )
 from seqpar.core.chunks import even_sizes
-from seqpar.core.streams import current_streams, selected
+from seqpar.core.streams import current_streams, select_streams
 from seqpar.core.structures import describe, leaves, rebuild
 from seqpar.core.token_loss import wide
 from seqpar.distributed.wrappers import structural_copy
-from seqpar.multi_device.devices import Device, check_devices, moved, refuse_capturing
+from seqpar.multi_device.devices import Device, check_devices, move, refuse_capturing
 from seqpar.multi_device.sent_weights import on_device
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -51,32 +51,32 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     Raises:
         TypeError: a parameter of a class that computes in its own way, which its replacement does not have.
     """
-    return cast(Module, _copied(module, tensors, {}))
+    return cast(Module, _bind_module(module, tensors, {}))
 
 
-def _copied(original: nn.Module, tensors: Mapping[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+def _bind_module(original: nn.Module, tensors: Mapping[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
     """Return the copy of a module and of all that it contains; `copies` has those made so far."""
     # Not a function inside `bind`: one that calls itself keeps all copies until the garbage collector comes
     replica: nn.Module = structural_copy(original)
     # By identity, so that a submodule that occurs twice is one submodule in the copy as well
     copies[id(original)] = replica
     own = vars(replica)
-    own["_parameters"] = _bound(original._parameters, tensors) if original._parameters else {}
-    own["_buffers"] = _bound(original._buffers, tensors) if original._buffers else {}
+    own["_parameters"] = _bind_tensors(original._parameters, tensors) if original._parameters else {}
+    own["_buffers"] = _bind_tensors(original._buffers, tensors) if original._buffers else {}
     modules: dict[str, nn.Module | None] = {}
     for name, child in original._modules.items():
         if child is None:
             modules[name] = None
         else:
             made = copies.get(id(child))
-            modules[name] = _copied(child, tensors, copies) if made is None else made
+            modules[name] = _bind_module(child, tensors, copies) if made is None else made
     own["_modules"] = modules
     if isinstance(replica, nn.RNNBase):
         _rebuild_flat_weights(replica)
     return replica
 
 
-def _bound(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor]) -> dict[str, Tensor | None]:
+def _bind_tensors(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor]) -> dict[str, Tensor | None]:
     """Return a module's own tensors with their replacements."""
     found: dict[str, Tensor | None] = {}
     for name, tensor in own.items():
@@ -225,7 +225,7 @@ class _Copies(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         count = len(ctx.homes)
         found = []
-        with selected(ctx.streams):
+        with select_streams(ctx.streams):
             for i, home in enumerate(ctx.homes):
                 parts = [grad.to(home) for grad in grads[i::count] if grad is not None]
                 found.append(_sum(parts) if parts else None)
@@ -321,7 +321,7 @@ def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     # Not `split`, whose pieces may not be changed in place
     pieces = [leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-    return [moved(piece, d) for piece, d in zip(pieces, devices, strict=True)]
+    return [move(piece, d) for piece, d in zip(pieces, devices, strict=True)]
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from seqpar.core.device_facts import accelerators_among
-from seqpar.core.streams import current_streams, selected
+from seqpar.core.streams import current_streams, select_streams
 
 
 class _Sent(NamedTuple):
@@ -48,7 +48,7 @@ def send(weights: Iterable[Tensor], devices: Sequence[torch.device]) -> None:
     for stream, current in zip(streams, current_streams(involved), strict=True):
         # After what has written the weights, and what still uses the memory of the copies
         stream.wait_stream(current)
-    with torch.no_grad(), selected(streams):
+    with torch.no_grad(), select_streams(streams):
         copies = [{d: w.detach().to(d) for d in receivers if d != w.device} for w in weights]
     for weight in weights:
         # Nor may its memory be given out again while it is read

@@ -29,7 +29,7 @@ class Shares(NamedTuple):
         """Return how many of V classes get a share, which may be none."""
         return vocab_size - (not self.target) - (not self.padding)
 
-    def excluded(self, ignore_index: int) -> int | None:
+    def excluded_class(self, ignore_index: int) -> int | None:
         """Return the class whose q is 0, if there is one."""
         return None if self.padding else ignore_index
 

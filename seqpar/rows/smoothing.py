@@ -151,7 +151,7 @@ def soft_target(
     gold = of_target - each
     if shares.target:
         of_target, gold = of_target + each, of_target
-    excluded = shares.excluded(ignore_index)
+    excluded = shares.excluded_class(ignore_index)
     q = SoftTarget(gold, each, excluded, classes=V - (excluded is not None))
     if shares.kl:
         return q._replace(kl_gold=_x_log_x(of_target), kl_each=_x_log_x(each))

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.testing.evidence import FACTOR, SAME, Evidence, besides, close, ratio, shares_of, spelt
-from seqpar.testing.part_causes import last_only, means_of_parts, not_reduced
+from seqpar.testing.evidence import FACTOR, SAME, Evidence, besides, close, ratio, shares_of, spell
+from seqpar.testing.part_causes import last_only, means_of_parts, unreduced_parts
 from seqpar.testing.precision import EXACT
-from seqpar.testing.rank_causes import local_count, reduced_twice, silent_ranks, world_size
-from seqpar.testing.row_causes import counted_padding, described, dropped_rows, mean_of_means, repeated_rows, where_off
+from seqpar.testing.rank_causes import local_count, silent_ranks, unequal_reductions, world_size
+from seqpar.testing.row_causes import counted_padding, difference, dropped_rows, mean_of_means, repeated_rows, where_off
 from seqpar.testing.smoothing_causes import other_smoothing
 
 FLOAT32 = 1e-5
@@ -63,10 +63,10 @@ def _what_is_known(e: Evidence) -> str:
     """Return which gradients are right, which are multiples of the plain ones, and in which rows others are off."""
     times = e.ratio()
     if times and not close(times, 1):
-        return f"all gradients are {spelt(times)} times the plain ones"
+        return f"all gradients are {spell(times)} times the plain ones"
     alike: dict[str, list[str]] = {}
     for name, got, plain in e.pairs():
-        alike.setdefault(where_off(e, name) or described(got, plain), []).append(name)
+        alike.setdefault(where_off(e, name) or difference(got, plain), []).append(name)
     if [*alike] == ["right"]:
         return f"all gradients are right, only the value is wrong{_times_too_large(e)}"
     right = alike.pop("right", [])
@@ -79,7 +79,7 @@ def _what_is_known(e: Evidence) -> str:
 def _times_too_large(e: Evidence) -> str:
     """Return by what the value is a multiple of the plain one, if that is a simple fraction."""
     times = float(e.got[0]) / float(e.expected[0]) if e.expected[0] else math.nan
-    said = spelt(times) if math.isfinite(times) else ""
+    said = spell(times) if math.isfinite(times) else ""
     return f": {said} times the plain one" if said and "." not in said else ""
 
 
@@ -206,7 +206,7 @@ def _is_factor(gradient: Tensor | None, of: Tensor | None, factor: float) -> boo
     return gradient is not None and of is not None and close(ratio(gradient, of), factor)
 
 
-def _imagined(e: Evidence) -> str | None:
+def _imagined_mistake(e: Evidence) -> str | None:
     """Recognise a mistake by computing the plain loss with it."""
     for sentence, compute in e.imagined:
         with suppress(Exception):
@@ -234,7 +234,7 @@ def _wrong_sign(e: Evidence) -> str | None:
     times = e.ratio()
     if times is None or times > 0:
         return None
-    return f"the wrong sign: all gradients are {spelt(times)} times the plain ones"
+    return f"the wrong sign: all gradients are {spell(times)} times the plain ones"
 
 
 def _wrong_divisor(e: Evidence) -> str | None:
@@ -247,7 +247,7 @@ def _wrong_divisor(e: Evidence) -> str | None:
     # all ranks divisor / rows, and a sum (which DDP then averages) divisor / world.
     if times is None or math.isclose(times, 1, rel_tol=SAME):
         return None
-    looks = f"all gradients are {spelt(times)} times the plain ones"
+    looks = f"all gradients are {spell(times)} times the plain ones"
     if n and e.world == 1 and math.isclose(times, e.divisor / n, rel_tol=SAME):
         return f"a mean instead of a sum: {looks}, and {n} targets are not ignored"
     if rows and n != rows and math.isclose(times, e.divisor / rows, rel_tol=SAME):
@@ -402,7 +402,7 @@ CAUSES: tuple[Cause, ...] = (
     return upstream * gradient                   # once""",
     ),
     Cause(
-        _imagined,
+        _imagined_mistake,
         "",
     ),
     Cause(
@@ -452,7 +452,7 @@ CAUSES: tuple[Cause, ...] = (
     sum(sum_of(part) for part in parts) / tokens           # one division, by all tokens""",
     ),
     Cause(
-        not_reduced,
+        unreduced_parts,
         """
     loss = model.module(batch).loss                        # past DDP's forward, which alone makes backward reduce
     loss = ddp_model(batch).loss                           # every micro-batch of every rank, through the wrapper""",
@@ -488,7 +488,7 @@ CAUSES: tuple[Cause, ...] = (
     nn.CrossEntropyLoss(reduction="sum")                   # sums do; divide once, by the step's tokens""",
     ),
     Cause(
-        reduced_twice,
+        unequal_reductions,
         """
     dist.all_reduce(weight.grad)                           # DDP and FSDP have reduced it already
     loss.backward()                                        # their hooks reduce it, once""",

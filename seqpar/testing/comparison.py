@@ -23,7 +23,7 @@ from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, w
 from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import LabelSmoothing, ignored_target
 from seqpar.testing.causes import hypothesis_context, is_shown, likely_cause
-from seqpar.testing.evidence import FACTOR, Evidence, Result, gradients_by_use, repeated
+from seqpar.testing.evidence import FACTOR, Evidence, Result, gradients_by_use, repeat_loss
 from seqpar.testing.gradients import (
     assert_same_results,
     imagine,
@@ -161,7 +161,7 @@ class Comparison:
         """Return the first number that is too far from the plain one; empty if none is."""
         if self.hidden.dtype == torch.float64:
             return self._not_exact(got, expected)
-        return farther_than_twice_plain(as_float64(got), self._plainly(whole, factor), expected)
+        return farther_than_twice_plain(as_float64(got), self._plain_draws(whole, factor), expected)
 
     def _evidence(self, compared: _Compared) -> Evidence:
         """Return the numbers from which the cause is inferred."""
@@ -171,9 +171,9 @@ class Comparison:
         ignored = ignored_target(criterion)
         own = getattr(criterion, "label_smoothing", None)
 
-        def smoothed(convention: Convention, eps: float) -> Result:
+        def smoothed_loss(convention: Convention, eps: float) -> Result:
             other = LabelSmoothing(eps, convention, ignore_index=-100 if ignored is None else ignored)
-            return truth._mistaken(whole, partial(with_criterion, other=other))
+            return truth._imagine(whole, partial(with_criterion, other=other))
 
         return Evidence(
             compared.got,
@@ -188,12 +188,12 @@ class Comparison:
             divisor=self.tokens,
             rank=rank_in(self.group),
             counts=[(self._count(target), target.numel()) for _, target, _ in whole],
-            again=repeated(plain, dict(truth.head.items())),
+            again=repeat_loss(plain, dict(truth.head.items())),
             imagined=[
-                *imagine(partial(truth._mistaken, whole, plain_loss)),
-                *((said, partial(truth._mistaken, whole, mistake)) for said, mistake in shifts()),
+                *imagine(partial(truth._imagine, whole, plain_loss)),
+                *((said, partial(truth._imagine, whole, mistake)) for said, mistake in shifts()),
             ],
-            smoothed=smoothed,
+            smoothed=smoothed_loss,
             smoothing=None if own is None else (getattr(criterion, "smoothing_convention", "torch"), float(own)),
             dtype=torch.float64 if truth is self else torch.float32,
         )
@@ -214,7 +214,7 @@ class Comparison:
             return str(error)
         return ""
 
-    def _plainly(self, whole: Sequence[_Tokens], factor: float) -> list[Result]:
+    def _plain_draws(self, whole: Sequence[_Tokens], factor: float) -> list[Result]:
         """Return the plain loss times a factor in the dtype under test.
 
         With its rows in some orders, so that sums round otherwise.
@@ -252,7 +252,7 @@ class Comparison:
         losses = [mistake(*leaves.modules, hidden, target, **extra) for hidden, target, extra in inputs]
         return torch.stack(losses).sum() / self.tokens
 
-    def _mistaken(self, whole: Sequence[_Tokens], mistake: Mistake, mode: AbstractContextManager[Any] = NONE) -> Result:
+    def _imagine(self, whole: Sequence[_Tokens], mistake: Mistake, mode: AbstractContextManager[Any] = NONE) -> Result:
         """Return the plain loss and its gradients with a mistake, and under a mode.
 
         Those of a copy, because a hook that the loss under test has left on a parameter may wait for the other ranks.

@@ -161,7 +161,7 @@ def shares_of(got: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
     return [found.get(k, math.nan) for k in range(len(parts))]
 
 
-def spelt(times: float) -> str:
+def spell(times: float) -> str:
     """Return a ratio as a fraction if it is a simple one, else as a decimal number."""
     simple = Fraction(times).limit_denominator(1000)
     if math.isclose(simple, times, rel_tol=SAME):
@@ -173,10 +173,10 @@ def besides(times: float) -> str:
     """Return that all gradients are so many times too large besides; nothing if they are not."""
     if close(times, 1):
         return ""
-    return f"; besides, all gradients are multiplied by {spelt(times)}"
+    return f"; besides, all gradients are multiplied by {spell(times)}"
 
 
-def repeated(loss: Callable[[], Tensor], modules: Mapping[str, nn.Module] | None = None) -> Repeated:
+def repeat_loss(loss: Callable[[], Tensor], modules: Mapping[str, nn.Module] | None = None) -> Repeated:
     """Return the loss of some more calls, by which one that changes from call to call is recognised."""
     before = _settings(modules or {})
     with torch.no_grad():
@@ -235,7 +235,7 @@ class _Uses(TorchFunctionMode):
             if name not in ("T", "mT"):
                 return func(*args, **(kwargs or {}))
 
-        def aliased(value: Any) -> Any:
+        def give_alias(value: Any) -> Any:
             if id(value) not in self.names:
                 return value
             # d loss / d alias is the gradient through this operation alone
@@ -243,7 +243,7 @@ class _Uses(TorchFunctionMode):
             self.aliases[self.names[id(value)]].append((name, alias))
             return alias
 
-        args, kwargs = tree_map(aliased, (args, kwargs or {}))
+        args, kwargs = tree_map(give_alias, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

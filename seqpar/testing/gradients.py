@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import PROVED, check_number
 from seqpar.testing.causes import is_shown, likely_cause
-from seqpar.testing.evidence import FACTOR, SOFTCAPS, Evidence, Result, dense, gradients_by_use, repeated
+from seqpar.testing.evidence import FACTOR, SOFTCAPS, Evidence, Result, dense, gradients_by_use, repeat_loss
 from seqpar.testing.smoothing_causes import OtherSmoothing
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
@@ -102,7 +102,7 @@ def assert_same_gradients(
             gradients_by_use(reference, tensors),
             per_token,
             tokens,
-            again=repeated(reference),
+            again=repeat_loss(reference),
             imagined=imagine(partial(under, reference, tensors)),
             smoothed=lambda *smoothing: under(reference, tensors, OtherSmoothing(*smoothing)),
         )

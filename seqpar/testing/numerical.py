@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from seqpar.testing.evidence import Result, repeated
+from seqpar.testing.evidence import Result, repeat_loss
 from seqpar.testing.gradients import check_leaves, value_and_gradients
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
@@ -53,7 +53,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
             raise ValueError(
                 f"{name} is {tensor.dtype}; differences of values need float64, from the inputs to the loss"
             )
-    other = next((again for again in repeated(loss).values if again != float(value)), None)
+    other = next((again for again in repeat_loss(loss).values if again != float(value)), None)
     if other is not None:
         raise ValueError(
             f"the loss is {float(value):.6g} in one call and {other:.6g} in another, so differences of it say "

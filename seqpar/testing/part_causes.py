@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from seqpar.testing.evidence import SAME, Evidence, besides, close, shares_of, spelt
+from seqpar.testing.evidence import SAME, Evidence, besides, close, shares_of, spell
 
 
 def shares_of_parts(gradients: Mapping[str, Tensor | None], parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
@@ -20,7 +20,7 @@ def shares_of_parts(gradients: Mapping[str, Tensor | None], parts: Sequence[Mapp
     return shares_of(flat[0], flat[1:]) or []
 
 
-def not_reduced(e: Evidence) -> str | None:
+def unreduced_parts(e: Evidence) -> str | None:
     """Recognise ranks that keep the gradients of their own parts."""
     said = _only_some(e)
     if not said or not e.ranks_differ:
@@ -69,7 +69,7 @@ def means_of_parts(e: Evidence) -> str | None:
     if not all(close(times * own / each, round(times * own / each)) for times, own in weight.items()):
         return None
     said = "each micro-batch is divided by its own tokens, not by those of the step"
-    ratios = ", ".join(spelt(times) for times in sorted(weight))
+    ratios = ", ".join(spell(times) for times in sorted(weight))
     if close(each, 1):
         return f"a sum of means: {said}, and their sum not by the {e.micro_batches} micro-batches (shares {ratios})"
     return f"mean of means: {said} (shares {ratios}){besides(each * e.micro_batches)}"

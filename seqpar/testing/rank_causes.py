@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from seqpar.testing.evidence import SAME, Evidence, besides, close, shares_of, spelt
+from seqpar.testing.evidence import SAME, Evidence, besides, close, shares_of, spell
 
 KINDS = (
     ("token count, without an all-reduce of it", "tokens"),
@@ -49,7 +49,7 @@ def local_count(e: Evidence) -> str | None:
             if all(close(r, 1) for r in seen.values()):
                 continue
             rank = e.rank if e.rank in seen else min(seen)
-            n, times = e.counts[rank][kind], spelt(seen[rank])
+            n, times = e.counts[rank][kind], spell(seen[rank])
             of = sum(counts[kind] for counts in e.counts)
             whose = f"{name}'s gradient"
             if name not in e.per_token:
@@ -62,17 +62,17 @@ def local_count(e: Evidence) -> str | None:
     return None
 
 
-def reduced_twice(e: Evidence) -> str | None:
+def unequal_reductions(e: Evidence) -> str | None:
     """Recognise some parameters' gradients that are reduced over the ranks otherwise than all others."""
     times = e.ratios()
     off = {name: r for name, r in times.items() if not close(r, 1)}
     first = next(iter(off.values()), None)
     if e.world == 1 or not first or len(off) == len(times) or e.per_token & off.keys():
         return None
-    if not all(r and close(r, first) for r in off.values()) or "." in spelt(first):
+    if not all(r and close(r, first) for r in off.values()) or "." in spell(first):
         return None
     said = "reduced twice" if first > 1 else "divided by ranks twice"
-    return f"a gradient is {said}: that of {', '.join(off)} is {spelt(first)} times the plain one, and no other"
+    return f"a gradient is {said}: that of {', '.join(off)} is {spell(first)} times the plain one, and no other"
 
 
 def contributes_nothing(silent: Sequence[int]) -> str:
@@ -101,5 +101,5 @@ def world_size(e: Evidence) -> str | None:
         # DDP averages over the ranks: without the factor world, gradients are 1/world; with it twice, world times
         for exponent, what in ((-1, "averaged over the ranks"), (1, "multiplied by the number of ranks")):
             if math.isclose(times, e.world**exponent, rel_tol=SAME):
-                return f"the world size: all gradients are {spelt(times)} times the plain ones, {what} once too often"
+                return f"the world size: all gradients are {spell(times)} times the plain ones, {what} once too often"
     return None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.testing.evidence import SAME, Evidence, close, ratio, spelt
+from seqpar.testing.evidence import SAME, Evidence, close, ratio, spell
 
 MOST_ALIKE = 16
 """How many parts of equally many tokens, of the rarest size, are recognised."""
@@ -84,7 +84,7 @@ def where_off(e: Evidence, name: str) -> str:
     found: dict[str, list[int]] = {}
     for number, (row, right) in enumerate(zip(got.flatten(0, -2), plain.flatten(0, -2), strict=True)):
         if row.any() or right.any():
-            found.setdefault(described(row, right), []).append(number)
+            found.setdefault(difference(row, right), []).append(number)
     if "right" not in found or not 2 <= len(found) <= MOST_KINDS:
         return ""
     of = len(got.flatten(0, -2))
@@ -92,7 +92,7 @@ def where_off(e: Evidence, name: str) -> str:
     return f"{', '.join(off)}, of {of}, and right elsewhere"
 
 
-def described(got: Tensor, plain: Tensor) -> str:
+def difference(got: Tensor, plain: Tensor) -> str:
     """Return in words how a gradient differs from the plain one."""
     if not plain.any():
         return "not 0, as the plain one is,"
@@ -101,7 +101,7 @@ def described(got: Tensor, plain: Tensor) -> str:
         return "no multiple of the plain one"
     if close(times, 1):
         return "right"
-    return f"{spelt(times)} times the plain one"
+    return f"{spell(times)} times the plain one"
 
 
 def _spans(rows: Sequence[int]) -> str:
@@ -123,7 +123,7 @@ def _multiple(r: float) -> str:
     """Return in words how a gradient that is r times the plain one is."""
     if close(r, 1):
         return "the right one"
-    return f"{spelt(r)} times the plain one"
+    return f"{spell(r)} times the plain one"
 
 
 def _pairs_of_ratios(rows: RowRatios) -> list[tuple[float, float]]:
@@ -168,7 +168,7 @@ def mean_of_means(e: Evidence) -> str | None:
         if len(counts) < 2 or min(counts) <= 0:
             continue
         if any(_are_parts(counts, fewest) for fewest in range(1, MOST_ALIKE + 1)):
-            parts = ", ".join(f"{spelt(r)} times the plain one in {n} rows" for r, n in counts.items())
+            parts = ", ".join(f"{spell(r)} times the plain one in {n} rows" for r, n in counts.items())
             return f"a mean of means: each part is divided by its own tokens, so {rows.name}'s gradient is {parts}"
     return None
 

@@ -128,7 +128,7 @@ class Watch:
         """Watch every optimizer, and the gradients before they are clipped."""
         clip = getattr(clip_grad, CLIP)
 
-        def kept(parameters: Any, *arguments: Any, **keywords: Any) -> None:
+        def keep_and_clip(parameters: Any, *arguments: Any, **keywords: Any) -> None:
             each = [parameters] if isinstance(parameters, Tensor) else [*parameters]
             found = {id(p): _whole(p.grad) for p in each if p.grad is not None}
             # The first time counts: what is clipped once more is clipped already
@@ -139,7 +139,7 @@ class Watch:
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
-        setattr(clip_grad, CLIP, kept)
+        setattr(clip_grad, CLIP, keep_and_clip)
         try:
             yield
         finally:
@@ -149,7 +149,7 @@ class Watch:
 
     def _name(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         """Yield name, parameter and group of what an optimizer trains."""
-        names = {id(p): name for name, p in named(self.model)}
+        names = {id(p): name for name, p in named_parameters(self.model)}
         group: dict[str, Any]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -195,7 +195,7 @@ def _numbers(value: Any) -> Iterator[float]:
         yield from (number for number in value if isinstance(number, float | int))
 
 
-def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a model's parameters under the names that they have without wrappers."""
     for name, parameter in model.named_parameters():
         yield ".".join(part for part in name.split(".") if part not in WRAPPERS), parameter
@@ -223,7 +223,7 @@ def run(make_trainer: Callable[[Layout], Trainer], *runs: Run) -> list[list[Ran]
         importlib.import_module(module)
     pool = Pool(runs[0].layout.ranks)
     try:
-        return [pool.call(_ran, _send(make_trainer), one) for one in runs]
+        return [pool.call(_train_step, _send(make_trainer), one) for one in runs]
     except RankError as error:
         raise AssertionError(f"{runs[0].layout}: {error}") from None
     finally:
@@ -244,7 +244,7 @@ def _send(make_trainer: Callable[[Layout], Trainer]) -> Callable[[Layout], Train
     return make_trainer
 
 
-def _ran(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: Run) -> Ran:
+def _train_step(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: Run) -> Ran:
     """Train for one step in one rank."""
     make_trainer = sent or next(iter(_making), None)
     if make_trainer is None:
@@ -260,14 +260,14 @@ def _ran(rank: int, world: int, sent: Callable[[Layout], Trainer] | None, run: R
     model, step = _check(make_trainer(run.layout))
     if run.other_weights:
         _shake(model)
-    before = {name: _whole(p) for name, p in named(model)}
+    before = {name: _whole(p) for name, p in named_parameters(model)}
     watch = Watch(model)
     with watch.watching(), _OtherRandomNumbers() if run.other_random_numbers else nullcontext():
         loss = step()
     if isinstance(loss, Tensor):
         loss = float(loss.detach())
-    trained = {name for name, p in named(model) if p.requires_grad}
-    after = {name: _whole(p) for name, p in named(model) if name in trained}
+    trained = {name for name, p in named_parameters(model) if p.requires_grad}
+    after = {name: _whole(p) for name, p in named_parameters(model) if name in trained}
     sentences = _given[0] if _given else 0
     return Ran(loss, watch.gradients, watch.state, {n: before[n] for n in after if n in before}, after, sentences)
 

@@ -48,7 +48,7 @@ def test_this_torch_has_every_private_name_that_is_looked_up():
 def test_a_name_that_this_torch_lacks_is_named():
     said = f"torch {re.escape(torch.__version__)} has no SimpleNamespace._module_parameters, which seqpar needs for DDP"
     with pytest.raises(RuntimeError, match=said):
-        torch_private.reduced_by_ddp(SimpleNamespace())
+        torch_private.ddp_parameters(SimpleNamespace())
 
 
 def remembered(rank, world):

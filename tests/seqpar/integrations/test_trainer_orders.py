@@ -13,7 +13,7 @@ from trl import SFTTrainer
 
 from seqpar.integrations import say_once
 from seqpar.integrations.transformers import SeqparLoss, apply_seqpar_loss, compute_loss_func, remove_seqpar_loss
-from seqpar.integrations.transformers_trainer import Facts, read_by
+from seqpar.integrations.transformers_trainer import Facts, trainer_facts
 from tests.seqpar.integrations.tiny_models import batch_of, gradients, plain_loss, predicted, relative_error, tiny
 from tests.seqpar.integrations.trainer_orders import ORDERS, made, micro_batches, model_last, trained
 
@@ -117,16 +117,16 @@ def test_after_remove_a_trainer_goes_by_what_the_class_says(tmp_path):
     model = without_division("t5")
     batches = micro_batches(batch_of(model, [7, 5]))
     stock = made(copy.deepcopy(model), batches, str(tmp_path))
-    before = read_by(stock)
+    before = trainer_facts(stock)
     assert before == Facts(False, False)
     with apply_seqpar_loss(model):
         inside = made(model, batches, str(tmp_path))
         inside.train()
-        assert read_by(inside) == Facts(True, False)
-    assert read_by(inside) == before
+        assert trainer_facts(inside) == Facts(True, False)
+    assert trainer_facts(inside) == before
     with apply_seqpar_loss(stock):
-        assert read_by(stock) == Facts(True, False)
-    assert read_by(stock) == before
+        assert trainer_facts(stock) == Facts(True, False)
+    assert trainer_facts(stock) == before
 
 
 def test_a_second_trainer_of_the_same_model_takes_the_callbacks_loss_over(tmp_path, caplog, monkeypatch):

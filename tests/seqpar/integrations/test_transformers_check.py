@@ -12,7 +12,7 @@ import transformers as hf
 
 from seqpar.integrations.made_up import close, same_logits
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
-from seqpar.integrations.transformers_check import Examined, check_added, own_outputs
+from seqpar.integrations.transformers_check import Examined, check_added_part, own_outputs
 from seqpar.integrations.transformers_model import Reading, key_of, special_labels
 from seqpar.testing import assert_same_gradients, assert_same_loss
 from tests.seqpar.integrations.own_loss import outcome
@@ -170,7 +170,7 @@ def test_what_a_model_adds_to_its_loss_may_differ_by_eight_roundings_of_the_loss
     certain = examined(0.0, 0.25 + apart * max(loss, 1.0) * torch.finfo(torch.float32).eps)
     said = "^a model's own loss of a few tokens is " + re.escape(f"{loss + 0.25:g}")
     with nullcontext() if same else pytest.raises(RuntimeError, match=said):
-        check_added("a model", examined(loss, loss + 0.25), certain)
+        check_added_part("a model", examined(loss, loss + 0.25), certain)
 
 
 @pytest.mark.parametrize(("apart", "same"), [(7.9, True), (8.1, False)])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.modules.module import register_module_forward_hook
 
-from seqpar.integrations.made_up import undisturbed
+from seqpar.integrations.made_up import keep_state
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.transformers_check import RefusedModelError
 from seqpar.integrations.transformers_model import decoder_inputs
@@ -248,7 +248,7 @@ def test_a_check_that_raises_restores_random_states_and_buffers(generator):
         raise IndexError
 
     with np.printoptions(threshold=sys.maxsize):
-        with pytest.raises(IndexError), undisturbed(model, torch.device("cpu")):
+        with pytest.raises(IndexError), keep_state(model, torch.device("cpu")):
             fail()
         assert str(state()) == str(before)
     assert model.num_batches_tracked == 0

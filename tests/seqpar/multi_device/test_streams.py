@@ -10,7 +10,7 @@ import torch
 
 import seqpar
 from seqpar.core.chunks import is_capturing
-from seqpar.core.streams import current_streams, selected
+from seqpar.core.streams import current_streams, select_streams
 from tests import emulated
 from tests.emulated.races import Judge
 
@@ -107,7 +107,7 @@ def test_two_steps_race_on_no_stream_of_the_callers(step, which):
     run = STEPS[step]()
     streams = side_streams(which)
     before = current_streams(TWO)
-    with selected(streams):
+    with select_streams(streams):
         run()
         run()
     assert current_streams(TWO) == before
@@ -122,7 +122,7 @@ def test_two_steps_race_on_no_stream_of_the_callers(step, which):
 
 def test_a_side_stream_that_waits_for_nothing_is_found():
     x = torch.zeros(4, device=TWO[0])
-    with selected([torch.Stream(device=TWO[0])]):
+    with select_streams([torch.Stream(device=TWO[0])]):
         x.mul_(5)
     torch.accelerator.synchronize(0)
     found = races()
@@ -133,7 +133,7 @@ def test_a_side_stream_that_waits_for_nothing_is_found():
 
 def test_one_that_waits_is_not():
     x = torch.zeros(4, device=TWO[0])
-    with selected(side_streams([0])):
+    with select_streams(side_streams([0])):
         x.mul_(5)
         done = torch.accelerator.current_stream(0).record_event()
     torch.accelerator.current_stream(0).wait_event(done)
@@ -144,10 +144,10 @@ def test_one_that_waits_is_not():
 def test_a_number_that_is_read_waits_for_its_own_stream_alone():
     x, y = torch.ones(4, device=TWO[0]), torch.ones(4, device=TWO[0])
     streams = side_streams([0, 0])
-    with selected(streams[:1]):
+    with select_streams(streams[:1]):
         x.mul_(2)
         float(x[0])
-    with selected(streams[1:]):
+    with select_streams(streams[1:]):
         y.mul_(2)
     x.mul_(2)
     journal = emulated.take_journal()
@@ -160,7 +160,7 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found_unless_the_a
     def use(keep):
         x = torch.zeros(4, device=TWO[0])
         (stream,) = side_streams([0])
-        with selected([stream]):
+        with select_streams([stream]):
             x + 1
         if keep:
             x.record_stream(stream)
@@ -175,7 +175,7 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found_unless_the_a
 def test_threads_that_keep_their_default_streams_are_found():
     run = whole_step(gather=False)
     streams = side_streams([0, 1])
-    with selected(streams), patch("seqpar.multi_device.parallel_apply.current_streams", lambda devices: []):
+    with select_streams(streams), patch("seqpar.multi_device.parallel_apply.current_streams", lambda devices: []):
         run()
     torch.accelerator.synchronize(0)
     torch.accelerator.synchronize(1)
@@ -186,7 +186,7 @@ def test_a_copy_of_weights_on_a_stream_that_does_not_wait_for_the_optimizer_is_f
     weight = torch.ones(4, device=TWO[0])
     (stream,) = side_streams([0])
     weight.add_(1)
-    with selected([stream]):
+    with select_streams([stream]):
         weight.to(TWO[1])
     torch.accelerator.synchronize(0)
     assert "copy_ on stream" in races()[0]

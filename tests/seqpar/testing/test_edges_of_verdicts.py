@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from seqpar.testing import precision
-from seqpar.testing.evidence import Evidence, ratio, repeated, same, shares_of, spelt
+from seqpar.testing.evidence import Evidence, ratio, repeat_loss, same, shares_of, spell
 
 pytestmark = pytest.mark.unswitched
 
@@ -62,7 +62,7 @@ def test_numbers_are_multiples_up_to_a_millionth(times, right):
     found = ratio(wide(30.0, 30 * off), wide(10.0, 0.0))
     assert found == (pytest.approx(3) if right else None)
     assert ratio(wide(-3.0, -6.0), wide(1.0, 2.0)) == -3
-    assert spelt((1 + off) * 2 / 7) == ("2/7" if right else "0.285715")
+    assert spell((1 + off) * 2 / 7) == ("2/7" if right else "0.285715")
 
 
 def test_a_sum_is_taken_apart_where_its_parts_can_be_told_apart():
@@ -96,7 +96,7 @@ def test_parts_are_told_apart_down_to_an_eigenvalue_of_1e_9(length, told):
 
 
 def test_a_ratio_is_spelt_as_a_fraction_of_up_to_a_thousand():
-    assert [spelt(t) for t in (3.0, -1 / 1000, 355 / 113, 1 / 1001)] == ["3", "-1/1000", "355/113", "0.000999001"]
+    assert [spell(t) for t in (3.0, -1 / 1000, 355 / 113, 1 / 1001)] == ["3", "-1/1000", "355/113", "0.000999001"]
 
 
 def test_compared_are_gradients_of_one_shape_whose_plain_one_is_not_0():
@@ -107,15 +107,15 @@ def test_compared_are_gradients_of_one_shape_whose_plain_one_is_not_0():
 
 def test_a_loss_is_called_three_times_more_and_three_times_from_one_random_state_that_is_put_back():
     numbers = iter(range(1, 9))
-    assert repeated(lambda: wide(next(numbers))[0]) == ([1, 2, 3], [4, 5, 6], [])
+    assert repeat_loss(lambda: wide(next(numbers))[0]) == ([1, 2, 3], [4, 5, 6], [])
     torch.manual_seed(5)
     drawn = torch.rand(4).tolist()
     torch.manual_seed(5)
-    values, seeded, _ = repeated(lambda: torch.rand(()))
+    values, seeded, _ = repeat_loss(lambda: torch.rand(()))
     assert [*values, torch.rand(()).item()] == drawn
     assert len({*seeded}) == 1
     torch.manual_seed(6)
-    assert repeated(lambda: torch.rand(())).seeded == seeded
+    assert repeat_loss(lambda: torch.rand(())).seeded == seeded
 
 
 def test_what_a_call_changes_is_named_in_every_module_with_both_values():
@@ -134,4 +134,4 @@ def test_what_a_call_changes_is_named_in_every_module_with_both_values():
 
     said = ["head.1.eps went from 0.5 to 0.25", "head.1.kind went from a to b", "head.1.on went from False to True"]
     said += ["head.1.seen went from 2 to 3", "head.1.each changed", "loss.step went from 1 to 3"]
-    assert repeated(loss, modules).changed == said
+    assert repeat_loss(loss, modules).changed == said

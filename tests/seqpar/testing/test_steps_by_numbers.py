@@ -6,7 +6,7 @@ from torch import nn
 
 from seqpar.testing import Layout, assert_same_step, same_step
 from seqpar.testing.same_step import _differ, _parts, _refuse_frozen, _refuse_untrained, _result, _Trial
-from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named
+from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named_parameters
 from tests.seqpar.testing.test_same_step import trainer
 
 pytestmark = pytest.mark.unswitched
@@ -137,7 +137,7 @@ def test_a_layout_divides_the_sentences_among_its_micro_batches(monkeypatch):
 def test_parameters_have_the_names_that_they_have_without_wrappers():
     model = nn.ModuleDict({"module": nn.ModuleDict({"a": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})})})
     model["_checkpoint_wrapped_module"] = nn.ModuleDict({"_fsdp_wrapped_module": nn.Linear(1, 1, bias=False)})
-    assert [name for name, _ in named(model)] == ["a.weight", "a.bias", "weight"]
+    assert [name for name, _ in named_parameters(model)] == ["a.weight", "a.bias", "weight"]
 
 
 def watched(optimizer, model, step):
