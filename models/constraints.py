@@ -83,7 +83,7 @@ class Constraints:
 
 
 def allot(candidates: Sequence[int], beam: int) -> list[int]:
-    """Divide the slots of a beam over banks that have so many candidates: dynamic beam allocation.
+    """Divide the slots of a beam over banks by the candidates of each: dynamic beam allocation.
 
     Each bank gets the same number, the last one also the remainder. A bank with more slots than candidates gives the
     others to the nearest banks that lack slots; of two equally near, to the one with more constraints met.

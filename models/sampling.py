@@ -213,7 +213,7 @@ def found_at(p_RC: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
 def most_probable(scaled_RV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the most probable tokens' probabilities in float64, best first, and the tokens themselves: two (R, C).
 
-    With `top_k` there are so many, and their probabilities sum to 1. Otherwise there are enough to reach p.
+    With `top_k` there are that many, and their probabilities sum to 1. Otherwise there are enough to reach p.
     """
     vocab = scaled_RV.size(1)
     count = NUCLEUS

@@ -39,7 +39,7 @@ def pack(lengths: Sequence[int], width: int) -> Places:
 
 
 def spread(lengths: Sequence[int], rows: int) -> Places:
-    """Put sequences into so many rows, as short as "longest first, each to the least full row" finds (Graham 1969)."""
+    """Put sequences into rows, as short as "longest first, each to the least full row" finds (Graham 1969)."""
     filled = [(0, row) for row in range(rows)]
     row_of = [0] * len(lengths)
     columns = [0] * len(lengths)

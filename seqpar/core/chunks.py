@@ -32,10 +32,10 @@ best number and 512 take 1.59 times as long (docs/results/gpu.md)."""
 
 FULL_PRODUCT = 2**22
 """Numbers of a chunk's hidden gradient that keep all multiprocessors of an accelerator at work: they are computed in
-tiles of 128 x 256, of which an H100 has 132 under way. A narrow chunk may take twice its budget for so many."""
+tiles of 128 x 256, of which an H100 has 132 under way. A narrow chunk may take twice its budget to have that many."""
 
 TILE_ROWS = 128
-"""An accelerator's products are computed in tiles of so many rows."""
+"""An accelerator's products are computed in tiles of this many rows."""
 
 Chunk = slice | Tensor
 """The rows of a chunk: a slice where they are adjacent (a view, no copy), else their int64 indices."""

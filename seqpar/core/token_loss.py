@@ -40,7 +40,7 @@ def _ranks() -> int:
 
 
 def mark_same_on(tensor: Tensor, ranks: int) -> None:
-    """Note, in the graph, that a tensor with all of a step's tokens is the same on so many ranks."""
+    """Note, in the graph, that a tensor with all of a step's tokens is the same on `ranks` ranks."""
     node: Any = tensor.grad_fn
     if node is not None:
         node.same_on_ranks = ranks

@@ -23,7 +23,7 @@ from seqpar.core.structures import leaves
 MicroBatch = TypeVar("MicroBatch")
 
 MOST_ENTRIES = 1024
-"""How many entries of a tensor are compared; of a larger one so many, spread evenly."""
+"""How many entries of a tensor are compared, spread evenly over a larger one."""
 
 REMEDY = "give each its own memory (batch.clone() for a tensor, copy.deepcopy(batch) for any other)"
 
@@ -155,7 +155,7 @@ def _refuse_same_memory(micro_batches: Sequence[object]) -> None:
 
 
 def _is_refilled(tensor: Tensor, users: int, rows: set[torch.Size]) -> bool:
-    """Return whether so many micro-batches have a tensor that was written to as often, and is no constant.
+    """Return whether a tensor was written to once in each of `users` micro-batches, and is no constant.
 
     That is one of which all numbers are the same, or that has other rows than the micro-batch's own tensors.
     """

@@ -137,7 +137,7 @@ def _counts_none(trial: Trial, criterion: nn.Module, logits_KV: Tensor, target: 
 
 
 def _companies(rows: int, logits_KV: Tensor) -> list[Tensor]:
-    """Return the companies in which so many different rows are asked: each of them once, and each many times.
+    """Return the companies in which `rows` different rows are asked: each of them once, and each many times.
 
     In the one no quantile is a row's own; in the other there are enough for a share of the rows.
     """

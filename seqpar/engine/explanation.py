@@ -74,7 +74,7 @@ def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, dev
 def how_it_is_cut(
     tokens: int, chunk_tokens: int | None, facts: LogitFacts | None, device_type: str, width: int | None
 ) -> str:
-    """Return the number of chunks of so many tokens, and the memory of one chunk's logits, in words.
+    """Return the number of chunks of `rows` tokens, and the memory of one chunk's logits, in words.
 
     Args:
         width: as `rows_per_chunk`; logits that a kernel overwrites stay in their own dtype.

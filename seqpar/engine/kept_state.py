@@ -96,7 +96,7 @@ def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
 
 
 def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
-    """Return what so many calls of one copy with the same rows and random numbers give, and what it then holds."""
+    """Return what repeated calls of one copy with the same rows and random numbers give, and what it then holds."""
     outcome = None
     with trial.keep_state():
         copy = trial.copy()

@@ -67,7 +67,7 @@ _known_keywords: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyDi
 
 
 def _keywords(function: Any, after: int) -> tuple[frozenset[str], bool]:
-    """Return the keywords that a method names after so many arguments, and whether it takes any other."""
+    """Return the keywords that a method names after its first arguments, and whether it takes any other."""
     code = getattr(function, "__func__", function)
     with contextlib.suppress(KeyError, TypeError):
         return _known_keywords[code]

@@ -40,7 +40,7 @@ def _mixing_by_value(trial: Trial) -> str:
     copy = trial.copy()
     scores = functools.partial(trial.scores, copy)
     shape = trial.shape(PROBE_ROWS)
-    # As so many sequences of one time step
+    # As sequences of one time step each
     others = (2 * PROBE_ROWS,) if trial.lead == 1 else (*(1,) * (trial.lead - 2), 2 * PROBE_ROWS, 1)
     rounding = _rounding_of_scores(trial, copy)
     with torch.no_grad():

@@ -100,7 +100,7 @@ class Trial:
             yield
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Return the leading shape of so many time steps of one sequence."""
+        """Return the leading shape of one sequence of `rows` time steps."""
         return (*(1,) * (self.lead - 1), rows)
 
     def scores(self, copy: Any, shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:

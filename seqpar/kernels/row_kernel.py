@@ -26,8 +26,8 @@ CLASSES_A_THREAD = 8
 """One load of 16 bytes in bfloat16. The compiler then uses 48 to 75 registers (sm_90, Triton 3.9), so that 24 to 40
 warps fit on a multiprocessor; with 16 classes it uses 96 to 134, and kernels for unaligned rows spill."""
 ALIGNED = 16
-"""Rows begin at multiples of so many numbers. Otherwise rows of an odd vocabulary (50,257) would be read one number at
-a time."""
+"""Rows begin at multiples of this many numbers. Otherwise those of an odd vocabulary (50,257) would be read one number
+at a time."""
 
 
 def why_no_kernel(device_type: str) -> str:
@@ -52,7 +52,7 @@ def width_for_kernel(width: int, device_type: str) -> int | None:
 
 
 def align(classes: int) -> int:
-    """Return the distance in memory between rows of so many classes: the next multiple of `ALIGNED`."""
+    """Return the distance in memory between rows of `classes` classes: the next multiple of `ALIGNED`."""
     return -(-classes // ALIGNED) * ALIGNED
 
 
@@ -195,7 +195,7 @@ def run_programs(
     most: int | None = None,
     **settings: object,
 ) -> None:
-    """Run a kernel that reads so many numbers in each program, at most `most` of them at once."""
+    """Run a kernel whose programs each read `numbers` numbers, at most `most` of them at once."""
     block = min(most or LARGEST_BLOCK, 1 << max(0, numbers - 1).bit_length())
     warps = max(1, block // (32 * CLASSES_A_THREAD))
     # Triton launches on the current device, which need not be the tensors'

@@ -14,8 +14,8 @@ from seqpar.kernels import row_kernel
 from seqpar.rows.smoothing import SoftTarget
 
 ROWS_IN_CACHE = 16
-"""A vocabulary of so many times a block gets larger blocks, up to four times as large: fewer rows are then under way at
-once, and the second reading of each still finds it in the second cache (50 MB on an H100; 64 KiB are a row of 32,768
+"""A vocabulary of at least this many blocks gets larger ones, up to four times as large: fewer rows are then under way
+at once, and the second reading of each still finds it in the second cache (50 MB on an H100; 64 KiB are a row of 32,768
 classes in bfloat16, of which 4 or 5 are under way on each of 132 multiprocessors)."""
 
 

@@ -44,7 +44,7 @@ class Block(NamedTuple):
     weight_K: Tensor | None
 
     def cut(self, size: int) -> list[Block]:
-        """Return blocks of at most so many rows, which go through the softmax one after the other."""
+        """Return blocks of at most `rows` rows, which go through the softmax one after the other."""
         rows = len(self.target_K)
         if rows <= size:
             return [self]

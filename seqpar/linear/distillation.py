@@ -179,7 +179,7 @@ def _log_q(teacher: TeacherTopK, ids_NC: Tensor, vocab_size: int) -> Tensor:
     # In float64, because the sum's own rounding must not look like a rest
     log_q_NC = log_q_NC.double()
     rest_N1 = -torch.expm1(log_q_NC.logsumexp(-1, keepdim=True))
-    # Computing and rounding each log q may have moved the sum by so much; a rest below that is no information
+    # Computing and rounding each log q may have moved the sum by this much; a rest below that is no information
     size_NC = (log_q_NC.exp() * log_q_NC).masked_fill(log_q_NC == -torch.inf, 0).abs()
     stored = teacher.log_probs.dtype
     eps = max(torch.finfo(stored).eps, SUM_ROUNDINGS * torch.finfo(wide(stored)).eps)

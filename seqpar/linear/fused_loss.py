@@ -126,7 +126,7 @@ class FusedLoss:
             place += rows
 
     def _product_memory(self, most: int) -> Tensor | None:
-        """Return memory for so many rows of a product in which each is aligned; None if that is so by itself."""
+        """Return memory for a product's rows in which each is aligned; None if they are aligned without it."""
         weight_VD = self.projection.weight_VD
         classes = weight_VD.size(0)
         if align(classes) == classes:

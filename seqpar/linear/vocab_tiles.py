@@ -26,7 +26,7 @@ from seqpar.linear.projection import Projection
 from seqpar.rows.scores import ClassWeights, RowFunction, Sums, Upstream
 
 TILE_CLASSES = 128
-"""Tiles have a multiple of so many classes, so that rows of the weight's gradient begin at whole vectors."""
+"""Tiles have a multiple of this many classes, so that rows of the weight's gradient begin at whole vectors."""
 
 
 def worth_tiles(device_type: str) -> bool:

@@ -261,7 +261,7 @@ class Comparison:
         return under(partial(self._plain, leaves, whole, mistake), leaves.tensors, mode)
 
     def _check_ranks(self, world: int) -> None:
-        """Raise ValueError or TypeError where so many ranks would show nothing, or cannot be given this comparison."""
+        """Raise ValueError or TypeError where `world` ranks would show nothing, or cannot be given this comparison."""
         check_integer(world, "ranks", at_least=2)
         if len(self.target) < world:
             raise ValueError(

@@ -170,7 +170,7 @@ def spell(times: float) -> str:
 
 
 def besides(times: float) -> str:
-    """Return that all gradients are so many times too large besides; nothing if they are not."""
+    """Return that all gradients are also `times` times too large; nothing if they are not."""
     if close(times, 1):
         return ""
     return f"; besides, all gradients are multiplied by {spell(times)}"

@@ -87,7 +87,7 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--processes": {  # for its help: `main` has taken it from the command line before
         "metavar": "N",
-        "help": "start so many processes on this machine, as torchrun does; auto starts one for each GPU or, without "
+        "help": "start this many processes on this machine, as torchrun does; auto starts one for each GPU or, without "
         "one, for each core, at most 4 (default: 1)",
     },
     "--run": {"metavar": "FOLDER", "type": path, "default": "runs/demo", "help": "the run (default: runs/demo)"},

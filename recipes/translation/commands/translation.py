@@ -152,7 +152,7 @@ def piped() -> Iterator[tuple[int, list[str]]]:
 
 
 BLOCK = 1 << 24
-"""Bytes that are read at a time, if there are so many; of a file, most often all."""
+"""Bytes that are read at a time, at most; usually a whole file."""
 
 
 Translate = Callable[[list[str], int], list[str]]

@@ -1,6 +1,6 @@
 """Tensors in a file of safetensors, whose SHA-256 is computed while it is written.
 
-The format is a number of eight bytes, a header of so many bytes of JSON, and the tensors' bytes one after another. It
+The format is a number of eight bytes, a JSON header of that many bytes, and the tensors' bytes one after another. It
 is written here and not by the package, which leaves the hash for a second pass; the tests compare the bytes of the two.
 """
 

@@ -128,7 +128,7 @@ def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, ru
 
 
 def _lengths(given: Mapping[str, Any], sizes: TransformerConfig) -> dict[str, Any]:
-    """Return lengths that a model with learned positions can read: so many subwords, and three symbols at most."""
+    """Return lengths that a model with learned positions can read: its positions, less three for symbols."""
     if sizes.architecture != "mbart":
         return {}
     defaults = RunConfig()

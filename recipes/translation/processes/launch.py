@@ -28,7 +28,7 @@ def cores() -> int:
 
 
 def launch(processes: int, argv: Sequence[str]) -> int:
-    """Run `python -m recipes.translation ARGV` in so many processes; return the exit status of the first that failed.
+    """Run `python -m recipes.translation ARGV` in `processes` processes; return the status of the first that failed.
 
     It is `torchrun --standalone --nproc-per-node PROCESSES -m recipes.translation ARGV`. Each process has its share of
     the cores, unless OMP_NUM_THREADS is set, and `SECONDS_TO_STOP`, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is. All of

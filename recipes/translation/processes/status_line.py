@@ -74,7 +74,7 @@ class SentenceProgress(StatusLine):
         self.began = time.monotonic()
 
     def done(self, sentences: int) -> None:
-        """Count so many more sentences, and show the line unless they were the last."""
+        """Count more sentences, and show the line unless they were the last."""
         self.sentences += sentences
         if self.label and self.sentences < len(self.lengths):
             self.show(self.line())

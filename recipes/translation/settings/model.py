@@ -76,5 +76,5 @@ class DecodingConfig:
     )
     min_length: int = setting(0, "Fewest subwords of a translation.", at_least=0)
     no_repeat_ngram: int = setting(
-        0, "No sequence of so many subwords occurs more than once in a translation; 0 lets all repeat.", at_least=0
+        0, "No sequence of this many subwords occurs twice in a translation; 0 sets no limit.", at_least=0
     )

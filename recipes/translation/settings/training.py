@@ -155,7 +155,7 @@ class TrainingConfig:
     )
     save_every: str = setting(
         "0",
-        "Save what is needed to resume between validations, too: every so many steps, such as 500, or minutes, "
+        "Save what is needed to resume between validations, too: every given number of steps, such as 500, or minutes, "
         "such as 30min; 0 saves it only at validations.",
     )
     keep_checkpoints: int = setting(

@@ -89,7 +89,7 @@ def command_scores(
 
 
 def numbers_in(text: str, expected: int, command: str, named: str) -> list[float]:
-    """Return the numbers in the lines of a text, of which there must be so many."""
+    """Return the numbers in the lines of a text, which must have `expected` of them."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) != expected:
         raise ConfigError(

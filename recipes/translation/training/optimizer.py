@@ -39,7 +39,7 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def learning_rate(settings: TrainingConfig, step: int, d_model: int, reductions: int = 0) -> float:
-    """Return the learning rate of step `step`, counted from 1, after so many reductions by validations."""
+    """Return the learning rate of step `step`, counted from 1, after the given number of reductions by validations."""
     reduced = settings.plateau_factor**reductions
     warmup = max(settings.warmup, 1)
     return SCHEDULES[settings.schedule].rate(

@@ -59,7 +59,7 @@ def peak_of(device: torch.device, precision: str) -> float:
 
 
 def flops_of_token(model: EncoderDecoder, sources: float) -> float:
-    """Return the operations of a training step for each target token, with so many source tokens to each."""
+    """Return the operations of a training step for each target token, given `sources` source tokens for each."""
     decoder = matrices(model.decoder)
     if isinstance(model, DecoderOnly):  # which reads the source as well
         return 6 * (decoder * (1 + sources) + matrices(model.generator))

@@ -17,7 +17,7 @@ class Sampling:
     """Translations of each sentence."""
     temperature: float = 1.0
     top_k: int | None = None
-    """Draw from so many of the most probable subwords; None draws from all."""
+    """Draw from this many of the most probable subwords; None draws from all."""
     top_p: float = 1.0
     """Draw from the most probable subwords whose probabilities reach this."""
     seed: int = 0
