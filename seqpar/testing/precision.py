@@ -38,6 +38,13 @@ def error(found: Tensor | None, right: Tensor | None) -> float:
     return relative
 
 
+def spell_error(name: str, found: Tensor | None, right: Tensor | None) -> str:
+    """Return in words how far a tensor is from the truth, which may be 0 or none."""
+    if found is not None and (right is None or not right.any()):
+        return f"{name} has the norm {float(found.norm()):.2g} and should be 0"
+    return f"{name} is off by {error(found, right):.2g} of its size"
+
+
 def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result) -> str:
     """Return the first number that is more than twice as far from the truth as plain PyTorch's; empty if none is.
 
@@ -52,7 +59,7 @@ def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result
         # Not `off > allowed`, which is false for nan
         if not off <= max(TWICE * plainly, TWICE * torch.finfo(torch.float32).eps):
             return (
-                f"{name} is off by {off:.2g} of its size, where plain PyTorch in float32 is off by {plainly:.2g}; "
+                f"{spell_error(name, found, right[name])}, where plain PyTorch in float32 is off by {plainly:.2g}; "
                 "twice as much is allowed where the device has no float64"
             )
     return ""

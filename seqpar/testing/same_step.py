@@ -16,7 +16,7 @@ from seqpar.testing.causes import is_shown, likely_cause
 from seqpar.testing.evidence import NEVER, SAME, Evidence, Repeated
 from seqpar.testing.gradients import ROUNDING, assert_close, check_tolerance, size_of
 from seqpar.testing.part_causes import shares_of_parts
-from seqpar.testing.precision import TWICE, error
+from seqpar.testing.precision import TWICE, error, spell_error
 from seqpar.testing.step_run import Layout, Ran, Run, Trainer, alone, run
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
@@ -206,7 +206,7 @@ class _Trial:
         off, own = (error(t if t is None else t.double(), right.double()) for t in (got, plainly))
         if off <= max(TWICE * own, TWICE * eps):
             return ""
-        return f"{what} is off by {off:.2g} of its size, where one process in this dtype is off by {own:.2g}"
+        return f"{spell_error(what, got.double(), right)}, where one process in this dtype is off by {own:.2g}"
 
     def _loss_off(self, loss: float) -> str:
         """Return in words how a reported loss differs; empty if it does not."""

@@ -52,7 +52,7 @@ STEPS = [
         "1 of its size")}),
     ([ran(loss=4.1, a=[1.0, -3.0], b=[1e-3, 0.0])], NARROW | {"truth": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
     ([ran(a=[1.0, -3.0], b=[0.5, 0.0])], NARROW | {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0]), "truth": ran(a=[1.0,
-        -3.0], b=[0.0, 0.0])}, {"b": (0, "the gradient of b is off by")}),
+        -3.0], b=[0.0, 0.0])}, {"b": (0, "the gradient of b has the norm 0.5 and should be 0, where ")}),
     ([ran(a=[1.25, -3.0], b=[0.0, 2.0])], FAR, {}),
     ([ran(loss=4.01, **RIGHT)], NARROW | {"reference": ran(**RIGHT), "truth": ran(**RIGHT)}, {}),
     ([ran(loss=4.01, **RIGHT)], SINGLE, {"": (0, "the loss is reported as 4.01 where 4 is right")}),
