@@ -31,7 +31,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.training_ids import write_ids
-from recipes.translation.processes.ranks import joined
+from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.settings.config import RunConfig, load_config
 from seqpar.markdown_table import markdown_table
 
@@ -106,7 +106,7 @@ def measured(folder: Path, ranks: int) -> list[dict[str, float]]:
 
 def work(folder: Path) -> None:
     """Load the corpus, make the first batch of an epoch, and write what this rank has measured."""
-    with joined(300) as ranks:
+    with join_ranks(300) as ranks:
         before = own_memory()
         found: dict[str, float] = {}
         with watched(found):

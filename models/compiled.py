@@ -70,7 +70,7 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def compiled() -> AbstractContextManager[None]:
+def without_compiling() -> AbstractContextManager[None]:
     """Within the block, use the code that there is, and compile nothing."""
     stance: AbstractContextManager[None] = torch.compiler.set_stance("eager_on_recompile")
     return stance

@@ -84,7 +84,7 @@ def constrained_beam_search(
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     unfinished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length, bos)
+        batch = Batch.encode(models, src, max_length, bos)
         task = Task.of(batch, eos)
         check_phrases(phrases, boundaries, task)
         boundaries_E = torch.tensor(sorted(boundaries), device=src.device, dtype=torch.long)
@@ -99,11 +99,11 @@ def constrained_beam_search(
             found = candidates_of(search, batch, beams, hiddens, live, current)
             going = []
             for row, sentence in enumerate(batch.sentences):
-                ended, live[row] = chosen(current[row], live[row], found[row], eos, beam)
+                ended, live[row] = choose_hypotheses(current[row], live[row], found[row], eos, beam)
                 finished[sentence] += [Hypothesis(one.tokens, one.score / norm, one.score) for one in ended]
                 limit = batch.limits[row]
                 if batch.step == limit:
-                    met, unmet = current[row].met, current[row].unmet
+                    met, unmet = current[row].count_met, current[row].unmet_phrases
                     unfinished[sentence] = [
                         Hypothesis(one.tokens, one.score / norm, one.score, unmet(one.state))
                         for one in sorted(live[row], key=lambda one: (-met(one.state), -one.score))
@@ -116,7 +116,7 @@ def constrained_beam_search(
             if len(going) < len(batch.sentences):
                 batch.keep(going)
                 live = [live[row] for row in going]
-            beams, parents_BK = stacked(live, beams, batch.bos)
+            beams, parents_BK = stack_beams(live, beams, batch.bos)
             batch.reorder(parents_BK)
     return n_best_of(n_best, finished, unfinished)
 
@@ -170,7 +170,7 @@ def candidates_of(
             for index in range(len(block.sentences))
             for k, one in enumerate(live[first + index])
         }
-        logp_RV[[row for row, (some, state) in states.items() if some.unmet(state)], search.eos] = -math.inf
+        logp_RV[[row for row, (some, state) in states.items() if some.unmet_phrases(state)], search.eos] = -math.inf
         found += [[] for _ in block.sentences]
         for row, offered in offers(search, block.scores.reshape(-1, 1) + logp_RV, states).items():
             some = [Candidate(score, row % width, token) for token, score in offered.items() if score > -math.inf]
@@ -186,7 +186,7 @@ def offers(
     scores = best_RC.values.tolist()
     tokens = best_RC.indices.tolist()
     found = {row: dict(zip(tokens[row], scores[row], strict=True)) for row in states}
-    wanted = [(row, token) for row, (some, state) in states.items() for token in some.wanted(state)]
+    wanted = [(row, token) for row, (some, state) in states.items() for token in some.wanted_tokens(state)]
     totals = total_RV[[row for row, _ in wanted], [token for _, token in wanted]].tolist()
     for (row, token), total in zip(wanted, totals, strict=True):
         found[row][token] = total
@@ -199,7 +199,7 @@ def offers(
     return found
 
 
-def chosen(
+def choose_hypotheses(
     constraints: Constraints, live: list[Live], candidates: list[Candidate], eos: int, beam: int
 ) -> tuple[list[Live], list[Live]]:
     """Return the hypotheses that end, and those that go on: the best of each bank, as many as it has slots."""
@@ -210,7 +210,7 @@ def chosen(
             banks[-1].append((True, Live(score, before.tokens, before.state, k)))
         else:
             state = constraints.after(before.state, token)
-            banks[constraints.met(state)].append((False, Live(score, [*before.tokens, token], state, k)))
+            banks[constraints.count_met(state)].append((False, Live(score, [*before.tokens, token], state, k)))
     ended = []
     alive = []
     for bank, slots in zip(banks, allot([len(bank) for bank in banks], beam), strict=True):
@@ -220,7 +220,7 @@ def chosen(
     return ended, alive
 
 
-def stacked(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Tensor]:
+def stack_beams(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Tensor]:
     """Return the live hypotheses as tensors, and the beam that each one continues, (B, K)."""
     width = max(map(len, live), default=0)
     # A sentence with fewer hypotheses than another has copies of its first one, which no one extends

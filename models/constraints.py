@@ -63,16 +63,16 @@ class Constraints:
         """Return the state after one more token."""
         return tuple(one.after(at, token) for one, at in zip(self.automata, state, strict=True))
 
-    def met(self, state: State) -> int:
+    def count_met(self, state: State) -> int:
         """Return how many tokens of the phrases a prefix contains; `total` where it may end."""
         return sum(min(at, len(one.tokens)) for one, at in zip(self.automata, state, strict=True))
 
-    def unmet(self, state: State) -> tuple[int, ...]:
+    def unmet_phrases(self, state: State) -> tuple[int, ...]:
         """Return the numbers of the phrases that a translation lacks if it ends here."""
         pairs = enumerate(zip(self.automata, state, strict=True))
         return tuple(number for number, (one, at) in pairs if at < len(one.tokens))
 
-    def wanted(self, state: State) -> set[int]:
+    def wanted_tokens(self, state: State) -> set[int]:
         """Return the tokens that continue the phrases which are still unmet."""
         pairs = zip(self.automata, state, strict=True)
         return {one.tokens[at] for one, at in pairs if at < len(one.tokens)}

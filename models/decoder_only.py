@@ -95,15 +95,15 @@ class DecoderOnly(EncoderDecoder):
         cell_BL = (start_B[:, None] + place_BL).masked_fill(~real_BL, cells)
         number_BL = torch.arange(len(src), device=src.device)[:, None].expand_as(cell_BL)
 
-        def laid_out(values_BL: Tensor, elsewhere: int) -> Tensor:
+        def lay_out(values_BL: Tensor, elsewhere: int) -> Tensor:
             row = values_BL.new_full((cells + 1,), elsewhere)
             row[cell_BL] = values_BL
             return row[:cells].view(places.rows, places.width)
 
         x = self._embed(
-            laid_out(torch.cat((src, tgt), 1), self.pad), laid_out(place_BL, 0), stop=src.size(1) + tgt.size(1)
+            lay_out(torch.cat((src, tgt), 1), self.pad), lay_out(place_BL, 0), stop=src.size(1) + tgt.size(1)
         )
-        hidden_RWD = self.decoder(x, own_cells_mask(laid_out(number_BL, -1)))
+        hidden_RWD = self.decoder(x, own_cells_mask(lay_out(number_BL, -1)))
         # Padding, whose hidden states mean nothing, returns those of its sequence's first token
         cell_BT = torch.where(real_BT, cell_BL[:, src.size(1) :], start_B[:, None])
         hidden_BTD: Tensor = hidden_RWD.flatten(0, 1).index_select(0, cell_BT.flatten()).unflatten(0, tgt.shape)

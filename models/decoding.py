@@ -45,7 +45,7 @@ def greedy(
     translations: list[list[int]] = [[] for _ in range(src.size(0))]
     models = members(model)
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length, bos)
+        batch = Batch.encode(models, src, max_length, bos)
         forbidden = Task.of(batch, eos).forbidden(rules)
         prefixes_BT = torch.full((src.size(0), 1), batch.bos, device=src.device)
         while batch.sentences:
@@ -115,14 +115,14 @@ def beam_search(
     unfinished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     models = members(model)
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length, bos)
+        batch = Batch.encode(models, src, max_length, bos)
         forbidden = Task.of(batch, eos).forbidden(rules)
         beams = Beams.first(batch.memories[0], batch.bos)
         while batch.sentences:
             hiddens = batch.next_hidden(beams.prefixes[:, :, -1].flatten())
             candidates = extend(batch, beams, hiddens, forbidden, beam)
             norm = length_normaliser(batch.step, length_penalty, length_norm)
-            for row, hypothesis in ended(beams, candidates, eos, norm, beam):
+            for row, hypothesis in endings(beams, candidates, eos, norm, beam):
                 finished[batch.sentences[row]].append(hypothesis)
             beams, parents_BK = survive(beams, candidates, eos, beam)
 
@@ -158,7 +158,7 @@ def check_search(beam: int, n_best: int, length_penalty: float, length_norm: str
         raise ValueError(f"length_norm is {length_norm!r}: it must be gnmt or length")
 
 
-def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int) -> Iterator[tuple[int, Hypothesis]]:
+def endings(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int) -> Iterator[tuple[int, Hypothesis]]:
     """Yield (row, hypothesis) for each of the `beam` best candidates that ends."""
     scores_BK = candidates.scores[:, :beam]
     # Only the `beam` best: an ending below them would not have survived as a hypothesis either

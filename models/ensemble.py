@@ -150,7 +150,7 @@ class Batch:
     """Tokens of the start that every model has read before `bos`."""
 
     @classmethod
-    def encoded(
+    def encode(
         cls, models: list[EncoderDecoder], src: Tensor, max_length: int | Sequence[int] | None, start: Start
     ) -> Batch:
         """Encode the sentences, set each one's limit, and let the models read all of `start` but its last token."""

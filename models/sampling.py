@@ -54,7 +54,7 @@ def sample(
     models = members(model)
     found: dict[tuple[int, int], Hypothesis] = {}
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length, bos)
+        batch = Batch.encode(models, src, max_length, bos)
         forbidden = Task.of(batch, eos).forbidden(rules)
         # Each sample is a sentence of its own, which leaves when it ends
         batch.keep([sentence for sentence in range(src.size(0)) for _ in range(samples)])
@@ -64,7 +64,7 @@ def sample(
         beams = Beams.first(batch.memories[0], batch.bos)
         while batch.sentences:
             uniform_R = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=src.device)
-            beams = extended(batch, beams, forbidden, uniform_R, temperature, top_k, top_p)
+            beams = extend_samples(batch, beams, forbidden, uniform_R, temperature, top_k, top_p)
             going = []
             for row, token in enumerate(beams.prefixes[:, 0, -1].tolist()):
                 if token == eos or batch.step == batch.limits[row]:
@@ -96,7 +96,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float, samples:
         raise ValueError(f"samples is {samples}, below 1: draw at least one")
 
 
-def extended(
+def extend_samples(
     batch: Batch,
     beams: Beams,
     forbidden: Forbidden,
@@ -134,7 +134,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | 
     of a float32 sum over a large vocabulary are larger than many of its probabilities.
     """
     found = [
-        drawn_from_rows(rows_RV, uniform, temperature, top_k, top_p)
+        draw_from_rows(rows_RV, uniform, temperature, top_k, top_p)
         for rows_RV, uniform in zip(logits_RV.split(ROWS), uniform_R.split(ROWS), strict=True)
     ]
     return torch.cat(found)
@@ -144,9 +144,7 @@ ROWS = 64
 """Rows whose tokens are drawn at a time: so few that their probabilities fit into a cache."""
 
 
-def drawn_from_rows(
-    logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float
-) -> Tensor:
+def draw_from_rows(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
     """Return the token drawn in each of a few rows, (R,)."""
     scaled_RV = logits_RV
     if temperature != 1:
@@ -181,11 +179,11 @@ def first_exceeding(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     sums_RW = p_RV[:, :whole].reshape(rows, -1, BLOCK).sum(-1)
     if whole < vocab:
         sums_RW = torch.cat((sums_RW, p_RV[:, whole:].sum(-1, keepdim=True)), 1)
-    block_R1, rest_R1 = found_at(sums_RW, uniform_R[:, None])
+    block_R1, rest_R1 = find_quantile(sums_RW, uniform_R[:, None])
     inside_RM = block_R1 * BLOCK + torch.arange(min(BLOCK, vocab), device=p_RV.device)
     # The last block may be shorter; what is read beyond its end counts nothing
     inside_p_RM = p_RV.gather(1, inside_RM.clamp(max=vocab - 1)).masked_fill(inside_RM >= vocab, 0)
-    token_R1, _ = found_at(inside_p_RM, rest_R1)
+    token_R1, _ = find_quantile(inside_p_RM, rest_R1)
     return (block_R1 * BLOCK + token_R1)[:, 0]
 
 
@@ -196,7 +194,7 @@ BELOW_ONE = 1 - 2**-53
 """The largest float64 below 1."""
 
 
-def found_at(p_RC: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
+def find_quantile(p_RC: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the cumulative sum exceeds u of the total, and which part of that entry lies below u: two (R, 1).
 
     The part is in [0, 1). The first entry of whose sum more than u of the total lies at or before it is never 0.

@@ -34,11 +34,11 @@ def pack(lengths: Sequence[int], width: int) -> Places:
     each = max(1, width * len(lengths) // total)
     counts = {-(-len(lengths) // number) for number in (each - 1, each, each + 1) if number}
     counts.add(-(-total // max(lengths)))
-    found = [spread(lengths, rows) for rows in sorted(counts)]
+    found = [fill_rows(lengths, rows) for rows in sorted(counts)]
     return min(found, key=lambda places: places.rows * places.width)
 
 
-def spread(lengths: Sequence[int], rows: int) -> Places:
+def fill_rows(lengths: Sequence[int], rows: int) -> Places:
     """Put sequences into rows, as short as "longest first, each to the least full row" finds (Graham 1969)."""
     filled = [(0, row) for row in range(rows)]
     row_of = [0] * len(lengths)

@@ -142,7 +142,7 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
             module.out_features = len(module.weight)
             if how.axis == 1:
                 model.set_submodule(name, _SummedLinear(module.weight, module.bias, group))
-    model.decoder.register_forward_pre_hook(partial(_memory_entered, group))
+    model.decoder.register_forward_pre_hook(partial(_enter_memory, group))
     setattr(model, SPLIT, vocabs["tgt_embed"])
     return vocabs["tgt_embed"]
 
@@ -224,7 +224,7 @@ class _Entered(nn.Module):
         return copy_to_group(x, self.group)
 
 
-def _memory_entered(group: ProcessGroup | None, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _enter_memory(group: ProcessGroup | None, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Do the same for the memory, once for all layers of a decoder."""
     if len(args) < 3:  # a decoder-only model's has none
         return args

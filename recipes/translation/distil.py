@@ -34,6 +34,6 @@ def distil(config: RunConfig, fresh: bool, ranks: Ranks) -> Summary:
     ranks.run_on_main(lambda: teacher_subwords(config.training.teacher, config.subwords))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
-    with ranks.held_by_main(lambda: sole_writer(Path(config.run))):
+    with ranks.enter_on_main(lambda: sole_writer(Path(config.run))):
         student = student_settings(config, ranks)
     return train(student, fresh=fresh, ranks=ranks)

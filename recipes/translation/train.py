@@ -26,7 +26,7 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.positions import check_positions
 from recipes.translation.errors import TrainingError
-from recipes.translation.processes.ranks import Ranks, joined
+from recipes.translation.processes.ranks import Ranks, join_ranks
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState, saved_config
 from recipes.translation.run_folder.lock import sole_writer
@@ -39,12 +39,12 @@ from recipes.translation.run_folder.other_model import (
 )
 from recipes.translation.run_folder.resume import (
     begin,
+    changed_scoring,
     check_jumps,
     check_same_data,
     check_steps,
     flat,
     remove_run,
-    scoring_changed,
 )
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import (
@@ -62,14 +62,14 @@ from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.half_precision import check_autocast, loss_scale, skips
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Layout, axes_of, devices_of
-from recipes.translation.training.log_file import LOG, logged, note_in
+from recipes.translation.training.log_file import LOG, log_to, note_in
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
-from recipes.translation.training.parts import OpenedModel, local_of, opened
+from recipes.translation.training.parts import OpenedModel, local_of, open_model
 from recipes.translation.training.progress import Progress, StepNumbers, read_step
 from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
-from recipes.translation.training.trained_weights import adapt, freeze, merged
+from recipes.translation.training.trained_weights import adapt, freeze, merge_lora
 from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import Validation, note_validation, out_of_patience, reduce_rate, validate
 from seqpar.distributed.collectives import gather_numbers
@@ -96,13 +96,13 @@ def train(
     """
     with ExitStack() as held:
         if ranks is None:
-            ranks = held.enter_context(joined(config.layout.timeout))
+            ranks = held.enter_context(join_ranks(config.layout.timeout))
         ranks.agree(must_agree(flat(config)))
         axes_of(config.layout, ranks.world)  # its errors, before anything is locked or read
         devices = devices_of(config.training, ranks)
         check_autocast(config.training.precision, devices)
-        held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
-        held.enter_context(ranks.held_by_main(lambda: logged(Path(config.run) / LOG)))
+        held.enter_context(ranks.enter_on_main(lambda: sole_writer(Path(config.run))))
+        held.enter_context(ranks.enter_on_main(lambda: log_to(Path(config.run) / LOG)))
         summary = train_on(ranks, config, devices, fresh, insist, dry_run)
         ranks.run_on_main(lambda: note_in(Path(config.run) / LOG, str(summary)))
         return summary
@@ -116,7 +116,7 @@ def train_on(
     settings = config.training
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
-    saved = resumed(lambda: begin(config, fresh), ranks)
+    saved = share_checkpoint(lambda: begin(config, fresh), ranks)
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
@@ -167,14 +167,14 @@ def train_on(
         StopSignals(ranks.world > 1) as stop,
         Journal(run, settings, began, layout, ranks, resumed_at, trackers, progress) as journal,
         Saver(
-            run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says, copied=layout.parts.copied
+            run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says, copied=layout.parts.copy_parts
         ) as saver,
         progress,
     ):
         training = Training(config, corpus, optimizer, average, state, ranks, journal, saver)
         training.validate_start(start)
         while state.step < settings.steps and not out_of_patience(state, settings):
-            if stopped_by := ranks.stopped_by(stop.signal):
+            if stopped_by := ranks.stop_signal(stop.signal):
                 break
             (state.epoch, state.batch), micro_batches = next(batches)
             torch.manual_seed(dropout_seed(settings.seed, state.step, layout.data_rank))
@@ -204,13 +204,13 @@ def check_end(
         check_steps(run, settings.steps, saved.state.step)
     if not insist:
         before = saved_config(run / "last")
-        changed = scoring_changed(flat(before), flat(config))
+        changed = changed_scoring(flat(before), flat(config))
         check_jumps(run, before.training, config.training, changed, saved.state)
         was = with_steps(before.training, corpus.train)
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
 
-def resumed(read: Callable[[], SavedTraining | None], ranks: Ranks) -> SavedTraining | None:
+def share_checkpoint(read: Callable[[], SavedTraining | None], ranks: Ranks) -> SavedTraining | None:
     """Return the checkpoint to resume from, whose tensors only rank 0 has; None for a new run."""
     saved = ranks.run_on_all(lambda: read() if ranks.is_main else None)
     state = ranks.run_on_main(lambda: saved.state if saved else None)
@@ -227,7 +227,7 @@ def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus
     def read() -> SavedModel:
         return load_teacher(settings.teacher, language_tags, corpus.source, corpus.target)
 
-    return opened(read, ranks, WEIGHTS[settings.precision])
+    return open_model(read, ranks, WEIGHTS[settings.precision])
 
 
 def first_model(
@@ -308,18 +308,18 @@ class Training:
         """Update the weights by the gradient of a step, unless it is to be skipped, and note the step."""
         if skips(self.config.training, self.state, done.norm):
             self.optimizer.zero_grad()
-            self.journal.step_skipped(self.state)
+            self.journal.note_skipped_step(self.state)
             return
         check_finite(self.state.step, done, self.saver)
         update(self.optimizer, rate)
         self.average.update(self.state.step)
         self.state.tokens += done.tokens
-        self.journal.step_done(self.state, done, rate)
+        self.journal.note_step(self.state, done, rate)
 
     def validate_and_save(self) -> None:
         """Validate, and begin to save the model and the state. Every rank calls this."""
         moments = self.good_moments()
-        found = self.validated()
+        found = self.validate()
         settings = self.config.training
         better = note_validation(self.state, found, settings.best_by)
         reduced = reduce_rate(self.state, settings)
@@ -334,7 +334,7 @@ class Training:
             validated=True,
             better=better,
         )
-        self.journal.validated(self.state, found)
+        self.journal.announce_validation(self.state, found)
         if reduced:
             left = settings.plateau_factor**self.state.reductions
             self.journal.progress.say(
@@ -343,23 +343,23 @@ class Training:
             )
         return_free_memory()
 
-    def validated(self) -> Validation:
+    def validate(self) -> Validation:
         """Return a validation of the model; raise TrainingError where its loss is not finite. Every rank calls this."""
         layout = self.average.layout
         with self.average.in_place(), layout.independent() as ranks:
             translator = self.translator()
             if layout.has_whole_model:
-                translator = merged(translator)
+                translator = merge_lora(translator)
             found = validate(translator, self.corpus.valid, layout.plain_loss(translator.model), self.state.step, ranks)
         loss = found["loss"]
         if loss is None or not math.isfinite(loss):
-            raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
+            raise spoiled_numbers_error(self.state.step, f"the validation loss is {loss}", self.saver)
         return found
 
     def validate_start(self, start: str) -> None:
         """Validate the model that a new run starts from, if there is one. Every rank calls this."""
         if start:
-            self.journal.started(self.state, self.validated(), start)
+            self.journal.note_start(self.state, self.validate(), start)
 
     def save_if_due(self) -> None:
         """Begin to save the state by `training.save_every`; raise the error of a save before. Every rank calls this."""
@@ -388,19 +388,19 @@ class Training:
         everywhere = gather_numbers([int(each) for each in good], self.ranks.for_steps().group)
         for name, each in zip(parts, zip(*everywhere, strict=True), strict=True):
             if not all(each):
-                raise spoiled(self.state.step, f"{name} are no longer finite", self.saver)
+                raise spoiled_numbers_error(self.state.step, f"{name} are no longer finite", self.saver)
         return moments
 
 
 def check_finite(step: int, done: StepNumbers, saver: Saver) -> None:
     """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
     if not math.isfinite(done.loss):
-        raise spoiled(step, f"the loss is {done.loss}", saver)
+        raise spoiled_numbers_error(step, f"the loss is {done.loss}", saver)
     if not math.isfinite(done.norm):
-        raise spoiled(step, f"the loss is {done.loss:.3f} but its gradient is {done.norm}", saver)
+        raise spoiled_numbers_error(step, f"the loss is {done.loss:.3f} but its gradient is {done.norm}", saver)
 
 
-def spoiled(step: int, what: str, saver: Saver) -> TrainingError:
+def spoiled_numbers_error(step: int, what: str, saver: Saver) -> TrainingError:
     """Return the error for numbers that are nan or infinite, with advice."""
     message = (
         f"step {step}: {what}: try a smaller training.learning_rate, a longer training.warmup, training.clip 1, "

@@ -19,7 +19,7 @@ from models import (
     beam_search,
     constrained_beam_search,
 )
-from models.constrained_search import Candidate, Live, chosen
+from models.constrained_search import Candidate, Live, choose_hypotheses
 from models.constraints import Constraints, allot
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
@@ -67,12 +67,12 @@ def test_the_automaton_knows_after_each_token_which_phrases_are_missing(
     for length in range(len(tokens) + 1):
         prefix = tokens[:length]
         missing = tuple(n for n, one in enumerate(some) if not contains(prefix, one, sorted(boundaries)))
-        assert constraints.unmet(state) == missing
-        assert (constraints.met(state) == constraints.total) == (not missing)
+        assert constraints.unmet_phrases(state) == missing
+        assert (constraints.count_met(state) == constraints.total) == (not missing)
         # Whatever brings a phrase nearer than any other token is wanted
         for token in range(3, 6):
-            if constraints.met(constraints.after(state, token)) > constraints.met(state):
-                assert token in constraints.wanted(state)
+            if constraints.count_met(constraints.after(state, token)) > constraints.count_met(state):
+                assert token in constraints.wanted_tokens(state)
         if length < len(tokens):
             state = constraints.after(state, tokens[length])
 
@@ -176,7 +176,7 @@ def test_phrases_that_do_not_fit_come_back_as_missing() -> None:
         state = constraints.start
         for token in hypothesis.tokens:
             state = constraints.after(state, token)
-        met.append(constraints.met(state))
+        met.append(constraints.count_met(state))
     assert len(set(met)) > 1
     assert met == sorted(met, reverse=True)
     assert found[1][0].unmet == ()
@@ -187,7 +187,7 @@ def test_an_ending_competes_with_the_hypotheses_that_have_met_as_much() -> None:
     met = constraints.after(constraints.start, 3)
     live = [Live(-0.1, [5], constraints.start, 0), Live(-2.0, [3], met, 0)]
     candidates = [Candidate(-0.3, 0, 4), Candidate(-0.4, 0, 5), Candidate(-2.5, 1, EOS), Candidate(-2.6, 1, 4)]
-    ended, alive = chosen(constraints, live, candidates, EOS, beam=2)
+    ended, alive = choose_hypotheses(constraints, live, candidates, EOS, beam=2)
     # One slot for each number of tokens met: the end is the best that has met one
     assert [one.tokens for one in ended] == [[3]]
     assert [one.tokens for one in alive] == [[5, 4], [3, 4]]

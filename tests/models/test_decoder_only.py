@@ -29,7 +29,7 @@ from models import (
 )
 from models.alignment import attention_weights
 from models.decoder_only import DecoderOnly
-from models.sequence_packing import own_cells_mask, pack, spread
+from models.sequence_packing import fill_rows, own_cells_mask, pack
 from seqpar.testing import assert_same_results
 from tests.models.examples import BOS, EOS, PAD, assert_loss_over_replicas_is_plain, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
@@ -196,7 +196,7 @@ def test_packed_sequences_lie_in_rows_without_overlap(lengths: list[int], width:
         fit = max(width * len(lengths) // sum(lengths), 1)
         rows = {math.ceil(len(lengths) / number) for number in range(max(fit - 1, 1), fit + 2)}
         rows.add(math.ceil(sum(lengths) / max(lengths)))
-        cells = [tried.rows * tried.width for tried in (spread(lengths, number) for number in rows)]
+        cells = [tried.rows * tried.width for tried in (fill_rows(lengths, number) for number in rows)]
         assert places.rows * places.width == min(cells)
 
 

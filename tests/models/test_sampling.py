@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import MinimumLength, greedy, sample
-from models.sampling import BELOW_ONE, NUCLEUS, draw, first_exceeding, found_at, most_probable
+from models.sampling import BELOW_ONE, NUCLEUS, draw, find_quantile, first_exceeding, most_probable
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import next_log_probabilities
 
@@ -306,7 +306,7 @@ def test_the_part_of_an_entry_below_u_is_below_one_though_differences_are_rounde
     random = torch.Generator().manual_seed(1)
     # A sum below 2 of a number below 1 and one above: the difference has fewer digits than the number subtracted
     p = torch.tensor([0.5, 1.0]) + torch.rand(1_000, 2, dtype=torch.float64, generator=random) / 4
-    index, part = found_at(p, torch.full((len(p), 1), BELOW_ONE, dtype=torch.float64))
+    index, part = find_quantile(p, torch.full((len(p), 1), BELOW_ONE, dtype=torch.float64))
     assert bool((index == 1).all())
     assert bool((part < 1).all())
 

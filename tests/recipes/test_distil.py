@@ -19,7 +19,7 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
-from recipes.translation.processes.ranks import joined
+from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator, save_model
 from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.translator import Translator
@@ -153,7 +153,7 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     made = load_translator(student / "best")
     taught = load_translator(run / "best")
     config = made.config
-    assert made.source.serialized() == taught.source.serialized()
+    assert made.source.model_bytes() == taught.source.model_bytes()
     assert (config.model.preset, len(made.model.encoder.layers), len(made.model.decoder.layers)) == ("student", 6, 1)
     assert (config.training.teacher, config.training.freeze) == (str(run), ())
     assert (config.decoding.beam, config.training.warmup) == (1, 2)
@@ -352,7 +352,7 @@ def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
 
 
 def told(rank: int, world: int, config: RunConfig) -> int:
-    with joined(60) as processes:
+    with join_ranks(60) as processes:
         return distil(config, False, processes).state.step
 
 
@@ -405,8 +405,9 @@ def test_a_student_in_its_teachers_folder_is_refused_before_any_work(
 ) -> None:
     seen = counted(monkeypatch)
     before = contents(run)
+    refused = f"a model of {run} itself, which a new run there"
     for fresh in (False, True):
-        with joined(60) as ranks, pytest.raises(ConfigError, match=f"a model of {run} itself, which a new run there"):
+        with join_ranks(60) as ranks, pytest.raises(ConfigError, match=refused):
             distil(tiny(run, {"training.teacher": str(run)}), fresh, ranks)
     assert seen == []
     assert contents(run) == before

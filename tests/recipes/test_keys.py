@@ -50,7 +50,7 @@ class Keys:
         self.translator = translator
 
     def subwords(self, config: RunConfig) -> object:
-        return prepare.made_from(Corpora(config))
+        return prepare.inputs_of(Corpora(config))
 
     def tokens(self, config: RunConfig) -> object:
         return ids_folder(Corpora(config), self.translator.source, self.translator.target).name

@@ -32,7 +32,7 @@ def order_of_an_epoch(seed: int, epoch: int) -> Hashable:
 
 
 def order_of_a_corpus(seed: int, corpus: int, times: int) -> Hashable:
-    drawn = Mixture([PAIRS] * 3, [1.0] * 3, 1.0, seed).drawn(times, numpy.arange(3 * PAIRS))
+    drawn = Mixture([PAIRS] * 3, [1.0] * 3, 1.0, seed).draw_epoch(times, numpy.arange(3 * PAIRS))
     return tuple(drawn[corpus * PAIRS : (corpus + 1) * PAIRS] - corpus * PAIRS)
 
 

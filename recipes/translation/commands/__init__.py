@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from recipes.translation.commands.arguments import PROGRAM, Command, count, explained, name_of
+from recipes.translation.commands.arguments import PROGRAM, Command, count, description_of, name_of
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate
 from recipes.translation.commands.export import export
@@ -31,7 +31,7 @@ from recipes.translation.errors import (
     missing_package,
 )
 from recipes.translation.processes.launch import automatic, launch
-from recipes.translation.processes.terminal import escaped
+from recipes.translation.processes.terminal import escape
 from recipes.translation.settings.options import StoreOnce, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         return fail(f"{unknown('command', name, list(COMMANDS))}; the commands are {', '.join(COMMANDS)}")
     try:
-        return started(name, rest)
+        return run_command(name, rest)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
@@ -79,7 +79,7 @@ LONGEST = 2_000
 def fail(message: str) -> int:
     """Print an error as one line, and return the exit status for it."""
     rank = os.environ.get("RANK", "0")
-    line = escaped(" ".join(message.split()))
+    line = escape(" ".join(message.split()))
     if len(line) > LONGEST:  # of another program's, which may quote a file
         line = f"{line[:LONGEST]}... ({len(line):,} characters)"
     if rank != "0":
@@ -97,7 +97,7 @@ def output_lacks(error: UnicodeEncodeError) -> str:
     return f"the output's encoding, {error.encoding}, has no {letter!r}: set PYTHONIOENCODING=utf-8"
 
 
-def started(name: str, words: Sequence[str]) -> int:
+def run_command(name: str, words: Sequence[str]) -> int:
     """Run a command, in as many processes as --processes says."""
     # Python has none where the program that started it has closed it, and loses what is printed
     if sys.stdout is None and name in PRINTING:
@@ -138,7 +138,7 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = []
     for name, run in COMMANDS.items():
-        description, example = (text.partition("\n")[0] for text in explained(run))
+        description, example = (text.partition("\n")[0] for text in description_of(run))
         lines.append(f"  {name:<{width}}  {description}")
         lines.append(f"  {'':<{width}}    {example}")
     commands = "\n".join(lines)

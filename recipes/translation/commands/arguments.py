@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import model_folder, undisturbed, whole_folder
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.atomic_folder import model_folder, read_consistently, whole_folder
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, add_setting, overrides
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import expand_path
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
@@ -39,7 +39,7 @@ Command = Callable[[Sequence[str]], int]
 """Takes the words on the command line, and returns the exit status."""
 
 
-def explained(run: Command) -> tuple[str, str]:
+def description_of(run: Command) -> tuple[str, str]:
     """Return what a command's docstring says of it, and its examples, a line each."""
     description, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\nexample:\n")
     return description, examples
@@ -50,7 +50,7 @@ def name_of(run: Command) -> str:
 
 
 def parser_of(run: Command) -> OneLineParser:
-    return OneLineParser(f"{PROGRAM} {name_of(run)}", *explained(run))
+    return OneLineParser(f"{PROGRAM} {name_of(run)}", *description_of(run))
 
 
 def number(kind: Callable[[str], N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
@@ -74,7 +74,7 @@ def path(word: str) -> str:
     if not word:
         raise argparse.ArgumentTypeError("it is empty, perhaps because a shell variable is not set: give a path")
     try:
-        return expanded(word)
+        return expand_path(word)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -163,7 +163,7 @@ def _chosen_settings(options: argparse.Namespace) -> RunConfig:
         last = Path(run) / "last"
         if whole_folder(last):
             # A training that runs may replace the model at this moment
-            return undisturbed(last, lambda: resumed_config(last, run, given))
+            return read_consistently(last, lambda: resumed_config(last, run, given))
         if any((Path(run) / name).exists() for name in ("resources.jsonl", "subwords")):
             given = {**unsaved_settings(Path(run), given), **given, "run": run}
     return load_config(path, given)
@@ -286,7 +286,7 @@ def load(run: str, options: argparse.Namespace) -> Translator:
     return load_translator(checkpoint_folder(run, options.checkpoint), device, decoding_overrides(options))
 
 
-def loaded(
+def models_of_runs(
     runs: Sequence[str], options: argparse.Namespace, ranks: Ranks
 ) -> AbstractContextManager[tuple[list[Translator], Ranks]]:
     """Within the block, give the models of some runs, with the decoding options given, as `loaded_models` does."""
@@ -315,13 +315,13 @@ def load_exported(run: str, options: argparse.Namespace) -> ExportedTranslator:
     return ctranslate2_engine.load(folder, overrides=decoding_overrides(options))
 
 
-def outdated(run: str) -> str:
+def outdated_export(run: str) -> str:
     """Return that a run's export says it was made from a model which the run has no longer; empty otherwise."""
-    from recipes.translation.run_folder.made_from import exported_from, model_with, weights_digest
+    from recipes.translation.run_folder.made_from import model_with, origin_digest, weights_digest
 
     named = Path(run)
     folder = exported_folder(run)
-    weights = exported_from(folder)
+    weights = origin_digest(folder)
     if folder == named or not weights or not whole_folder(model_folder(run)):
         return ""
     if model_with(named, weights) or weights_digest(named) == weights:  # a run, or a model's own folder
@@ -335,8 +335,8 @@ def note_outdated_average(run: str, checkpoint: str | None) -> None:
     last = whole_folder(Path(run) / "last")
     if checkpoint != "averaged" or averaged is None or last is None:
         return
-    of = noted_in(averaged / "model.json", "averaged_steps") or [0]
-    step = noted_in(last / "model.json", "step") or 0
+    of = field_in(averaged / "model.json", "averaged_steps") or [0]
+    step = field_in(last / "model.json", "step") or 0
     if step > of[-1]:
         note = f"{averaged} is of models up to step {of[-1]:,}, and {last} is of step {step:,}: average them again"
         print(f"[averaged] {note}", file=sys.stderr)

@@ -74,7 +74,7 @@ def distil(argv: Sequence[str]) -> int:
 
     from recipes.translation.data.corpora import Corpora
     from recipes.translation.distil import distil as distil_model
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
     from recipes.translation.run_folder.resume import MAY_CHANGE
     from recipes.translation.train import train
     from recipes.translation.training.student_data import check_same_sentences
@@ -84,7 +84,7 @@ def distil(argv: Sequence[str]) -> int:
     data = [name for name in given if name.startswith(("data.", "corpora")) and name not in MAY_CHANGE]
     originally = student_config(options, False) if resumed and data else None
     config = student_config(options, bool(resumed))
-    with joined(config.layout.timeout) as ranks:
+    with join_ranks(config.layout.timeout) as ranks:
         if originally:
             ranks.run_on_main(lambda: check_same_sentences(Corpora(originally)))
         # The training data of one that is resumed are the translations

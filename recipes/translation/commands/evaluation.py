@@ -68,11 +68,11 @@ def evaluate(argv: Sequence[str]) -> int:
     check_metrics(options.tokenize, options.metric_command)
     check_typed(options)
 
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
     from recipes.translation.scores.evaluate import scores_table
 
-    with joined(LayoutConfig().timeout) as ranks:
-        found = _evaluated(options, ranks)
+    with join_ranks(LayoutConfig().timeout) as ranks:
+        found = _evaluations(options, ranks)
         print(scores_table(found))
         if ranks.is_main and not options.hypotheses:
             written = [path for evaluation in found for path in evaluation.write(results_folder(Path(options.run)))]
@@ -80,9 +80,9 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
+def _evaluations(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     """Translate and score what the options name: one test set, or those of several corpora."""
-    from recipes.translation.scores.evaluate import evaluate_files, scored_by
+    from recipes.translation.scores.evaluate import add_command_scores, evaluate_files
 
     if options.hypotheses:
         sources = Path(options.sources) if options.sources else None
@@ -90,13 +90,13 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         found = [evaluate_files(*files, options.tokenize or "auto")]
     else:
         with loaded_ensemble(options, ranks) as (translator, searching):
-            found = _translated(options, translator, searching)
+            found = _evaluate_model(options, translator, searching)
     if options.metric_command:
-        found = ranks.run_on_main(lambda: scored_by(options.metric_command, found))
+        found = ranks.run_on_main(lambda: add_command_scores(options.metric_command, found))
     return found
 
 
-def _translated(options: argparse.Namespace, translator: Translator, ranks: Ranks) -> list[Evaluation]:
+def _evaluate_model(options: argparse.Namespace, translator: Translator, ranks: Ranks) -> list[Evaluation]:
     """Translate and score the files that the options name, or else the run's own data."""
     from recipes.translation.data.corpora import Corpora
     from recipes.translation.scores.evaluate import check_name, evaluate_each, evaluate_pairs, read_pairs
@@ -147,13 +147,13 @@ def compare(argv: Sequence[str]) -> int:
     if options.split and all(Path(system).is_file() for system in options.systems):
         parser.error("--split selects data of a run, but only files were given; leave it out")
 
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
     from recipes.translation.scores.compare import compare as compare_systems
 
     references = None
     if options.references:
         references = Path(options.references)
-    with joined(LayoutConfig().timeout) as ranks:
+    with join_ranks(LayoutConfig().timeout) as ranks:
         table = ranks.run_on_main(
             lambda: str(compare_systems(options.systems, references, options.split or "test", options.tokenize))
         )

@@ -62,8 +62,8 @@ def export(argv: Sequence[str]) -> int:
     for package in PACKAGES[options.to]:
         require(package)
 
-    from recipes.translation.export.lost_settings import lost_in
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.export.lost_settings import lost_settings_in
+    from recipes.translation.processes.ranks import join_ranks
 
     folder = Path(options.out or Path(options.run) / options.to)
     checkpoint = checkpoint_folder(options.run, options.checkpoint)
@@ -71,9 +71,9 @@ def export(argv: Sequence[str]) -> int:
     check_output(folder, "--out", reads=[str(checkpoint)])
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
         raise ConfigError(f"--out: {folder} is not empty and is no export, so it was not made here: name another")
-    with joined(LayoutConfig().timeout) as ranks:
+    with join_ranks(LayoutConfig().timeout) as ranks:
         ranks.run_on_main(lambda: write(folder, checkpoint, options))
-        for line in ranks.run_on_main(lambda: lost_in(checkpoint, options.to)):
+        for line in ranks.run_on_main(lambda: lost_settings_in(checkpoint, options.to)):
             print(f"[export] {line}")
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"[export] {folder}: {size / 1e6:.1f} MB")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import add, as_option, count, loaded, number, path
+from recipes.translation.commands.arguments import add, as_option, count, models_of_runs, number, path
 from recipes.translation.errors import CheckpointError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.translating.search_options import Sampling, SearchOptions
@@ -98,14 +98,14 @@ OF_TORCH = (
 
 def clashing(options: argparse.Namespace) -> str | None:
     """Return why options do not go together; None if they do."""
-    if options.engine != "torch" and (names := given(options, OF_TORCH)):
+    if options.engine != "torch" and (names := given_options(options, OF_TORCH)):
         return f"{as_option(names[0])} is not for --engine {options.engine}: leave one of them out"
-    if not options.sample and (names := given(options, OF_SAMPLING)):
+    if not options.sample and (names := given_options(options, OF_SAMPLING)):
         return f"{as_option(names[0])} has no effect on a search: add --sample N, or leave it out"
-    if options.sample and (names := given(options, OF_SEARCH)):
+    if options.sample and (names := given_options(options, OF_SEARCH)):
         return f"{as_option(names[0])} has no effect on --sample, which does not search: leave one of them out"
     many = options.n_best or options.sample
-    choosing = given(options, ("mbr", "metric_command"))
+    choosing = given_options(options, ("mbr", "metric_command"))
     if choosing and not many:
         return f"{as_option(choosing[0])} chooses among several translations: add --n-best N or --sample N"
     if choosing and options.scores:
@@ -122,7 +122,7 @@ def clashing(options: argparse.Namespace) -> str | None:
     return None
 
 
-def given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+def given_options(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
     """Return which of the options are given."""
     # An option that is not given is None, and a switch is False
     return [name for name in names if getattr(options, name) not in (None, False)]
@@ -164,12 +164,12 @@ def phrases_in(lines: list[str], where: str) -> list[list[str]]:
 
 @contextmanager
 def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[Translator, Ranks]]:
-    """Within the block, yield the model of --run with those of --ensemble, as `loaded` does.
+    """Within the block, yield the model of --run with those of --ensemble, as `models_of_runs` does.
 
     Raises CheckpointError unless all have the same subwords.
     """
     runs = [options.run, *(options.ensemble or ())]
-    with loaded(runs, options, ranks) as ((first, *others), searching):
+    with models_of_runs(runs, options, ranks) as ((first, *others), searching):
         for run, other in zip(runs[1:], others, strict=True):
             check_same_subwords(options.run, first, run, other)
         digests = (*first.digests, *(digest for other in others for digest in other.digests))
@@ -179,8 +179,8 @@ def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
     """Raise CheckpointError unless two models translate from and to the same subwords."""
     facts = {
-        "source subwords": (first.source.serialized(), other.source.serialized()),
-        "target subwords": (first.target.serialized(), other.target.serialized()),
+        "source subwords": (first.source.model_bytes(), other.source.model_bytes()),
+        "target subwords": (first.target.model_bytes(), other.target.model_bytes()),
         "subwords.lowercase": (first.config.subwords.lowercase, other.config.subwords.lowercase),
         "language tags": (first.text.own, other.text.own),
     }

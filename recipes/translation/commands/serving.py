@@ -17,7 +17,7 @@ from recipes.translation.commands.arguments import (
     load_exported,
     note_outdated_average,
     number,
-    outdated,
+    outdated_export,
     parser_of,
     require,
     runs_of,
@@ -99,6 +99,6 @@ def models_of(run: str, options: argparse.Namespace) -> list[Model]:
         models = served_models(run, found, load(run, options) if beside else None)
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
     print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].beam}", flush=True)
-    if models[0].engine == "ctranslate2" and (note := outdated(run)):
+    if models[0].engine == "ctranslate2" and (note := outdated_export(run)):
         print(f"[serve] {note}, or add --engine torch", flush=True)
     return models

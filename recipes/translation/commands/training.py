@@ -45,9 +45,9 @@ def demo(argv: Sequence[str]) -> int:
     check_folder(config.run)
 
     from recipes.translation.demo import demo as run_demo
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
 
-    with joined(config.layout.timeout) as ranks:
+    with join_ranks(config.layout.timeout) as ranks:
         return exit_status(run_demo(config, ranks))
 
 
@@ -64,7 +64,7 @@ def prepare(argv: Sequence[str]) -> int:
 
     from recipes.translation.data.corpora import Corpora
     from recipes.translation.data.corpus import stored_ids
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
     from recipes.translation.run_folder.lock import sole_writer
     from recipes.translation.run_folder.other_model import run_subwords
 
@@ -75,7 +75,7 @@ def prepare(argv: Sequence[str]) -> int:
             stored_ids(corpora, source, target)
         return len(source), len(target)
 
-    with joined(config.layout.timeout) as ranks:
+    with join_ranks(config.layout.timeout) as ranks:
         source, target = ranks.run_on_main(make)
         where = config.training.start_from or config.training.teacher or Path(config.run) / "subwords"
         print(f"[prepare] {source:,} source and {target:,} target subwords in {where}")
@@ -119,10 +119,10 @@ def train(argv: Sequence[str]) -> int:
     if "RANK" not in os.environ:  # several processes say it together, later
         check_data(Corpora(config), insist=options.insist or resumed)
 
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
     from recipes.translation.train import train as train_model
 
-    with joined(config.layout.timeout) as ranks:
+    with join_ranks(config.layout.timeout) as ranks:
         summary = train_model(config, fresh=options.fresh, insist=options.insist, dry_run=options.dry_run, ranks=ranks)
         print_text(str(summary))
         if summary.best and not (summary.stopped_by or summary.advice):
@@ -133,11 +133,11 @@ def train(argv: Sequence[str]) -> int:
 def check_data(corpora: Corpora, insist: bool) -> None:
     """Raise an error for data that is missing, or looks like a mistake, before torch is imported."""
     from recipes.translation.data.mistakes import check_meant
-    from recipes.translation.data.split_files import check_named, named
+    from recipes.translation.data.split_files import check_named, naming_corpus
 
     corpora.check_training()
     for each in corpora.valid:
-        with named(each.name):
+        with naming_corpus(each.name):
             check_named(each.data, "valid")
     if not insist:
         check_meant(corpora)
@@ -192,18 +192,18 @@ def average(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     check_run(Path(options.run))
 
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
     from recipes.translation.run_folder.average import average as average_models
 
-    with joined(LayoutConfig().timeout) as ranks:
+    with join_ranks(LayoutConfig().timeout) as ranks:
         made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last))
         steps = ", ".join(f"{step:,}" for step in made)
         print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, of the steps {steps}")
-        print(f"[average] {ranks.run_on_main(lambda: compared_with_best(Path(options.run)))}")
+        print(f"[average] {ranks.run_on_main(lambda: compare_with_best(Path(options.run)))}")
     return 0
 
 
-def compared_with_best(run: Path) -> str:
+def compare_with_best(run: Path) -> str:
     """Return how the average does on the validation data, and whether `best` does better."""
     from recipes.translation.run_folder.checkpoint import load_facts, saved_config
     from recipes.translation.training.validation import Validation, validate_folder

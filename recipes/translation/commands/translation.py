@@ -17,7 +17,7 @@ from recipes.translation.commands.arguments import (
     add_decoding_options,
     check_typed,
     load_exported,
-    outdated,
+    outdated_export,
     parser_of,
     path,
 )
@@ -73,9 +73,9 @@ def translate(argv: Sequence[str]) -> int:
         check_output_file(Path(options.alignments), "--alignments", reads=reads)
     check_typed(options)
 
-    from recipes.translation.processes.ranks import joined
+    from recipes.translation.processes.ranks import join_ranks
 
-    with joined(LayoutConfig().timeout) as ranks, ExitStack() as held:
+    with join_ranks(LayoutConfig().timeout) as ranks, ExitStack() as held:
         sentences: list[str] = []
         if not (typing := is_typing(options, ranks)) and not is_streaming(options, ranks):
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
@@ -85,11 +85,11 @@ def translate(argv: Sequence[str]) -> int:
             search = ranks.run_on_main(lambda: search_options(options))
             translator, searching = held.enter_context(loaded_ensemble(options, ranks))
             config = translator.config
-            translated = partial(printed, translator, search, options, searching)
+            translated = partial(translation_lines, translator, search, options, searching)
         if typing:
-            for sentence in typed(f"{config.data.source}> "):
+            for sentence in typed_sentences(f"{config.data.source}> "):
                 print_text("\n".join(translated([sentence], 0)), flush=True)
-        for before, block in piped() if is_streaming(options, ranks) else [(0, sentences)]:
+        for before, block in piped_lines() if is_streaming(options, ranks) else [(0, sentences)]:
             lines = translated(block, before)
             print_lines(lines)
         if options.alignments:
@@ -130,7 +130,7 @@ def is_streaming(options: argparse.Namespace, ranks: Ranks) -> bool:
     return not (options.sentences or options.file or by_line or ranks.world > 1 or sys.stdin.isatty())
 
 
-def piped() -> Iterator[tuple[int, list[str]]]:
+def piped_lines() -> Iterator[tuple[int, list[str]]]:
     """Yield the lines of the standard input, all that have arrived at a time, after the number of those before."""
     where = "the standard input"
     before = 0
@@ -167,12 +167,12 @@ def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig
 
     from recipes.translation.export import ctranslate2_engine
 
-    if note := outdated(options.run):
+    if note := outdated_export(options.run):
         print(f"[translate] {note}", file=sys.stderr)
     return translator.config, partial(ctranslate2_engine.translate, translator)
 
 
-def printed(
+def translation_lines(
     translator: Translator,
     search: SearchOptions,
     options: argparse.Namespace,
@@ -188,23 +188,23 @@ def printed(
         note_unfinished([next((one for one in row if not one.finished), row[0]) for row in found], "translate", before)
     if options.mbr or options.metric_command:
         texts = [[one.text for one in row] for row in found]
-        return ranks.run_on_main(lambda: chosen(sentences, texts, options, translator.config.data))
+        return ranks.run_on_main(lambda: choose_translations(sentences, texts, options, translator.config.data))
     if options.n_best or options.sample or options.scores:
         return table(found, options.scores, before)
     return [row[0].text for row in found]
 
 
-def chosen(
+def choose_translations(
     sources: Sequence[str], texts: Sequence[Sequence[str]], options: argparse.Namespace, data: DataConfig
 ) -> list[str]:
     """Return the one of each sentence's translations that --mbr or --metric-command prefers."""
     from recipes.translation.scores import rerank
 
     if options.mbr == "command":
-        return rerank.chosen_by_mbr_of_command(sources, texts, options.metric_command)
+        return rerank.choose_by_mbr_of_command(sources, texts, options.metric_command)
     if options.mbr:
-        return rerank.chosen_by_mbr(texts, options.mbr, data)
-    return rerank.chosen_by_command(sources, texts, options.metric_command)
+        return rerank.choose_by_mbr(texts, options.mbr, data)
+    return rerank.choose_by_command(sources, texts, options.metric_command)
 
 
 def table(found: Sequence[Sequence[Translation]], scores: bool, before: int = 0) -> list[str]:
@@ -237,7 +237,7 @@ def _sentences(file: str | None) -> list[str]:
     return lines_of(sys.stdin.buffer.read(), "the standard input")
 
 
-def typed(prompt: str) -> Iterator[str]:
+def typed_sentences(prompt: str) -> Iterator[str]:
     """Yield the sentences that a person types, until an empty line, Ctrl-D or Ctrl-C."""
     with suppress(ImportError):  # not every system has readline
         import readline  # noqa: F401  (arrow keys and history for input())

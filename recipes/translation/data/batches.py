@@ -109,7 +109,7 @@ class TokenBatches:
         """The indices of the pairs that are not left out."""
         self.dropped = len(self.sources) - len(self.pairs_short_enough)
         self._sort_lengths(source_lengths, target_lengths)
-        self._cuts = self._cut(self._counts(self.pairs(0)))
+        self._cuts = self._find_cuts(self._counts(self.pairs(0)))
 
     def __len__(self) -> int:
         if not len(self.pairs(0)):  # all are too long, or of corpora with weight 0
@@ -133,7 +133,7 @@ class TokenBatches:
         pairs = self.pairs(number)
         found = self._sort(pairs)
         # Without a mixture every epoch has the same pairs
-        cuts = self._cuts if self.mixture is None else self._cut(found.counts)
+        cuts = self._cuts if self.mixture is None else self._find_cuts(found.counts)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
         ties = rng.random(len(pairs))
         order = numpy.empty_like(pairs)
@@ -149,13 +149,13 @@ class TokenBatches:
         """Return the number of batches of an epoch, which is the same for all without a mixture."""
         if self.mixture is None or not len(self):
             return len(self)
-        return len(self._cut(self._counts(self.pairs(number)))) + 1
+        return len(self._find_cuts(self._counts(self.pairs(number)))) + 1
 
     def pairs(self, epoch: int) -> Array:
         """Return the indices of the pairs of an epoch."""
         if self.mixture is None:
             return self.pairs_short_enough
-        return self.mixture.drawn(epoch, self.pairs_short_enough)
+        return self.mixture.draw_epoch(epoch, self.pairs_short_enough)
 
     def with_lengths(self, source_lengths: Array, target_lengths: Array) -> TokenBatches:
         """Return the batches of the same pairs in the order that other lengths give."""
@@ -233,7 +233,7 @@ class TokenBatches:
             free += of_part
         return Sorted(places, counts)
 
-    def _cut(self, counts: Array) -> list[int]:
+    def _find_cuts(self, counts: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
 
         The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
@@ -423,13 +423,13 @@ def padded_batch(sources: Sequence[Ids], targets: Sequence[Ids], symbols: Symbol
     """Make the tensors of pairs of ids, with padding, start and end symbols."""
     whole = [symbols.target(ids) for ids in targets]
     return Batch(
-        src=padded([symbols.source(ids) for ids in sources]),
-        tgt_in=padded([ids[:-1] for ids in whole]),
-        tgt_out=padded([ids[1:] for ids in whole]),
+        src=pad_rows([symbols.source(ids) for ids in sources]),
+        tgt_in=pad_rows([ids[:-1] for ids in whole]),
+        tgt_out=pad_rows([ids[1:] for ids in whole]),
     )
 
 
-def padded(rows: list[list[int]]) -> Tensor:
+def pad_rows(rows: list[list[int]]) -> Tensor:
     """Return rows of ids as one tensor, padded at the end to the longest."""
     width = max(map(len, rows), default=0)
     return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.long).reshape(-1, width)

@@ -56,10 +56,10 @@ def price(euros: int, cents: int) -> Pair:
         amounts.append(_amount(euros, "euro", "euros", "einen Euro", "Euro"))
     if cents:
         amounts.append(_amount(cents, "cent", "cents", "einen Cent", "Cent"))
-    return _joined(amounts)
+    return _join(amounts)
 
 
-def _joined(amounts: Sequence[Pair]) -> Pair:
+def _join(amounts: Sequence[Pair]) -> Pair:
     return Pair(" and ".join(each.source for each in amounts), " und ".join(each.target for each in amounts))
 
 
@@ -243,7 +243,7 @@ def _journey(rng: random.Random) -> Pair:
     amounts = [_amount(1 + _below(rng, 23), "hour", "hours", "eine Stunde", "Stunden")]
     if rng.random() < 0.7:
         amounts.append(_amount(1 + _below(rng, 59), "minute", "minutes", "eine Minute", "Minuten"))
-    en, de = _joined(amounts)
+    en, de = _join(amounts)
     return _sentence(f"the journey to {en_city} takes {en}.", f"die Reise nach {de_city} dauert {de}.")
 
 

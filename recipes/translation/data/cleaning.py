@@ -94,15 +94,15 @@ class Cleaning:
         self.removed = dict.fromkeys([*self._rules, *([BELOW] if self._command else [])], 0)
         self.read = 0
 
-    def kept(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+    def clean(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Yield the pairs that no rule removes, in their order; each other one counts for the first rule it breaks."""
-        for pair in self._scored(self._unbroken(pairs)):
+        for pair in self._filter_by_score(self._filter_by_rules(pairs)):
             if self._counts_markup and (found := _markup_of(pair, self._symbols)):
                 self.markup += 1
                 self.example = self.example or found
             yield pair
 
-    def _unbroken(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+    def _filter_by_rules(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         for pair in pairs:
             self.read += 1
             broken = next((name for name, breaks in self._rules.items() if breaks(pair)), None)
@@ -111,7 +111,7 @@ class Cleaning:
             else:
                 self.removed[broken] += 1
 
-    def _scored(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+    def _filter_by_score(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
         """Yield the pairs that the program of the settings does not score below the least number."""
         if not self._command:
             yield from pairs
@@ -152,7 +152,7 @@ def rules(settings: CleaningConfig, source: str, target: str, symbols: frozenset
     if settings.script:
         found["wrong script"] = _wrong_script(source, target)
     if settings.duplicates:
-        found["duplicates"] = _repeated()
+        found["duplicates"] = _repetition_rule()
     return found
 
 
@@ -180,7 +180,7 @@ def _wrong_script(source: str, target: str) -> Rule:
     return lambda pair: not all(map(mostly_in, pair, expected))
 
 
-def _repeated() -> Rule:
+def _repetition_rule() -> Rule:
     """Return the rule for a pair that was asked about before, of which 16 bytes are kept, and not its text."""
     seen: set[bytes] = set()
 

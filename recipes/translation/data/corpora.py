@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint, load_pairs, say_to_stderr
-from recipes.translation.data.split_files import check_named, named
+from recipes.translation.data.split_files import check_named, naming_corpus
 from recipes.translation.data.token_store import Store
 from recipes.translation.data.training_text import LAYOUT, TrainingText, write_text
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.lines import Hashes
 from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import expand_path
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.model_text import corpus_tags, language_tags
 from recipes.translation.text.pair import Pair, Split
@@ -59,10 +59,10 @@ class CorpusSplit:
     @cached_property
     def pairs(self) -> list[Pair]:
         """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
-        with named(self.name):
+        with naming_corpus(self.name):
             return load_pairs(self.data, self.split, self.config.subwords.lowercase)
 
-    def spoken(self, pairs: Sequence[Pair]) -> list[Pair]:
+    def tagged_pairs(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs with their sources as `translate` takes them: under a corpus's tags, except empty ones."""
         return [Pair(self.source(pair), pair.target) if pair.source.split() else pair for pair in pairs]
 
@@ -102,7 +102,7 @@ class Corpora:
             write_text(folder, lambda say: (pairs for _, pairs in self.each_corpus(say)))
             print(f"[data] training text written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
         store = Store(folder).check({"source": 256, "target": 256})
-        for line in store.said:
+        for line in store.notices:
             say_to_stderr(line)
         return TrainingText(store)
 
@@ -115,7 +115,7 @@ class Corpora:
     def cache(self) -> Path:
         """Return the folder of what is made of the training data once, and found again."""
         if self.config.data.cache:
-            return Path(expanded(self.config.data.cache, "data.cache"))
+            return Path(expand_path(self.config.data.cache, "data.cache"))
         return Path(self.config.run, "data")
 
     @cached_property
@@ -140,14 +140,14 @@ class Corpora:
         names = ("format", "source", "target", "builtin_pairs")
         found = {}
         for corpus in self.training:
-            with named(corpus.name):
+            with naming_corpus(corpus.name):
                 text = fingerprint(corpus.data, "train", self._hashes)
             found[corpus.name] = {name: getattr(corpus.data, name) for name in names} | {"text": text}
         return found if self.config.corpora else found[""]
 
     def _each_pair(self, corpus: CorpusSplit, say: Callable[[str], None]) -> Iterator[Pair]:
         config = self.config
-        with named(corpus.name):
+        with naming_corpus(corpus.name):
             name = corpus.name or "train"
             yield from each_training_pair(corpus.data, config.subwords, config.cleaning, name, self._hashes, say)
 
@@ -270,7 +270,7 @@ class Corpora:
                 f"it to {' or '.join(targets)}"
             )
         for corpus in self.training:
-            with named(corpus.name):
+            with naming_corpus(corpus.name):
                 check_named(corpus.data, "train")
 
     def _training(self) -> list[CorpusSplit]:

@@ -73,7 +73,7 @@ def load_corpus(
     on_each_machine(lambda: corpora.text)
     source, target = ranks.run_on_main(lambda: _subwords(corpora, subwords_of))
     on_each_machine(lambda: stored_ids(corpora, source, target))
-    return ranks.run_on_all(lambda: _opened(corpora, source, target))
+    return ranks.run_on_all(lambda: _open_corpus(corpora, source, target))
 
 
 def _check(corpora: Corpora, insist: bool) -> None:
@@ -109,12 +109,12 @@ def stored_ids(corpora: Corpora, source: Subwords, target: Subwords) -> Store:
     store = Store(folder).check({"source": len(source), "target": len(target)})
     size = f"{sum(store.corpora):,} training pairs, {store.size / 1e6:,.1f} MB of ids"
     print(f"[data] {size} in {folder} {what}", flush=True)
-    for line in store.said:
+    for line in store.notices:
         say_to_stderr(line)
     return store
 
 
-def _opened(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus:
+def _open_corpus(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus:
     settings = corpora.config.training
     store = Store(ids_folder(corpora, source, target))
     digest = hashlib.sha256(json.dumps(store.digests).encode())
@@ -140,11 +140,11 @@ def _opened(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus:
     for each in valid:
         for side in (each.batches.sources, each.batches.targets):
             digest.update(side.values.astype("<u4").tobytes() + side.ends.astype(ENDS).tobytes())
-    said = _described(corpora, store.corpora, train, valid)
+    said = _describe_corpora(corpora, store.corpora, train, valid)
     return Corpus(source, target, batches, valid, digest.hexdigest(), said)
 
 
-def _described(
+def _describe_corpora(
     corpora: Corpora, sizes: Sequence[int], train: TokenBatches, valid: Sequence[ValidationSet]
 ) -> list[str]:
     """Return a line for each corpus: its files, its languages, its pairs and, of several, its share of an epoch."""
@@ -163,7 +163,7 @@ def _described(
 
 def validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
     settings, text = held_out.config.training, ModelText.of(held_out.config)
-    pairs = held_out.spoken(held_out.pairs)
+    pairs = held_out.tagged_pairs(held_out.pairs)
     # Validation has every pair, or its scores would be of easier sentences
     batches = TokenBatches(
         source.encode([text.source(pair.source) for pair in pairs]),

@@ -45,7 +45,7 @@ class Mixture:
             counts[counts.argmax()] -= 1
         return [int(count) for count in counts]
 
-    def drawn(self, epoch: int, usable: Array) -> Array:
+    def draw_epoch(self, epoch: int, usable: Array) -> Array:
         """Return the indices of an epoch's pairs, which are all `usable`."""
         found = [usable[:0]]
         for number, (members, count) in enumerate(zip(self._members(usable), self.counts(usable), strict=True)):

@@ -14,11 +14,11 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.training_text import TrainingText
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import check_replaceable, replaced_folder, sha256, verified_folder
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import expand_path
 from recipes.translation.text.model_text import ModelText, check_symbols
-from recipes.translation.text.normalization import normalized, with_rules
+from recipes.translation.text.normalization import normalize, with_rules
 from recipes.translation.text.own_model import own_model
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords, normalizations, subword_names, train_subwords
@@ -38,12 +38,12 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     config = corpora.config
     folder = Path(config.run) / "subwords"
     check_replaceable(folder)  # before the work
-    settings = made_from(corpora)
+    settings = inputs_of(corpora)
     make = _copy if config.subwords.model else _train
     ready = None
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
         ready = verified_folder(folder)
-    if ready is None or noted_in(ready / SETTINGS) != settings:
+    if ready is None or field_in(ready / SETTINGS) != settings:
         make(corpora, folder, settings)
         ready = verified_folder(folder)
     else:
@@ -64,7 +64,7 @@ LATER = ("markup", "metric_command", "metric_least")
 """The rules of cleaning that models of earlier versions do not name."""
 
 
-def made_from(corpora: Corpora) -> dict[str, object]:
+def inputs_of(corpora: Corpora) -> dict[str, object]:
     """Return everything on which the models depend: the training text, and the subword settings.
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
@@ -81,7 +81,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
         try:
             subwords["model"] = [sha256(path) for path in own_files(config.subwords)]
         except DataError:  # the run has copies, and needs the files no longer
-            subwords["model"] = noted_in(Path(config.run) / "subwords" / SETTINGS, "subwords", "model")
+            subwords["model"] = field_in(Path(config.run) / "subwords" / SETTINGS, "subwords", "model")
     cleaning = {
         name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name not in LATER
     }
@@ -95,7 +95,7 @@ def made_from(corpora: Corpora) -> dict[str, object]:
 
 def own_files(subwords: SubwordConfig) -> list[Path]:
     """Return the files of `subwords.model`."""
-    paths = [Path(expanded(name, "subwords.model")) for name in subwords.model]
+    paths = [Path(expand_path(name, "subwords.model")) for name in subwords.model]
     if missing := next((path for path in paths if not path.is_file()), None):
         raise DataError(f"there is no file {missing}; see subwords.model")
     return paths
@@ -123,7 +123,7 @@ def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
 
 def of_other_data(folder: Path, corpora: Corpora) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
-    data = noted_in(folder / SETTINGS, "data")
+    data = field_in(folder / SETTINGS, "data")
     return data is not None and bool(data != corpora.identity)
 
 
@@ -133,7 +133,7 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     tags = ModelText.of(config).tags
     check_symbols([*tags, *config.subwords.symbols])
     text = corpora.text
-    places = drawn(len(text), train_pairs(text, config.subwords.train_pairs))
+    places = draw_indices(len(text), train_pairs(text, config.subwords.train_pairs))
     sides = [text.sources[place] for place in places], [text.targets[place] for place in places]
     names = subword_names(config.subwords)
     what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
@@ -144,7 +144,7 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     )
     with replaced_folder(folder) as new:
         if config.subwords.joint:
-            both = [normalized(sentence, rule) for side, rule in zip(sides, rules, strict=True) for sentence in side]
+            both = [normalize(sentence, rule) for side, rule in zip(sides, rules, strict=True) for sentence in side]
             train_subwords(both, new / names[0], config.subwords, tags, "none")
             pieces = (new / f"{names[0]}.model").read_bytes()
             for name, rule in zip(names, rules, strict=True):
@@ -168,7 +168,7 @@ def train_pairs(text: TrainingText, given: int | None) -> int:
 TRAIN_BYTES = 10_000_000
 
 
-def drawn(pairs: int, count: int) -> Sequence[int]:
+def draw_indices(pairs: int, count: int) -> Sequence[int]:
     """Draw `count` of so many pairs, each as likely as any other and the same in every run; all of them for 0.
 
     It is by reservoir sampling (algorithm R in Vitter 1985, "Random sampling with a reservoir").

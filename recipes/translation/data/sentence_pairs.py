@@ -25,12 +25,12 @@ from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_named, names_of, paths_of
 from recipes.translation.data.tmx import tmx_pairs
 from recipes.translation.errors import DataError
-from recipes.translation.files.json_fields import parsed
-from recipes.translation.files.lines import Hashes, each_line, hashed
+from recipes.translation.files.json_fields import parse_json
+from recipes.translation.files.lines import Hashes, each_line, hash_file
 from recipes.translation.settings.config import DataConfig, SubwordConfig
 from recipes.translation.settings.data import CleaningConfig
-from recipes.translation.settings.paths import expanded
-from recipes.translation.settings.schema import shortened
+from recipes.translation.settings.paths import expand_path
+from recipes.translation.settings.schema import shorten
 from recipes.translation.text.pair import Pair, Split
 
 BUILTIN_SEED = 1
@@ -52,7 +52,7 @@ def load_pairs(
     """
     if split == "train":
         return list(each_training_pair(data, SubwordConfig(lowercase=lowercase), cleaning, split))
-    return list(lowercased(_read(data, split), lowercase))
+    return list(lowercase_pairs(_read_split(data, split), lowercase))
 
 
 def say_to_stderr(line: str) -> None:
@@ -74,14 +74,14 @@ def each_training_pair(
     of files of lines; one of which they are known must not have changed.
     """
     rules = Cleaning(cleaning, data.source, data.target, subwords.symbols)
-    yield from lowercased(rules.kept(_read(data, "train", hashes)), subwords.lowercase)
+    yield from lowercase_pairs(rules.clean(_read_split(data, "train", hashes)), subwords.lowercase)
     dropped = sum(rules.removed.values())
     if dropped or cleaning != NO_RULES:
         say(f"[data] {name}: {rules}")
     if rules.markup:
         say(
             f"[data] {name}: {rules.markup:,} of {rules.read:,} pairs have tags or character entities, such as "
-            f"{shortened(rules.example)}, and are learned as they are: convert the files (docs/data.md), or set "
+            f"{shorten(rules.example)}, and are learned as they are: convert the files (docs/data.md), or set "
             "cleaning.markup true"
         )
     if dropped == rules.read:
@@ -90,7 +90,7 @@ def each_training_pair(
         raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
 
 
-def _read(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Iterable[Pair]:
+def _read_split(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Iterable[Pair]:
     check_named(data, split)
     of_lines = {"text": _text, "tsv": _tsv, "jsonl": _jsonl, "tmx": _tmx}
     others: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
@@ -100,7 +100,7 @@ def _read(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Itera
     return of_lines[data.format](data, split, hashes)
 
 
-def lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+def lowercase_pairs(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
     """Return the pairs in lower case, if that is wanted."""
     if not lowercase:
         return pairs
@@ -116,14 +116,14 @@ def fingerprint(data: DataConfig, split: Split, hashes: Hashes | None = None) ->
         return ""
     digest = hashlib.sha256()
     if data.format == "hub":
-        for pair in _read(data, split):
+        for pair in _read_split(data, split):
             digest.update(json.dumps(pair).encode())
     else:
         known = {} if hashes is None else hashes
         paths = paths_of(data, split)
         unknown = [path for path in paths if path not in known]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            known.update(zip(unknown, pool.map(_hashed, unknown), strict=True))
+            known.update(zip(unknown, pool.map(_hash_file, unknown), strict=True))
         for path in paths:
             # The size separates the files: a line that moves from one to the next must change the digest
             size, of_file = known[path]
@@ -131,9 +131,9 @@ def fingerprint(data: DataConfig, split: Split, hashes: Hashes | None = None) ->
     return digest.hexdigest()
 
 
-def _hashed(path: Path) -> tuple[int, bytes]:
+def _hash_file(path: Path) -> tuple[int, bytes]:
     with path.open("rb") as file:
-        return hashed(file)
+        return hash_file(file)
 
 
 def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
@@ -150,10 +150,10 @@ def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 
 def _text(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
-    return aligned(paths_of(data, split), f"data.{split}", hashes)
+    return aligned_pairs(paths_of(data, split), f"data.{split}", hashes)
 
 
-def aligned(paths: Sequence[Path], purpose: str, hashes: Hashes | None = None) -> Iterator[Pair]:
+def aligned_pairs(paths: Sequence[Path], purpose: str, hashes: Hashes | None = None) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     counts = [0, 0]
     for lines in zip_longest(*(_lines(path, purpose, hashes) for path in paths)):
@@ -182,7 +182,7 @@ def _tsv(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair
         for cell in () if decided else (cells[source], cells[target]):
             if '"' in cell and not SPOKEN.fullmatch(cell):
                 if QUOTED.fullmatch(cell):
-                    raise quoted(f"{path}:{number}", cell)
+                    raise quoted_cell_error(f"{path}:{number}", cell)
                 decided = True
         yield Pair(cells[source], cells[target])
 
@@ -193,10 +193,10 @@ SPOKEN = re.compile('"[^"]*"')
 """One that may be so, or direct speech."""
 
 
-def quoted(where: str, cell: str) -> DataError:
+def quoted_cell_error(where: str, cell: str) -> DataError:
     """Return the error for a cell that is quoted."""
     return DataError(
-        f"{where} is quoted as by pandas or csv ({shortened(cell)}), and in tsv quotes are text here: write JSON lines "
+        f"{where} is quoted as by pandas or csv ({shorten(cell)}), and in tsv quotes are text here: write JSON lines "
         "instead, as with frame.to_json('pairs.jsonl', orient='records', lines=True, force_ascii=False)"
     )
 
@@ -209,12 +209,12 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     missing = [(setting, language) for setting, language in _languages(data) if language not in header]
     if not missing:
         return
-    there = ", ".join(repr(shortened(name)) for name in header[:6])
+    there = ", ".join(repr(shorten(name)) for name in header[:6])
     if len(header) > 6:
         there += f", ... ({len(header)} in all)"
     if len(missing) == 2:
         if {f'"{language}"' for _, language in _languages(data)} <= set(header):
-            raise quoted(f"{path}:1", header[0])
+            raise quoted_cell_error(f"{path}:1", header[0])
         names = f"{data.source} and {data.target}"
         if len(header) > 2:
             names = f"a name for each of its {len(header)} columns, among them {names}"
@@ -233,7 +233,7 @@ def _jsonl(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pa
     for number, line in enumerate(_lines(path, f"data.{split}", hashes), start=1):
         where = f"{path}:{number}"
         if line.strip():
-            yield _pair(_parsed(line, where), data, where)
+            yield _pair(_parse_line(line, where), data, where)
 
 
 def _tmx(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
@@ -241,9 +241,9 @@ def _tmx(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair
     return tmx_pairs(path, data.source, data.target, hashes)
 
 
-def _parsed(line: str, where: str) -> object:
+def _parse_line(line: str, where: str) -> object:
     try:
-        return parsed(line, _without_repeats)
+        return parse_json(line, _without_repeats)
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
 
@@ -253,7 +253,7 @@ def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(entries)
     if len(record) < len(entries):
         ((repeated, _),) = Counter(name for name, _ in entries).most_common(1)
-        raise ValueError(f"the key {shortened(repeated)!r} occurs twice in one object")
+        raise ValueError(f"the key {shorten(repeated)!r} occurs twice in one object")
     return record
 
 
@@ -262,8 +262,8 @@ def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
     import pyarrow.parquet
 
     (path,) = paths_of(data, split)
-    with _explained(str(path)), pyarrow.parquet.ParquetFile(path) as file:
-        batches = file.iter_batches(SLICE, columns=_wanted(file.schema_arrow.names, data))
+    with _explain_errors(str(path)), pyarrow.parquet.ParquetFile(path) as file:
+        batches = file.iter_batches(SLICE, columns=_language_columns(file.schema_arrow.names, data))
         yield from _of_batches(batches, data, str(path))
 
 
@@ -272,21 +272,21 @@ def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
     import datasets
 
     (name,) = names_of(data, split)
-    repository, subset = expanded(data.path, "data.path").partition(":")[::2]
+    repository, subset = expand_path(data.path, "data.path").partition(":")[::2]
     repository, at, revision = repository.partition("@")
     if at and not revision:
         raise DataError(f"data.path is {data.path}, without a revision after the @: name a branch, tag or commit")
     if not repository:
         raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
     where = f"{data.path} (split {name}) on the Hugging Face hub"
-    with _explained(where), ExitStack() as afterwards:
+    with _explain_errors(where), ExitStack() as afterwards:
         if datasets.is_progress_bar_enabled():
             datasets.disable_progress_bars()
             afterwards.callback(datasets.enable_progress_bars)
         rows = datasets.load_dataset(repository, subset or None, split=name, revision=revision or None)
     if used := _commit_of(rows) or revision:
         print(f"[data] {where}: revision {used}", file=sys.stderr)
-    rows = rows.select_columns(_wanted(rows.column_names, data)).with_format("arrow")
+    rows = rows.select_columns(_language_columns(rows.column_names, data)).with_format("arrow")
     yield from _of_batches(rows.iter(SLICE), data, where)
 
 
@@ -300,7 +300,7 @@ SLICE = 10_000
 """Rows of a table that are in memory at a time."""
 
 
-def _wanted(names: list[str], data: DataConfig) -> list[str]:
+def _language_columns(names: list[str], data: DataConfig) -> list[str]:
     """Return the columns with the languages; all, for an error that names them, where there are none."""
     for columns in ([data.source, data.target], ["translation"]):
         if set(columns).issubset(names):
@@ -357,7 +357,7 @@ def _languages(data: DataConfig) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
+def _explain_errors(where: str) -> Iterator[None]:
     """Convert any other error into a DataError of one line, with the root cause and what was being read."""
     try:
         yield

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig, named_format
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import expand_path
 from recipes.translation.text.pair import Split
 
 
@@ -68,8 +68,8 @@ def names_of(data: DataConfig, split: Split) -> tuple[str, ...]:
 
 def paths_of(data: DataConfig, split: Split) -> list[Path]:
     """Return the files of a split; raise DataError for one that does not exist."""
-    folder = Path(expanded(data.path, "data.path"))
-    paths = [folder / expanded(name, f"data.{split}") for name in names_of(data, split)]
+    folder = Path(expand_path(data.path, "data.path"))
+    paths = [folder / expand_path(name, f"data.{split}") for name in names_of(data, split)]
     for path in paths:
         if not path.is_file():
             raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
@@ -77,7 +77,7 @@ def paths_of(data: DataConfig, split: Split) -> list[Path]:
 
 
 @contextmanager
-def named(corpus: str) -> Iterator[None]:
+def naming_corpus(corpus: str) -> Iterator[None]:
     """Add a corpus's name, if it has one, to an error."""
     try:
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, ParseError, iterparse
 
 from recipes.translation.errors import DataError
-from recipes.translation.files.lines import Hashes, unpacked
+from recipes.translation.files.lines import Hashes, open_unpacked
 from recipes.translation.text.pair import Pair
 
 LANGUAGE = ("{http://www.w3.org/XML/1998/namespace}lang", "lang")
@@ -47,7 +47,7 @@ def tmx_pairs(path: Path, source: str, target: str, hashes: Hashes | None = None
 
 def _units(path: Path, hashes: Hashes | None) -> Iterator[Element]:
     """Yield each unit; those before it are not kept."""
-    with unpacked(path, hashes) as file:
+    with open_unpacked(path, hashes) as file:
         open_elements: list[Element] = []
         try:
             for event, element in iterparse(file, events=("start", "end")):

@@ -23,8 +23,8 @@ import numpy.typing
 
 from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import sha256
-from recipes.translation.files.json_fields import TEXT, TEXTS, WrongFieldError, each, fields, is_whole, noted_in, value
-from recipes.translation.files.writing import claimed, flush, make_folder, put
+from recipes.translation.files.json_fields import TEXT, TEXTS, WrongFieldError, each, field_in, fields, is_whole, value
+from recipes.translation.files.writing import claim, flush, make_folder, move_into_place
 
 Array = numpy.typing.NDArray[Any]
 T = TypeVar("T")
@@ -55,13 +55,13 @@ class Kind(NamedTuple):
     """Makes an item of such a slice."""
 
 
-def _decoded(text: bytes) -> str:
+def _decode(text: bytes) -> str:
     # In a store whose digests somebody has computed again, the bytes may be anything
     return text.decode(errors="replace")
 
 
 IDS = Kind(numpy.ndarray.tolist, list)
-TEXT_ITEMS = Kind(numpy.ndarray.tobytes, _decoded)
+TEXT_ITEMS = Kind(numpy.ndarray.tobytes, _decode)
 
 
 class Flat(Sequence[T]):
@@ -111,7 +111,7 @@ class Flat(Sequence[T]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.files is None:
             return Flat, (self.values, self.ends, self.kind)
-        return mapped, (*self.files, self.values.dtype.str, self.kind)
+        return map_files, (*self.files, self.values.dtype.str, self.kind)
 
 
 def flat_ids(items: Sequence[Sequence[int]]) -> Flat[list[int]]:
@@ -121,12 +121,12 @@ def flat_ids(items: Sequence[Sequence[int]]) -> Flat[list[int]]:
     return Flat(values, numpy.cumsum(lengths), IDS)
 
 
-def mapped(values: Path, ends: Path, dtype: str, kind: Kind) -> Flat[Any]:
+def map_files(values: Path, ends: Path, dtype: str, kind: Kind) -> Flat[Any]:
     """Map the two files of a sequence."""
-    return Flat(_mapped(values, dtype), _mapped(ends, ENDS), kind, (values, ends))
+    return Flat(_map_file(values, dtype), _map_file(ends, ENDS), kind, (values, ends))
 
 
-def _mapped(path: Path, dtype: str) -> Array:
+def _map_file(path: Path, dtype: str) -> Array:
     if not path.stat().st_size:  # which cannot be mapped
         return numpy.empty(0, dtype)
     return numpy.memmap(path, dtype, "r").view(numpy.ndarray)
@@ -156,11 +156,11 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.note: dict[str, Any] = noted_in(folder / NOTE)
+        self.note: dict[str, Any] = field_in(folder / NOTE)
         try:
             NOTED(self.note, "")
         except WrongFieldError as error:
-            raise damaged(folder, f"{NOTE}: {error}") from None
+            raise damaged_store_error(folder, f"{NOTE}: {error}") from None
 
     @property
     def corpora(self) -> list[int]:
@@ -169,7 +169,7 @@ class Store:
         return found
 
     @property
-    def said(self) -> list[str]:
+    def notices(self) -> list[str]:
         """Return what was noticed while the store was made."""
         found: list[str] = self.note["said"]
         return found
@@ -187,12 +187,12 @@ class Store:
 
     def array(self, name: str) -> Array:
         """Map a file."""
-        return _mapped(self.folder / name, self.note["dtypes"][name])
+        return _map_file(self.folder / name, self.note["dtypes"][name])
 
     def flat(self, name: str, kind: Kind) -> Flat[Any]:
         """Map a sequence."""
         values, ends = names_of(name)
-        return mapped(self.folder / values, self.folder / ends, self.note["dtypes"][values], kind)
+        return map_files(self.folder / values, self.folder / ends, self.note["dtypes"][values], kind)
 
     def check(self, limits: Mapping[str, int]) -> Self:
         """Raise DataError unless the files are those that were written, and have sequences with values below `limits`.
@@ -201,15 +201,15 @@ class Store:
         still be one item for each pair, and ids of the vocabulary.
         """
         if foreign := [path.name for path in _files_of(self.folder) if not stat.S_ISREG(path.lstat().st_mode)]:
-            raise damaged(self.folder, f"{foreign[0]} is not a file")
+            raise damaged_store_error(self.folder, f"{foreign[0]} is not a file")
         if digests_of(self.folder) != self.digests:
-            raise damaged(self.folder, f"its files do not have the SHA-256 of {NOTE}")
+            raise damaged_store_error(self.folder, f"its files do not have the SHA-256 of {NOTE}")
         for name, dtype in self.note["dtypes"].items():
             if name not in self.digests or (self.folder / name).stat().st_size % numpy.dtype(dtype).itemsize:
-                raise damaged(self.folder, f"{name} is not a file of {dtype}")
+                raise damaged_store_error(self.folder, f"{name} is not a file of {dtype}")
         for name, limit in limits.items():
             if reason := self._wrong(name, limit):
-                raise damaged(self.folder, f"{name}: {reason}")
+                raise damaged_store_error(self.folder, f"{name}: {reason}")
         return self
 
     def _wrong(self, name: str, limit: int) -> str:
@@ -255,7 +255,7 @@ def digests_of(folder: Path) -> dict[str, str]:
         return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
 
 
-def damaged(folder: Path, reason: str) -> DataError:
+def damaged_store_error(folder: Path, reason: str) -> DataError:
     """Return the error for a store whose files are not those that were written."""
     return DataError(f"{folder} is damaged ({reason}): remove it, and it is made again")
 
@@ -270,7 +270,7 @@ def write_store(
     """
     make_folder(folder.parent)
     unfinished = folder.with_name(f".unfinished-{folder.name}-{socket.gethostname()}")
-    with claimed(unfinished, folder=True):
+    with claim(unfinished, folder=True):
         if folder.exists():
             return
         with ExitStack() as held:
@@ -280,7 +280,7 @@ def write_store(
         for path in (*unfinished.iterdir(), unfinished):
             flush(path)
         if not folder.exists():
-            put(unfinished, folder)
+            move_into_place(unfinished, folder)
 
 
 def sequence(name: str, dtype: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ def write_ids(
         form = OtherForm(subwords[1])
         unknown = [0, 0]
         counts = [0, 0]
-        for found, other in _each_encoded(text, tags, subwords, threads):
+        for found, other in _encode_parts(text, tags, subwords, threads):
             form.join(other)
             for side, (ids, lengths) in enumerate(found):
                 writers[side].add(ids, lengths)
@@ -71,14 +71,14 @@ Encoded = list[tuple[Array, list[int]]]
 """Of each side the ids of all sentences, one after the other, and the number of each one's."""
 
 
-def _each_encoded(
+def _encode_parts(
     text: TrainingText, tags: Sequence[tuple[str, ...]], subwords: tuple[Subwords, Subwords], threads: int
 ) -> Iterator[tuple[Encoded, OtherForm]]:
     """Yield each part in subwords, a part for each thread ahead: the memory does not grow with the corpus."""
     begun: deque[Future[tuple[Encoded, OtherForm]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for part in _parts(text.corpora, tags):
-            begun.append(pool.submit(_encoded, text, part, subwords))
+            begun.append(pool.submit(_encode_part, text, part, subwords))
             # While one part is written, every thread has another one
             if len(begun) > threads:
                 yield begun.popleft().result()
@@ -86,7 +86,7 @@ def _each_encoded(
             yield begun.popleft().result()
 
 
-def _encoded(text: TrainingText, part: Part, subwords: tuple[Subwords, Subwords]) -> tuple[Encoded, OtherForm]:
+def _encode_part(text: TrainingText, part: Part, subwords: tuple[Subwords, Subwords]) -> tuple[Encoded, OtherForm]:
     sources, targets = text.sources[part.start : part.end], text.targets[part.start : part.end]
     form = OtherForm(subwords[1])
     form.add(targets)

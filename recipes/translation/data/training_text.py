@@ -55,7 +55,7 @@ class TrainingText:
         known = [_both_ways(pairs) for pairs in held_out]
         start = 0
         for count in self.corpora:
-            there = _found(self._digests[start : start + count], numpy.concatenate([*known, EMPTY]).ravel())
+            there = _find_digests(self._digests[start : start + count], numpy.concatenate([*known, EMPTY]).ravel())
             yield [int(numpy.isin(digests, there).any(axis=1).sum()) for digests in known]
             start += count
 
@@ -70,7 +70,7 @@ def _both_ways(pairs: set[Pair]) -> Array:
     return numpy.frombuffer(b"".join(found), "<u8").reshape(-1, 2)
 
 
-def _found(digests: Array, wanted: Array) -> Array:
+def _find_digests(digests: Array, wanted: Array) -> Array:
     """Return those of the digests that are wanted, each of a training corpus asked for once."""
     wanted = numpy.unique(wanted)
     if not len(wanted):

@@ -14,7 +14,7 @@ from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.model_text import ModelText
@@ -66,7 +66,7 @@ def _vocabulary(folder: Path, side: str) -> object:
     path = folder / "shared_vocabulary.json"
     if not path.exists():
         path = folder / f"{side}_vocabulary.json"
-    return noted_in(path)
+    return field_in(path)
 
 
 def translate(translator: ExportedTranslator, sentences: Sequence[str], before: int = 0) -> list[str]:
@@ -122,7 +122,7 @@ def search(
     }
     found |= _search(engine, subwords, sources, cut, decoding)
     numbers = {piece: number for number, piece in enumerate(subwords.pieces())}
-    return [_ranked(found[row], numbers, decoding, tags)[:n_best] for row in range(len(sources))]
+    return [_rank_hypotheses(found[row], numbers, decoding, tags)[:n_best] for row in range(len(sources))]
 
 
 def shared_limits(sources: list[list[str]], limits: list[int]) -> list[int]:
@@ -176,7 +176,7 @@ def _search(
     return {row: result.result() for row, result in found.items()}
 
 
-def _ranked(
+def _rank_hypotheses(
     result: ctranslate2.TranslationResult, numbers: Mapping[str, int], decoding: DecodingConfig, tags: int
 ) -> list[Hypothesis]:
     """Return the hypotheses, best first, without the tags that each begins with.

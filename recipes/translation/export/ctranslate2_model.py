@@ -21,7 +21,7 @@ from models.attention import Attention
 from models.transformer import FeedForward
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.files.tensors import described
+from recipes.translation.files.tensors import describe_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.made_from import note_origin
 from recipes.translation.run_folder.translator import model_on_meta
@@ -39,7 +39,7 @@ class SavedVariable(model_spec.Variable):
     @property
     def shape(self) -> list[int]:
         """Return the shape of all of them."""
-        shapes = [described(self.saved)[name].shape for name in self.names]
+        shapes = [describe_tensors(self.saved)[name].shape for name in self.names]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
     @property
@@ -49,7 +49,7 @@ class SavedVariable(model_spec.Variable):
 
     def numpy(self) -> numpy.ndarray[Any, Any]:
         """Return an array, which CTranslate2 may write to."""
-        values: numpy.ndarray[Any, Any] = self._read().numpy()
+        values: numpy.ndarray[Any, Any] = self._read_rows().numpy()
         return values
 
     def num_bytes(self) -> int:
@@ -58,9 +58,9 @@ class SavedVariable(model_spec.Variable):
 
     def to_bytes(self) -> bytes:
         """Return the bytes that are written."""
-        return self._read().view(torch.uint8).numpy().tobytes()
+        return self._read_rows().view(torch.uint8).numpy().tobytes()
 
-    def _read(self) -> Tensor:
+    def _read_rows(self) -> Tensor:
         rows = torch.cat([self.saved[name].cpu().float() for name in self.names])  # a copy, even of one
         return rows.to(getattr(torch, self._dtype))
 

@@ -203,7 +203,7 @@ def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
     kept, computed = weights_there(model, origins)
     shifted = shift_to_start(saved, origins) if isinstance(model, MarianMTModel) else lambda _, tensor: tensor
 
-    def made(name: str) -> Tensor:
+    def make_weight(name: str) -> Tensor:
         if name in computed:
             table: Tensor = model.get_submodule(name.removesuffix(".weight")).create_weight()
             return table
@@ -221,7 +221,7 @@ def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
             tensor = torch.cat([tensor.new_zeros(before // sizes.d_model, sizes.d_model), tensor])
         return tensor.view(kept[name].shape)
 
-    return OneByOne({name: torch.empty_like(each, dtype=torch.float32) for name, each in kept.items()}, made)
+    return OneByOne({name: torch.empty_like(each, dtype=torch.float32) for name, each in kept.items()}, make_weight)
 
 
 def weights_there(model: PreTrainedModel, origins: dict[str, Origin]) -> tuple[dict[str, Tensor], set[str]]:
@@ -252,7 +252,7 @@ def shift_to_start(saved: SavedModel, origins: dict[str, Origin]) -> Callable[[s
     moved = start * math.sqrt(len(start))
     sides = [side for side in ("encoder", "decoder") if origins[f"model.{side}.embed_tokens.weight"].name == embedding]
 
-    def shifted(own: str, tensor: Tensor) -> Tensor:
+    def shift(own: str, tensor: Tensor) -> Tensor:
         if own == embedding:
             return tensor - start
         if own in [f"{side}.layers.0.self_attention.output.bias" for side in sides]:
@@ -261,7 +261,7 @@ def shift_to_start(saved: SavedModel, origins: dict[str, Origin]) -> Callable[[s
             return tensor + saved.weights[own.replace("bias", "weight")].float() @ moved
         return tensor
 
-    return shifted
+    return shift
 
 
 def origins_of(saved: SavedModel) -> dict[str, Origin]:

@@ -23,7 +23,7 @@ def length_penalty_there(decoding: DecodingConfig) -> float:
     return round(decoding.length_penalty * USUAL_LENGTH / (5 + USUAL_LENGTH), 3)
 
 
-def lost_in(folder: Path, to: str) -> list[str]:
+def lost_settings_in(folder: Path, to: str) -> list[str]:
     """Return `lost_settings` of the model in a folder."""
     config = saved_config(folder)
     return list(lost_settings(config.decoding, ModelText.of(config), to))

@@ -61,7 +61,7 @@ def write_multilingual_tokenizer(saved: SavedModel, ids: Sequence[int], folder: 
 
 def _of_text(subwords: Subwords) -> bytes:
     """Return the sentencepiece model with the pieces of text alone, after its own three special ones."""
-    model = model_of(subwords.serialized())
+    model = model_of(subwords.model_bytes())
     pieces = list(model.pieces)
     text = [piece for piece in pieces[EOS + 1 :] if piece.type not in (Piece.CONTROL, Piece.UNKNOWN)]
     made = ModelProto()
@@ -81,7 +81,7 @@ def _of_text(subwords: Subwords) -> bytes:
 
 def _tags(subwords: Subwords) -> list[int]:
     """Return the ids of the tags of languages, among the pieces that no text has."""
-    pieces = model_of(subwords.serialized()).pieces[: len(subwords)]
+    pieces = model_of(subwords.model_bytes()).pieces[: len(subwords)]
     never = ("<", "madeupword")
     return [
         number

@@ -251,7 +251,7 @@ def save(
     for name, found in programs.items():
         for value in found.model.graph.initializers.values():
             if origin := origins.get(str(value.name)):
-                read = partial(written, weights, origin)
+                read = partial(written_weight, weights, origin)
                 value.const_value = onnx_ir.LazyTensor(
                     read, dtype=onnx_ir.DataType.FLOAT, shape=value.shape, name=value.name
                 )
@@ -259,7 +259,7 @@ def save(
         found.save(folder / f"{name}.onnx", external_data=True)
 
 
-def written(weights: Mapping[str, Tensor], name: str) -> onnx_ir.TensorProtocol:
+def written_weight(weights: Mapping[str, Tensor], name: str) -> onnx_ir.TensorProtocol:
     """Return a weight as it is written."""
     return onnx_ir.tensor(weights[name].detach().cpu().float().numpy())
 

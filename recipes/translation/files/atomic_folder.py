@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.json_fields import TEXT, fields, read_json
-from recipes.translation.files.pointers import pointed_at
-from recipes.translation.files.writing import beside, by_name, claimed, flush, put
+from recipes.translation.files.pointers import named_folder
+from recipes.translation.files.writing import beside, by_name, claim, flush, move_into_place
 
 MANIFEST = "manifest.json"
 LISTED = fields({"files": fields({"*": fields({"sha256": TEXT})}, bool, "the names of files")})
@@ -48,7 +48,7 @@ def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> I
     previous = beside(target, "previous")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with claimed(new, folder=True):
+        with claim(new, folder=True):
             yield new
             # Listed before it is renamed: a folder with a manifest is complete
             _write_manifest(new, digests or {})
@@ -59,7 +59,7 @@ def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> I
             if target.exists():
                 _retire(previous, target)  # left by a process that was killed before it could remove it
                 target.rename(previous)
-            put(new, target)
+            move_into_place(new, target)
             _retire(previous, target)
     except OSError as error:
         message = f"{target} cannot be written: {error.strerror or error}"
@@ -93,7 +93,7 @@ def whole_folder(target: Path) -> Path | None:
     """Return the folder with the last complete contents of `target`, or at which it points; None if there is none."""
     folder = target
     with suppress(CheckpointError):
-        folder = pointed_at(target) or target
+        folder = named_folder(target) or target
     if not folder.exists():  # a process was killed between the two renames of `replaced_folder`
         folder = beside(folder, "previous")
     if not (folder / MANIFEST).is_file():
@@ -116,7 +116,7 @@ def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
     """
     folder = whole_folder(target)
     if folder is None:
-        if named := pointed_at(target):
+        if named := named_folder(target):
             raise CheckpointError(f"{target} names {named}, which is missing or incomplete: restore it from a copy")
         if not target.exists():
             raise CheckpointError(f"there is no checkpoint at {target}")
@@ -135,7 +135,7 @@ def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
     return folder
 
 
-def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
+def read_consistently(target: Path, read: Callable[[], Found]) -> Found:
     """Return what `read` reads in `target`: all of one folder, and once more if another process has replaced it."""
     while True:
         before = _manifest_of(target)

@@ -14,7 +14,7 @@ Check = Callable[[Any, str], None]
 """Raises WrongFieldError for a value that is not what it must be; the text is the name of its field."""
 
 
-def parsed(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Parse JSON, each object by `make_object`; raise ValueError also for what is nested too deeply for Python."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
@@ -24,12 +24,12 @@ def parsed(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any
 
 def read_json(path: Path, check: Check = lambda found, field: None) -> Any:
     """Read a saved JSON file; raise ValueError where it is none, or not what `check` asks for."""
-    found = parsed(path.read_text(encoding="utf-8"))
+    found = parse_json(path.read_text(encoding="utf-8"))
     check(found, "")
     return found
 
 
-def noted_in(path: Path, *names: str | int) -> Any:
+def field_in(path: Path, *names: str | int) -> Any:
     """Return a field of a JSON file, by its name and those around it; None if it cannot be read, for any reason."""
     try:
         found = read_json(path)
@@ -47,7 +47,7 @@ class WrongFieldError(ValueError):
         name = field or "it"
         if not name.isprintable():  # a line break in a name
             name = ascii(name)
-        super().__init__(f"{name} is {_shown(found)}, and must be {what}")
+        super().__init__(f"{name} is {_quote(found)}, and must be {what}")
 
 
 def value(what: str, fits: Callable[[Any], bool]) -> Check:
@@ -103,7 +103,7 @@ def is_whole(found: object) -> bool:
     return isinstance(found, int) and not isinstance(found, bool)
 
 
-def _shown(found: object) -> str:
+def _quote(found: object) -> str:
     """Return a value as the file has it, shortened and in one line."""
     if found is MISSING:
         return "missing"

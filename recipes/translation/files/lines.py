@@ -70,15 +70,15 @@ def read_lines(path: Path) -> list[str]:
 
 def lines_of(content: bytes, where: str, first: int = 1) -> list[str]:
     """Return the lines of a file's bytes as `each_line` does, which begin with line `first` of `where`."""
-    with _explained(where):
-        return list(_lines_in(_unpacked(io.BufferedReader(io.BytesIO(content)), where), where, first))
+    with _explain_errors(where):
+        return list(_lines_in(_unpack(io.BufferedReader(io.BytesIO(content)), where), where, first))
 
 
 Hashes = dict[Path, tuple[int, bytes]]
 """The size and the SHA-256 of files."""
 
 
-def hashed(file: io.BufferedReader) -> tuple[int, bytes]:
+def hash_file(file: io.BufferedReader) -> tuple[int, bytes]:
     """Return the size and the SHA-256 of an open file, which is then at its start again."""
     digest = hashlib.file_digest(file, "sha256").digest()
     size = file.tell()
@@ -92,22 +92,22 @@ def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
     The file is never whole in memory; `hashes` gets that of the very file that is read. Raises OSError, and DataError
     for a damaged file or text in another encoding, whose line it names, and for another file than `hashes` knows.
     """
-    with unpacked(path, hashes) as file:
+    with open_unpacked(path, hashes) as file:
         yield from _lines_in(file, str(path))
 
 
 @contextmanager
-def unpacked(path: Path, hashes: Hashes | None = None) -> Iterator[io.BufferedIOBase]:
+def open_unpacked(path: Path, hashes: Hashes | None = None) -> Iterator[io.BufferedIOBase]:
     """Open a file, plain or compressed, of which `hashes` gets the hash; explain the errors of unpacking it."""
     with path.open("rb") as file:
-        if hashes is not None and hashes.setdefault(path, found := hashed(file)) != found:
+        if hashes is not None and hashes.setdefault(path, found := hash_file(file)) != found:
             raise DataError(f"{path} has changed since this run has begun to read it: start again")
-        with _explained(str(path)):
-            yield _unpacked(file, str(path))
+        with _explain_errors(str(path)):
+            yield _unpack(file, str(path))
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
+def _explain_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
@@ -116,7 +116,7 @@ def _explained(where: str) -> Iterator[None]:
         raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
 
 
-def _unpacked(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
+def _unpack(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
     """Return the text of a file; raise DataError where it is packed in a way that cannot be read, or an archive."""
     start = plain.peek(8)
     packed = next((each for each in COMPRESSIONS if start.startswith(each.magic)), None)
@@ -138,14 +138,14 @@ def _lines_in(file: io.BufferedIOBase, where: str, first: int = 1) -> Iterator[s
             if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8")
             line = line.removeprefix(codecs.BOM_UTF8)
-        text = _decoded(line, where, number)
+        text = _decode_line(line, where, number)
         if number == 1 and "\n" not in text and "\r" in text.rstrip("\r"):
             raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
         if text:
             yield text.removesuffix("\r\n").removesuffix("\n")
 
 
-def _decoded(line: bytes, where: str, number: int) -> str:
+def _decode_line(line: bytes, where: str, number: int) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:

@@ -27,17 +27,17 @@ def pointer_to(folders: list[Path]) -> bytes:
     return "".join(f"{NUMBERED}/{folder.name}\n" for folder in folders).encode()
 
 
-def pointed_at(pointer: Path) -> Path | None:
+def named_folder(pointer: Path) -> Path | None:
     """Return the folder that a pointer names; None without one. Raises CheckpointError for any other file."""
     if not pointer.is_file():
         return None
-    folders = all_pointed_at(pointer)
+    folders = named_folders(pointer)
     if len(folders) != 1:
-        raise damaged(pointer)
+        raise damaged_pointer_error(pointer)
     return folders[0]
 
 
-def all_pointed_at(pointer: Path) -> list[Path]:
+def named_folders(pointer: Path) -> list[Path]:
     """Return the folders that a pointer to any number of them names, in its order; none without one."""
     if not pointer.is_file():
         return []
@@ -46,11 +46,11 @@ def all_pointed_at(pointer: Path) -> list[Path]:
     with pointer.open("rb") as file:
         names = file.read(_LONGEST).decode(errors="replace").splitlines()
     if not all(map(_NAME.fullmatch, names)):
-        raise damaged(pointer)
+        raise damaged_pointer_error(pointer)
     return [pointer.parent / name for name in names]
 
 
-def damaged(pointer: Path) -> CheckpointError:
+def damaged_pointer_error(pointer: Path) -> CheckpointError:
     """Return the error for a pointer that names anything but folders."""
     return CheckpointError(
         f"{pointer} is damaged: its lines should name folders such as {NUMBERED}/step-00000200; restore it from a "
@@ -61,6 +61,6 @@ def damaged(pointer: Path) -> CheckpointError:
 def through_pointer(path: Path) -> Path:
     """Return where a file is whose path leads through a pointer, as `best/config.yaml` does; else the path itself."""
     with suppress(CheckpointError):
-        if folder := pointed_at(path.parent):
+        if folder := named_folder(path.parent):
             return folder / path.name
     return path

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import parse_json
 
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -67,22 +67,22 @@ class AskedOnce(OneByOne):
             self[self.left[0]]
 
 
-def described(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors of these shapes and dtypes, without making any."""
     if isinstance(tensors, OneByOne):
         return tensors.described
     return tensors
 
 
-def renamed(tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> OneByOne:
+def rename(tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> OneByOne:
     """Return some of the tensors by new names, each of which has its old one in `old_names`."""
-    shapes = {name: described(tensors)[old] for name, old in old_names.items()}
+    shapes = {name: describe_tensors(tensors)[old] for name, old in old_names.items()}
     return OneByOne(shapes, lambda name: tensors[old_names[name]])
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names in the order in which the package writes tensors: wide numbers come first, and are aligned."""
-    return sorted(tensors, key=lambda name: ([*DTYPES].index(described(tensors)[name].dtype), name))
+    return sorted(tensors, key=lambda name: ([*DTYPES].index(describe_tensors(tensors)[name].dtype), name))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
@@ -110,7 +110,7 @@ def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) ->
     end = 0
     names = in_order(tensors)
     for name in names:
-        tensor = described(tensors)[name]
+        tensor = describe_tensors(tensors)[name]
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -133,7 +133,7 @@ def read_tensors(path: Path) -> OneByOne:
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    header = parsed(os.pread(descriptor, size, 8))
+    header = parse_json(os.pread(descriptor, size, 8))
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     found = {}
@@ -143,7 +143,7 @@ def read_tensors(path: Path) -> OneByOne:
             raise CheckpointError(f"{path}: {name} is {entry['dtype']}, and weights are float32 or float64; {MIXED}")
         found[name] = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
 
-    def mapped(name: str) -> Tensor:
+    def map_tensor(name: str) -> Tensor:
         like = found[name]
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
@@ -153,6 +153,6 @@ def read_tensors(path: Path) -> OneByOne:
         part = mmap.mmap(descriptor, inside + like.nbytes, access=mmap.ACCESS_COPY, offset=begin - inside)
         return torch.frombuffer(part, dtype=like.dtype, count=like.numel(), offset=inside).view(like.shape)
 
-    tensors = OneByOne(found, mapped)
+    tensors = OneByOne(found, map_tensor)
     weakref.finalize(tensors, os.close, descriptor)
     return tensors

@@ -28,13 +28,13 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     with ExitStack() as held:
         for path, content in contents.items():
             with writing_to(path):
-                descriptor = held.enter_context(claimed(beside(path, "new")))
+                descriptor = held.enter_context(claim(beside(path, "new")))
                 with os.fdopen(descriptor, "wb", closefd=False) as file:
                     file.write(content)
                 os.fsync(descriptor)
         for path in reversed(list(contents)):
             with writing_to(path):
-                put(beside(path, "new"), path)
+                move_into_place(beside(path, "new"), path)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -42,7 +42,7 @@ def replace_file(path: Path, content: bytes) -> None:
     replace_files({path: content})
 
 
-def put(new: Path, path: Path) -> None:
+def move_into_place(new: Path, path: Path) -> None:
     """Give a new file or folder, which is on the disk, the name `path`, and flush the name to the disk."""
     os.replace(new, path)
     flush(path.parent)
@@ -67,7 +67,7 @@ def add_to(path: Path, content: bytes) -> None:
 
 def adding_to(path: Path) -> IO[bytes]:
     """Open a file, made if it is missing, to read it and to add to its end."""
-    return os.fdopen(opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
+    return os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
 
 
 def make_folder(path: Path) -> None:
@@ -83,7 +83,7 @@ def make_folder(path: Path) -> None:
                 raise
 
 
-def opened(path: Path, flags: int) -> int:
+def open_regular(path: Path, flags: int) -> int:
     """Open a file as `os.open` does, but no link; return its descriptor."""
     check_regular(path, bool(flags & os.O_DIRECTORY))
     # And a link that is put there at this moment is not followed either
@@ -123,14 +123,14 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def claimed(new: Path, *, folder: bool = False) -> Iterator[int]:
+def claim(new: Path, *, folder: bool = False) -> Iterator[int]:
     """Make an empty file or folder, which the block fills and renames; remove it if the block does not rename it.
 
     Another process that wants it waits until then, where the file system has locks. What a process that was killed has
     left is removed. The block gets the descriptor.
     """
     while True:
-        descriptor = _made(new, folder)
+        descriptor = _make(new, folder)
         try:
             with suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -150,13 +150,13 @@ def claimed(new: Path, *, folder: bool = False) -> Iterator[int]:
             os.close(descriptor)
 
 
-def _made(new: Path, folder: bool) -> int:
+def _make(new: Path, folder: bool) -> int:
     if not folder:
-        return opened(new, os.O_RDWR | os.O_CREAT)
+        return open_regular(new, os.O_RDWR | os.O_CREAT)
     while True:
         make_folder(new)
         with suppress(FileNotFoundError):  # renamed since
-            return opened(new, os.O_RDONLY | os.O_DIRECTORY)
+            return open_regular(new, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _remove(new: Path, folder: bool) -> None:

@@ -90,7 +90,7 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
         ("tgt_embed.lookup.weight", "generator.weight", "generator.bias"), target_ids
     )
 
-    def made(name: str) -> Tensor:
+    def make_weight(name: str) -> Tensor:
         if name == "generator.bias":  # which M2M-100 does not have
             tensor: Tensor = state.get("final_logits_bias", torch.zeros(1, len(target_ids)))[0]
         else:
@@ -101,7 +101,7 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
             tensor = tensor[list(rows[name])]
         return tensor.to(own[name].dtype)
 
-    return OneByOne(own, made)
+    return OneByOne(own, make_weight)
 
 
 def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, run: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple
     elif isinstance(theirs, (M2M100Tokenizer, NllbTokenizer, MBartTokenizer, MBart50Tokenizer)):
         source, tags = _multilingual(theirs, folder, config)
         target = source
-        named = (_known(languages[0], "source", tags), _known(languages[1], "target", tags))
+        named = (_check_language(languages[0], "source", tags), _check_language(languages[1], "target", tags))
         theirs.src_lang, theirs.tgt_lang = named
     else:
         raise CheckpointError(f"{folder}: its tokenizer is a {type(theirs).__name__}, not one of these models'")
@@ -67,7 +67,7 @@ def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple
         around = [source_ids.index(each) for each in theirs("").input_ids]
         end = around.index(EOS)
         symbols = Symbols(tuple(around[:end]), tuple(around[end:]), tuple(target_ids.index(each) for each in first))
-        sides = (_renumbered(source, source_ids, symbols), _renumbered(target, target_ids, symbols))
+        sides = (_renumber(source, source_ids, symbols), _renumber(target, target_ids, symbols))
     return Tokenizer(*sides, source_ids, target_ids, named)
 
 
@@ -97,7 +97,7 @@ def _start(start: Any, target: Vocabulary, tags: Mapping[str, str], language: st
     return tag if [start] == tag else [start, *tag]
 
 
-def _renumbered(vocabulary: Vocabulary, order: list[int], symbols: Symbols) -> Subwords:
+def _renumber(vocabulary: Vocabulary, order: list[int], symbols: Symbols) -> Subwords:
     notes = {**symbols._asdict(), "size": len(order)}
     model = with_pieces(vocabulary.model, pieces_in_order(vocabulary, order), vocabulary.special, notes)
     return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
@@ -139,7 +139,7 @@ def _special(theirs: Any) -> dict[str, str]:
     return {each: getattr(theirs, f"{each}_token") or name for each, name in usual.items()}
 
 
-def _known(language: str, side: str, tags: Mapping[str, str]) -> str:
+def _check_language(language: str, side: str, tags: Mapping[str, str]) -> str:
     """Return a language that the model has; raise ConfigError for any other, and for none."""
     if language in tags:
         return language

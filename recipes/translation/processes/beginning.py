@@ -11,17 +11,17 @@ LAUNCHER = "SEQPAR_LAUNCHER"
 def end_at_interrupt() -> None:
     """Let Ctrl-C end the process, with an exception where a command can handle it, and at once elsewhere."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some shells ignore it for what is in background
-        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGINT, _raise_interrupt)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt in a command, but not while it imports: torch and numpy would lose the exception."""
     in_command = False
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith("<frozen importlib"):
             break
-        in_command = in_command or code.co_name == "started"  # of `commands`, inside the `try` of its `main`
+        in_command = in_command or code.co_name == "run_command"  # of `commands`, inside the `try` of its `main`
         frame = frame.f_back
     if in_command and frame is None:
         raise KeyboardInterrupt

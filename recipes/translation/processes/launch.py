@@ -55,7 +55,7 @@ def launch(processes: int, argv: Sequence[str]) -> int:
     return 0
 
 
-def started_by() -> list[str]:
+def launcher_words() -> list[str]:
     """Return the words by which torchrun, or `launch`, was called, up to the name of this recipe.
 
     As in torchrun --nproc-per-node 8 -m recipes.translation. Empty where no launcher can be seen.

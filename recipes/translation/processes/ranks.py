@@ -99,7 +99,7 @@ class Ranks:
         return made  # type: ignore[return-value]
 
     @contextmanager
-    def held_by_main(self, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def enter_on_main(self, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """Within the block, rank 0 is within the one that it makes; if it cannot enter it, every rank raises."""
         with ExitStack() as held:
             # On all ranks, none of which may wait for a rank 0 that has raised
@@ -146,7 +146,7 @@ class Ranks:
         """Return, on every rank, what rank 0 says; all ranks ask between the same steps."""
         return bool(gather_numbers([value], self.step_group)[0][0])
 
-    def stopped_by(self, noted: signal.Signals | None) -> signal.Signals | None:
+    def stop_signal(self, noted: signal.Signals | None) -> signal.Signals | None:
         """Return the signal that any rank has noted, so that all ranks stop after the same step."""
         number = max(row[0] for row in gather_numbers([noted or 0], self.step_group))
         return signal.Signals(number) if number else None
@@ -157,7 +157,7 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined(timeout: float) -> Iterator[Ranks]:
+def join_ranks(timeout: float) -> Iterator[Ranks]:
     """Join the ranks of this run; without others, this process is the only rank.
 
     An existing default group is used, and not destroyed afterwards. Inside the block only rank 0 prints. If the block

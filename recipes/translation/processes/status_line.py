@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from recipes.translation.processes.terminal import escaped
+from recipes.translation.processes.terminal import escape
 
 PLAIN_SECONDS = 10.0
 """Seconds between two lines where the output is not a terminal."""
@@ -49,7 +49,7 @@ class StatusLine:
 
     def say(self, *lines: str) -> None:
         """Print lines that stay."""
-        for line in map(escaped, lines):
+        for line in map(escape, lines):
             if self.live:
                 self.live.console.print(Text(line))
             else:
@@ -73,7 +73,7 @@ class SentenceProgress(StatusLine):
         self.sentences = 0
         self.began = time.monotonic()
 
-    def done(self, sentences: int) -> None:
+    def advance(self, sentences: int) -> None:
         """Count more sentences, and show the line unless they were the last."""
         self.sentences += sentences
         if self.label and self.sentences < len(self.lengths):

@@ -9,7 +9,7 @@ CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
 """All but the tab and the line break."""
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     r"""Return a text with its control characters as they are written in Python: \x1b."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
@@ -17,5 +17,5 @@ def escaped(text: str) -> str:
 def print_text(text: str, *, flush: bool = False) -> None:
     """Print a text: escaped on a terminal, and as it is into a file or a pipe."""
     if sys.stdout.isatty():
-        text = escaped(text)
+        text = escape(text)
     print(text, flush=flush)

@@ -136,7 +136,7 @@ def svg_of(figure: Figure, title: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"\s+", " ", re.sub(r"(\.\d)\d+", r"\1", path[0])), text)
-    text = re.sub(r' style="[^"]*"', _styled, text)
+    text = re.sub(r' style="[^"]*"', _style, text)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r">\s+<", "><", text)
     width, height = (float(72 * inches) for inches in figure.get_size_inches())
@@ -174,7 +174,7 @@ def _legend(axes: Any, labels: Sequence[str]) -> None:
         text.set_text(label)
 
 
-def _styled(found: re.Match[str]) -> str:
+def _style(found: re.Match[str]) -> str:
     """Replace the stand-in colours by the page's, and the font by the reader's."""
     text = re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), found[0])
     return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)

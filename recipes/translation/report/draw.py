@@ -47,7 +47,7 @@ def write_report(run: Path, output: Path) -> int:
 def report(run: RunRecords) -> str:
     """Return the page of a run."""
     drawn = time.strftime("drawn on %Y-%m-%d at %H:%M UTC", time.gmtime())
-    progress = f"step {run.last_step:,} {_planned(run)}".rstrip()
+    progress = f"step {run.last_step:,} {_planned_steps(run)}".rstrip()
     parts = [
         page.tiles(_numbers(run)),
         page.section("Evaluation", *_evaluation(run)),
@@ -59,25 +59,26 @@ def report(run: RunRecords) -> str:
     return str(page.page(f"Run {run.name}", f"{progress}; {drawn}", parts))
 
 
-def _planned(run: RunRecords) -> str:
+def _planned_steps(run: RunRecords) -> str:
     """Return how many steps there are to be; empty where that is not known."""
-    if not run.planned:
+    if not run.planned_steps:
         return ""
-    return f"of {run.planned:,}"
+    return f"of {run.planned_steps:,}"
 
 
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
-    found = [("steps", f"{run.last_step:,}", _planned(run))]
+    found = [("steps", f"{run.last_step:,}", _planned_steps(run))]
     seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))
     if seconds:
         found.append(("time in steps", duration(seconds), "without validations"))
     for name, metric in METRICS.items():
         if best := run.best(name):
-            found.append((f"best {metric.heading}", shown(best[f"valid_{name}"]), f"validation, step {best['step']:,}"))
+            value = format_number(best[f"valid_{name}"])
+            found.append((f"best {metric.heading}", value, f"validation, step {best['step']:,}"))
     return found
 
 
-def shown(number: float) -> str:
+def format_number(number: float) -> str:
     """Return a number with four digits, or as a whole one from 10,000 on, where these would need an exponent."""
     if abs(number) >= 10_000:
         return f"{number:,.0f}"
@@ -91,7 +92,7 @@ def _evaluation(run: RunRecords) -> list[str]:
         rows = [[title, cell] for field, title in TITLES.items() if (cell := _score(record, field))]
         rows.append(["sentences", str(record.get("sentences", ""))])
         title = "test set" if name == "test" else f"test set {name.removeprefix('test.')}"
-        parts.append(page.table([title, f"{run.name}{_scored_by(run, name)}"], rows, numbers=True))
+        parts.append(page.table([title, f"{run.name}{_scored_model(run, name)}"], rows, numbers=True))
         signature = record.get("bleu_signature", "unknown")
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {signature}"))
         if run.scored.get(name) == "":
@@ -99,7 +100,7 @@ def _evaluation(run: RunRecords) -> list[str]:
     return parts or [page.note("There are no results of the command evaluate yet.")]
 
 
-def _scored_by(run: RunRecords, name: str) -> str:
+def _scored_model(run: RunRecords, name: str) -> str:
     """Return which of the run's models has the scores of a test set, alone or with those of an ensemble."""
     if name not in run.scored:
         return " (model not recorded)"
@@ -171,13 +172,13 @@ def _origin(run: RunRecords) -> list[str]:
     ]
     if began:
         parts.append(page.cards(page.listed(each.items()) for each in began))
-        about = {name: str(run.began[name]) for name in ("model", "layout") if name in run.began}
-        facts = [about, *(run.began.get(name) or {} for name in ("hardware", "software"))]
+        about = {name: str(run.newest_start[name]) for name in ("model", "layout") if name in run.newest_start}
+        facts = [about, *(run.newest_start.get(name) or {} for name in ("hardware", "software"))]
         found = (page.listed((name, str(value)) for name, value in each.items()) for each in facts if each)
         parts.append(page.cards(found))
     else:
         parts.append(page.note("Command, machine and versions are not recorded (resources.jsonl)."))
-    settings = [(name, _shown(value)) for name, value in run.settings.items()]
+    settings = [(name, _format_setting(value)) for name, value in run.settings.items()]
     if settings:
         parts.append(page.folded(f"All {len(settings)} settings", page.table(("setting", "value"), settings)))
     else:
@@ -185,7 +186,7 @@ def _origin(run: RunRecords) -> list[str]:
     return parts
 
 
-def _shown(value: object) -> str:
+def _format_setting(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     if value is None or value == "":

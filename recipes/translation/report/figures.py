@@ -9,7 +9,7 @@ import numpy as np
 
 from recipes.translation.report.charts import Series, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, is_number
-from recipes.translation.scores.statistics import Array, measured, metrics
+from recipes.translation.scores.statistics import Array, compute_metric, metrics
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
@@ -65,11 +65,11 @@ def distributions(newest: Record | None) -> list[Chart]:
 
 def chrf_of_sentences(newest: Record) -> Array:
     """Compute the chrF of each sentence."""
-    found = measured("chrf", metrics()["chrf"], newest["translations"], newest["references"])
+    found = compute_metric("chrf", metrics()["chrf"], newest["translations"], newest["references"])
     return found.of_sums(found.statistics)
 
 
-def binned(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
+def bin_means(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return weighted means of consecutive points, at most MOST_POINTS: one point per bin of equally many."""
     if not x:
         return [], []
@@ -80,7 +80,7 @@ def binned(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> 
     return (np.add.reduceat(np.asarray(x, dtype=float), starts) / counts).tolist(), means.tolist()
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def thin_points(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Return the columns of every n-th point, at most MOST_POINTS of them, always with the newest."""
     step = max(1, -(-len(points) // MOST_POINTS))
     kept = points[::-step][::-1]
@@ -152,7 +152,7 @@ def _speed(run: RunRecords) -> Chart:
     ]
     # Tokens over seconds, and not a mean of speeds: each step counts by the time it took
     speeds = [count / seconds for _, seconds, count in timed]
-    x, y = binned([step for step, *_ in timed], speeds, [seconds for _, seconds, _ in timed])
+    x, y = bin_means([step for step, *_ in timed], speeds, [seconds for _, seconds, _ in timed])
     title = "Tokens a second"
     caption = "Target tokens without padding, in optimizer steps: validation and saving do not count."
     return _chart(title, caption, [Series(title, x, y, 0)], "No step's time is recorded (resources.jsonl).")
@@ -164,7 +164,7 @@ def _memory(run: RunRecords) -> Chart:
     series = []
     for place, device in enumerate(devices):
         points = [(step, memory[device] / 2**30) for step, memory in found if is_number(memory.get(device))]
-        series.append(Series(device, *thinned(points), place, points=True))
+        series.append(Series(device, *thin_points(points), place, points=True))
     caption = "By device, since training began or went on. cpu: the resident set of a process; cuda: allocated tensors."
     none = "No memory is recorded: it is measured at each validation (resources.jsonl)."
     return _chart("Peak memory (GiB)", caption, series, none, legend=True)
@@ -175,9 +175,9 @@ def _step_series(run: RunRecords, name: str, label: str, *, weighted: bool = Fal
     weights = [1.0] * len(records)
     if weighted and all(is_number(record.get("tokens")) and record["tokens"] > 0 for record in records):
         weights = [float(record["tokens"]) for record in records]
-    return Series(label, *binned([each["step"] for each in records], [each[name] for each in records], weights), 0)
+    return Series(label, *bin_means([each["step"] for each in records], [each[name] for each in records], weights), 0)
 
 
 def _validation_series(run: RunRecords, name: str, color: int, label: str) -> Series:
     found = [(record["step"], record[name]) for record in run.validations if is_number(record.get(name))]
-    return Series(label, *thinned(found), color, points=True)
+    return Series(label, *thin_points(found), color, points=True)

@@ -19,10 +19,10 @@ from recipes.translation.files.json_fields import (
     Check,
     WrongFieldError,
     each,
+    field_in,
     fields,
     is_whole,
     maybe,
-    noted_in,
     value,
 )
 from recipes.translation.run_folder.made_from import model_with
@@ -98,9 +98,9 @@ class RunRecords:
         return max((record["step"] for record in (*self.steps, *self.validations)), default=0)
 
     @property
-    def planned(self) -> int:
+    def planned_steps(self) -> int:
         """Return the steps after which training ends; 0 where they are not recorded."""
-        return self.began.get("steps") or 0
+        return self.newest_start.get("steps") or 0
 
     @property
     def parts(self) -> list[str]:
@@ -109,14 +109,14 @@ class RunRecords:
         return [name.removeprefix("valid_loss.") for name in dict.fromkeys(names)]
 
     @property
-    def began(self) -> Record:
+    def newest_start(self) -> Record:
         """Return what the newest start of training said of itself; empty if it said nothing."""
         return next((each["began"] for each in reversed(self.machine) if each.get("began") is not None), {})
 
     @property
     def settings(self) -> Mapping[str, object]:
         """Return the settings by dotted name; empty where they are not recorded."""
-        return self.began.get("settings") or {}
+        return self.newest_start.get("settings") or {}
 
     def best(self, metric: str) -> Record | None:
         """Return the validation that is best by a metric; None without any."""
@@ -181,7 +181,7 @@ def _lines(path: Path, check: Check) -> list[dict[str, Any]]:
 
 
 def _newest(path: Path) -> Record | None:
-    found: Record | None = noted_in(path)
+    found: Record | None = field_in(path)
     if found is not None:
         check_record(found, SENTENCES, str(path))
     return found
@@ -190,7 +190,7 @@ def _newest(path: Path) -> Record | None:
 def _scores(folder: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.scores.json")):
-        record = noted_in(path)
+        record = field_in(path)
         if not isinstance(record, dict):
             raise DataError(f"{path} is not a JSON object with scores: make it again with evaluate, or remove it")
         check_record(record, SCORES, str(path))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.tensors import OneByOne, described
+from recipes.translation.files.tensors import OneByOne, describe_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, write_model
 from recipes.translation.run_folder.numbered import kept_models, step_of
 from recipes.translation.run_folder.outputs import is_run
@@ -55,7 +55,7 @@ def check_enough(kept: Sequence[Path], count: int, run: Path) -> None:
 
 def mean_of_weights(models: Sequence[SavedModel]) -> OneByOne:
     """Compute the mean of each tensor, when it is asked for, in float64, rounded once to the dtype of the last one."""
-    shapes = described(models[-1].weights)
+    shapes = describe_tensors(models[-1].weights)
 
     def mean(name: str) -> Tensor:
         total = models[0].weights[name].to(torch.float64, copy=True)

@@ -37,8 +37,8 @@ from models.lora import has_lora, merged_tensors
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
     listed_files,
+    read_consistently,
     replaced_folder,
-    undisturbed,
     verified_folder,
 )
 from recipes.translation.files.json_fields import (
@@ -51,7 +51,7 @@ from recipes.translation.files.json_fields import (
     read_json,
     value,
 )
-from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, renamed, write_tensors
+from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, rename, write_tensors
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
@@ -165,10 +165,10 @@ def load_training(folder: Path) -> SavedTraining:
     except WrongFieldError as error:
         raise CheckpointError(f"{there / 'training.json'}: {error}; {MIXED}") from None
     state = TrainingState(**record)
-    trained = renamed(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
+    trained = rename(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
         return SavedTraining(weights, moments, state)
-    moments = renamed(moments, {name: name for name in moments if not name.startswith(TRAINED)})
+    moments = rename(moments, {name: name for name in moments if not name.startswith(TRAINED)})
     return SavedTraining(trained, moments, state, averages=weights)
 
 
@@ -210,12 +210,12 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
         weights, digest = _read_weights(whole)
         config, source, target = load_belongings(whole, overrides)
         if has_lora(weights.described):
-            weights = _merged(weights, config.training.lora_alpha)
+            weights = _merge_lora(weights, config.training.lora_alpha)
         check_layers(model_sizes(config.model), weights, whole)
         check_fits(tensors_of(model_on_meta(model_sizes(config.model), source, target)), weights, whole)
         return SavedModel(folder, config, source, target, weights, digest)
 
-    return undisturbed(folder, read)
+    return read_consistently(folder, read)
 
 
 def load_translator(
@@ -228,29 +228,29 @@ def load_translator(
     return Translator(saved.config, model.to(device).eval(), saved.source, saved.target, digests=(saved.digest,))
 
 
-def _merged(weights: OneByOne, alpha: float) -> OneByOne:
+def _merge_lora(weights: OneByOne, alpha: float) -> OneByOne:
     """Return weights to which LoRA's change is added, each when it is asked for."""
 
-    def merged(name: str) -> Tensor:
+    def merged_weight(name: str) -> Tensor:
         outer, _, own = name.rpartition(".")
         needed = [name]
         if own == "weight" and f"{outer}.lora_A" in weights.described:
             needed += [f"{outer}.lora_A", f"{outer}.lora_B"]
         return merged_tensors({each: weights[each] for each in needed}, alpha)[name]
 
-    return OneByOne(merged_tensors(weights.described, alpha), merged)
+    return OneByOne(merged_tensors(weights.described, alpha), merged_weight)
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
-    facts = undisturbed(folder, lambda: _read_json(verified_folder(folder, ["model.json"]) / "model.json"))
+    facts = read_consistently(folder, lambda: _read_json(verified_folder(folder, ["model.json"]) / "model.json"))
     facts.pop("of", None)  # the hashes of the other files, which earlier versions wrote
     return facts
 
 
 def saved_config(folder: Path) -> RunConfig:
     """Read the settings of a checkpoint; raise CheckpointError if there is none."""
-    return undisturbed(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
+    return read_consistently(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
 
 
 BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.writing import flush, is_at, opened, writing_to
+from recipes.translation.files.writing import flush, is_at, open_regular, writing_to
 
 PATIENCE = 2.0
 """Seconds to wait for a process that is just ending."""
@@ -35,7 +35,7 @@ def sole_writer(run: Path) -> Iterator[None]:
         if folder == above:
             break
     path = run / ".lock"
-    descriptor = _locked(path, run)
+    descriptor = _open_locked(path, run)
     _held.add(descriptor)
     try:
         with writing_to(path):
@@ -53,11 +53,11 @@ def sole_writer(run: Path) -> Iterator[None]:
                 run.rmdir()
 
 
-def _locked(path: Path, run: Path) -> int:
+def _open_locked(path: Path, run: Path) -> int:
     """Open and lock the file at `path`; return its descriptor."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        descriptor = opened(path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Otherwise the file was removed between opening and locking it: try again with the new one

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.translation.files.atomic_folder import MANIFEST, MODELS, whole_folder
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.run_folder.checkpoint import WEIGHTS_FILE
 
 NOTE = "made_from.json"
@@ -32,10 +32,10 @@ def lines_digest(lines: Iterable[str]) -> str:
 
 def noted_digest(path: Path, *names: str | int) -> str:
     """Return a SHA-256 that a JSON file notes, by its name and those around it; empty if it does not."""
-    return str(noted_in(path, *names) or "")
+    return str(field_in(path, *names) or "")
 
 
-def exported_from(folder: Path) -> str:
+def origin_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
     return noted_digest(folder / NOTE, "weights")
 

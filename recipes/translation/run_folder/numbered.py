@@ -23,7 +23,7 @@ from recipes.translation.files.atomic_folder import (
     remove_folder,
     whole_folder,
 )
-from recipes.translation.files.pointers import NUMBERED, all_pointed_at, pointed_at, pointer_to
+from recipes.translation.files.pointers import NUMBERED, named_folder, named_folders, pointer_to
 from recipes.translation.files.writing import check_no_link, replace_files
 
 POINTERS = ("last", "best", "kept")
@@ -32,7 +32,7 @@ NAME = re.compile(r"\.?(step|state)-(\d{8,20})(\.new|\.previous)?")
 """A numbered folder, and those that `atomic_folder` puts beside it while it is replaced or removed."""
 
 
-def numbered_in(run: Path) -> Path:
+def numbered_root(run: Path) -> Path:
     """Return the folder of a run's numbered folders; raise OSError for a link, which could lead out of the run."""
     folder = run / NUMBERED
     check_no_link(folder)
@@ -41,7 +41,7 @@ def numbered_in(run: Path) -> Path:
 
 def model_at(run: Path, step: int) -> Path:
     """Return the folder of the model after a step."""
-    return numbered_in(run) / f"step-{step:08d}"
+    return numbered_root(run) / f"step-{step:08d}"
 
 
 def state_of(model: Path) -> Path:
@@ -56,16 +56,16 @@ def step_of(folder: Path) -> int:
 
 def numbered_folders(run: Path) -> list[Path]:
     """Return all numbered folders by kind and step, also those whose saving or removal was interrupted."""
-    if not numbered_in(run).is_dir():
+    if not numbered_root(run).is_dir():
         return []
-    names = (NAME.fullmatch(path.name) for path in numbered_in(run).iterdir())
+    names = (NAME.fullmatch(path.name) for path in numbered_root(run).iterdir())
     found = {(name[1], int(name[2])) for name in names if name}
-    return [numbered_in(run) / f"{kind}-{step:08d}" for kind, step in sorted(found)]
+    return [numbered_root(run) / f"{kind}-{step:08d}" for kind, step in sorted(found)]
 
 
 def kept_models(run: Path) -> list[Path]:
     """Return the folders of the kept models that are complete, by step."""
-    return [folder for folder in all_pointed_at(run / "kept") if whole_folder(folder)]
+    return [folder for folder in named_folders(run / "kept") if whole_folder(folder)]
 
 
 def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
@@ -91,8 +91,8 @@ def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
 
 def remove_unnamed(run: Path) -> None:
     """Remove the numbered folders that no pointer names, except those to which others have added files."""
-    models = [folder for name in POINTERS for folder in all_pointed_at(run / name)]
-    needed = {*models, *map(state_of, all_pointed_at(run / "last"))}
+    models = [folder for name in POINTERS for folder in named_folders(run / name)]
+    needed = {*models, *map(state_of, named_folders(run / "last"))}
     for folder in numbered_folders(run):
         if folder not in needed:
             with suppress(CheckpointError):  # it is not ours, or not ours alone
@@ -111,9 +111,9 @@ def check_ours(run: Path) -> None:
                 "further), or move it away"
             )
     for name in ("last", "best"):
-        pointed_at(run / name)
-    all_pointed_at(run / "kept")
-    if numbered_in(run).exists() and not numbered_in(run).is_dir():
-        raise CheckpointError(f"{numbered_in(run)} is not a folder, and was not made here: move it away")
+        named_folder(run / name)
+    named_folders(run / "kept")
+    if numbered_root(run).exists() and not numbered_root(run).is_dir():
+        raise CheckpointError(f"{numbered_root(run)} is not a folder, and was not made here: move it away")
     for folder in numbered_folders(run):
         check_replaceable(folder)

@@ -12,7 +12,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
-from recipes.translation.files.tensors import OneByOne, renamed
+from recipes.translation.files.tensors import OneByOne, rename
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
     SavedModel,
@@ -80,7 +80,7 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
             old_names[name] = name
         elif ".".join(layer) in new:
             old_names[f"{new['.'.join(layer)]}.{rest}"] = name
-    return renamed(weights, old_names)
+    return rename(weights, old_names)
 
 
 def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:

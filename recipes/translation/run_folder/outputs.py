@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.atomic_folder import MANIFEST, MODELS, whole_folder
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.files.pointers import NUMBERED
 from recipes.translation.files.writing import by_name, replace_file, writing_to
 
@@ -88,7 +88,7 @@ def write_output(output: Path, content: bytes) -> None:
 
 def owner_of(inside: Path) -> Path | None:
     """Return the run or the folder with a manifest that a resolved path is a part of; None for any other."""
-    if inside.name in (MANIFEST, *(noted_in(inside.parent / MANIFEST, "files") or ())):
+    if inside.name in (MANIFEST, *(field_in(inside.parent / MANIFEST, "files") or ())):
         return whole_folder(inside.parent)
     for folder in inside.parents:
         path = inside.relative_to(folder)

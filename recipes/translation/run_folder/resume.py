@@ -17,7 +17,7 @@ from recipes.translation.files.atomic_folder import (
     verified_folder,
     whole_folder,
 )
-from recipes.translation.files.pointers import pointed_at, pointer_to
+from recipes.translation.files.pointers import named_folder, pointer_to
 from recipes.translation.files.writing import replace_file
 from recipes.translation.run_folder.checkpoint import (
     SavedTraining,
@@ -32,7 +32,7 @@ from recipes.translation.run_folder.numbered import (
     kept_models,
     model_at,
     numbered_folders,
-    numbered_in,
+    numbered_root,
     step_of,
 )
 from recipes.translation.settings.config import DecodingConfig, RunConfig, TrainingConfig
@@ -116,7 +116,7 @@ def check_nothing_to_lose(run: Path, values: Values) -> None:
 
     A run that is killed before its first `last` leaves only that model, which may be named by `best` already.
     """
-    if named := pointed_at(run / "last"):
+    if named := named_folder(run / "last"):
         raise CheckpointError(
             f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
         )
@@ -148,21 +148,21 @@ def check_saved_with_models(run: Path, values: Values, made: int) -> None:
 
     The settings of decoding and the test set have no effect on training; a model is saved and used with them.
     """
-    was = _saved_with_models(flat(saved_config(run / "last")))
-    for key, value in _saved_with_models(values).items():
+    was = _model_values(flat(saved_config(run / "last")))
+    for key, value in _model_values(values).items():
         if value == was[key]:
             continue
         if made == values["training.steps"]:
             raise ConfigError(
-                f"{key} is {shown(value)}, but {run} has made its {made:,} steps, and its models keep "
-                f"{shown(was[key])}: set training.steps to {made + 1:,} or more, or give test files and search options "
+                f"{key} is {spell(value)}, but {run} has made its {made:,} steps, and its models keep "
+                f"{spell(was[key])}: set training.steps to {made + 1:,} or more, or give test files and search options "
                 "to evaluate and translate"
             )
-        now = shown(value)
-        print(f"[train] {key} is now {now}; {run / 'best'} keeps {shown(was[key])} until there is a better model")
+        now = spell(value)
+        print(f"[train] {key} is now {now}; {run / 'best'} keeps {spell(was[key])} until there is a better model")
 
 
-def _saved_with_models(values: Values) -> dict[str, object]:
+def _model_values(values: Values) -> dict[str, object]:
     tests = {f"{name}.test": value["test"] for name, value in values.items() if isinstance(value, dict)}
     return {name: value for name, value in values.items() if name in SAVED_WITH_MODELS} | tests
 
@@ -175,7 +175,7 @@ def check_same_settings(values: Values, folder: Path) -> None:
     if METRICS[str(values["training.best_by"])].of_translations:
         may_change -= SCORING
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    found = [(key, shown(now.get(key)), shown(before.get(key))) for key in differ if key not in may_change]
+    found = [(key, spell(now.get(key)), spell(before.get(key))) for key in differ if key not in may_change]
     if not found:
         return
     (key, own, other), *more = found
@@ -186,7 +186,7 @@ def check_same_settings(values: Values, folder: Path) -> None:
     )
 
 
-def shown(value: object) -> str:
+def spell(value: object) -> str:
     """Return a setting's value as it is typed."""
     if isinstance(value, (tuple, Mapping)):
         return " ".join(map(str, value)) or "none"
@@ -202,7 +202,7 @@ def check_best(saved: SavedTraining, run: Path, values: Values) -> None:
     """
     state = saved.state
     best = run / "best"
-    named = pointed_at(best)
+    named = named_folder(best)
     saved_best = model_at(run, state.best_step)
     if named and step_of(named) > state.step and whole_folder(saved_best):
         # A process was killed before it had saved the state that belongs to a better model
@@ -247,7 +247,7 @@ def remove_run(run: Path, training: TrainingConfig) -> None:
     if training.start_from or training.teacher:
         remove_folder(run / "subwords")
     with suppress(OSError):  # there is none, or other files are in it
-        numbered_in(run).rmdir()
+        numbered_root(run).rmdir()
 
 
 def _folders(run: Path) -> list[Path]:
@@ -294,7 +294,7 @@ Changed = Mapping[str, tuple[object, object]]
 """Settings that have changed, each with what it was and what it is."""
 
 
-def scoring_changed(before: Values, now: Values) -> Changed:
+def changed_scoring(before: Values, now: Values) -> Changed:
     """Return the settings that have changed of those that validations' scores depend on."""
     return {name: (before[name], now[name]) for name in sorted(SCORING) if before[name] != now[name]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import parse_json
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -16,7 +16,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def record_of(line: bytes) -> dict[str, Any] | None:
     """Parse a line; return None if it is not a record."""
     try:
-        record = parsed(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int

@@ -19,7 +19,7 @@ from models import (
 from models.presets import Sizes
 from models.transformer import allocate
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.tensors import described
+from recipes.translation.files.tensors import describe_tensors
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
 from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import PAD, Subwords
@@ -114,7 +114,7 @@ def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
     """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
-    saved = described(saved)
+    saved = describe_tensors(saved)
     for name in sorted(own.keys() ^ saved.keys()):
         where = "it is missing there"
         if name in saved:

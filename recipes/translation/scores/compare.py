@@ -17,8 +17,8 @@ from recipes.translation.files.lines import read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
 from recipes.translation.run_folder.made_from import lines_digest, model_with, noted_digest
 from recipes.translation.scores.bootstrap import SEED, Interval, intervals
-from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
-from recipes.translation.scores.scores import drawn, measure
+from recipes.translation.scores.paired_tests import TRIALS, Comparison, compare_metrics
+from recipes.translation.scores.scores import describe_resampling, measure
 from recipes.translation.scores.statistics import TITLES, Measured
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
@@ -58,7 +58,7 @@ class Table:
         blocks = [
             f"{self.sentences:,} sentences; the baseline is {self.names[0]}",
             *(self._block(metric, width) for metric in self.metrics),
-            f"[ ] is the 95 % confidence interval. Intervals and p (bootstrap): {drawn()} (Koehn 2004); "
+            f"[ ] is the 95 % confidence interval. Intervals and p (bootstrap): {describe_resampling()} (Koehn 2004); "
             f"p (randomisation): {TRIALS:,} trials, seed {SEED} (Riezler and Maxwell 2005). Both tests are paired and "
             "two-sided.",
         ]
@@ -119,7 +119,7 @@ def table(names: Sequence[str], measured: Sequence[Sequence[Measured]]) -> Table
     # BLEU of lower-cased text and exact matches say little beside these, and more tests find more by chance
     kept = [index for index, one in enumerate(baseline) if one.name in ("bleu", "multi_bleu_lowercase", "chrf", "ter")]
     baseline = [baseline[index] for index in kept]
-    compared_with = [compared(baseline, [other[index] for index in kept]) for other in others]
+    compared_with = [compare_metrics(baseline, [other[index] for index in kept]) for other in others]
     metrics = [
         Metric(one, bounds, [rows[index] for rows in compared_with])
         for index, (one, bounds) in enumerate(zip(baseline, intervals(baseline), strict=True))

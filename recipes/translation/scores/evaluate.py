@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.corpora import Corpora, CorpusSplit, HeldOutSplit
-from recipes.translation.data.sentence_pairs import aligned, lowercased
+from recipes.translation.data.sentence_pairs import aligned_pairs, lowercase_pairs
 from recipes.translation.errors import DataError
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import replace_files
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -77,7 +77,7 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
 
     `pairs` have the sentences of the file.
     """
-    file, digest = (noted_in(scores, "sources", name) for name in ("file", "sha256"))
+    file, digest = (field_in(scores, "sources", name) for name in ("file", "sha256"))
     if file in (None, str(sources.resolve())) or digest == lines_digest(pair.source for pair in pairs):
         return ""
     return str(file)
@@ -157,7 +157,7 @@ def evaluate_pairs(
     spoken = pairs
     if held_out:
         language = held_out.data.target
-        spoken = held_out.spoken(pairs)
+        spoken = held_out.tagged_pairs(pairs)
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # an error before the work of translating
     form = OtherForm(translator.target)
@@ -194,10 +194,10 @@ def scores_table(evaluations: Sequence[Evaluation]) -> str:
 
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:
     """Read two files that are aligned line by line; raise DataError if they are not."""
-    return list(lowercased(aligned([sources, references], "evaluate"), lowercase))
+    return list(lowercase_pairs(aligned_pairs([sources, references], "evaluate"), lowercase))
 
 
-def scored_by(command: str, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+def add_command_scores(command: str, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Add the scores of a command, which runs once for all test sets together."""
     pairs = [pair for evaluation in evaluations for pair in evaluation.pairs]
     translations = [text for evaluation in evaluations for text in evaluation.translations]

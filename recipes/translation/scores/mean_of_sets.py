@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipes.translation.scores.bootstrap import Interval, interval, intervals, resampled_scores
-from recipes.translation.scores.scores import drawn
+from recipes.translation.scores.scores import describe_resampling
 from recipes.translation.scores.statistics import TITLES, Measured
 
 SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "metric_command")
@@ -44,7 +44,7 @@ class Table:
                 f"  {score:6.2f}  {bounds!s:<16}" for score, bounds in zip(row.scores, row.intervals, strict=True)
             )
             lines.append(f"  {row.name:<{width}}  {row.sentences:9,}{cells}")
-        note = f"  [ ] is the 95 % confidence interval: {drawn()}"
+        note = f"  [ ] is the 95 % confidence interval: {describe_resampling()}"
         if any(row.sentences < FEW for row in self.rows):
             note += f"; a test set of fewer than {FEW} sentences says little"
         return "\n".join(line.rstrip() for line in [*lines, note])

@@ -38,7 +38,7 @@ class Comparison:
     """The two-sided p-value of paired approximate randomisation (Riezler and Maxwell 2005)."""
 
 
-def compared(baseline: Sequence[Measured], system: Sequence[Measured]) -> list[Comparison]:
+def compare_metrics(baseline: Sequence[Measured], system: Sequence[Measured]) -> list[Comparison]:
     """Compare each metric of a system with the same metric of the baseline, which has the same sentences."""
     # One call for both systems: they must see the same resamples
     drawn = resampled_scores([*baseline, *system], RESAMPLES, SEED)
@@ -54,14 +54,14 @@ def compared(baseline: Sequence[Measured], system: Sequence[Measured]) -> list[C
                 interval=interval(of_system_R),
                 difference=difference,
                 difference_interval=interval(of_system_R - of_baseline_R),
-                p_bootstrap=p_value(centred(of_system_R - of_baseline_R), difference),
+                p_bootstrap=p_value(deviations(of_system_R - of_baseline_R), difference),
                 p_randomisation=p_value(shuffled[index], difference),
             )
         )
     return found
 
 
-def centred(differences_R: Array) -> Array:
+def deviations(differences_R: Array) -> Array:
     """Return how far the differences of the resamples are from their mean, on either side.
 
     If the systems did not differ, the differences would lie around 0 and not around their mean, so the mean is

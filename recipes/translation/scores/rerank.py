@@ -29,7 +29,7 @@ Utility = Literal["chrf", "bleu"]
 CHARACTER_ORDERS = 6
 
 
-def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
+def choose_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
     """Return the one of each sentence's translations with the largest mean utility, by the tokeniser of the settings.
 
     Raises ConfigError for a tokeniser that is not installed.
@@ -38,7 +38,7 @@ def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataCo
     return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 
-def chosen_by_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
+def choose_by_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
     """Return the one of each sentence's translations to which a command gives the largest number.
 
     Of equally good ones the first is chosen. Raises ConfigError as `command_scores` does.
@@ -48,7 +48,7 @@ def chosen_by_command(sources: Sequence[str], texts: Sequence[Sequence[str]], co
     return [row[int(np.argmax(found))] for row, found in zip(texts, scores, strict=True)]
 
 
-def chosen_by_mbr_of_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
+def choose_by_mbr_of_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
     """Return the one of each sentence's translations with the largest mean score against the others, by a command.
 
     It scores each translation that differs from the others with each of them as its reference, and with itself where

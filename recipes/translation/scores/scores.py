@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.translation.errors import DataError
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, intervals
-from recipes.translation.scores.statistics import TITLES, Measured, mean_of, measured, metrics
+from recipes.translation.scores.statistics import TITLES, Measured, compute_metric, mean_of, metrics
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.metric_command import words_of
 
@@ -37,10 +37,10 @@ def scores_in_words(record: Mapping[str, Any]) -> str:
         for name, title in TITLES.items()
         if record[name] is not None
     ]
-    return "\n".join([*lines, f"  [ ] is the 95 % confidence interval: {drawn()}"])
+    return "\n".join([*lines, f"  [ ] is the 95 % confidence interval: {describe_resampling()}"])
 
 
-def drawn() -> str:
+def describe_resampling() -> str:
     """Return how the resamples were drawn."""
     return f"bootstrap, {RESAMPLES:,} resamples, seed {SEED}"
 
@@ -60,7 +60,7 @@ def measure(
     matches = [100.0 * (hypothesis == reference) for hypothesis, reference in zip(hypotheses, references, strict=True)]
     return [
         *(
-            measured(name, metric, hypotheses, references)
+            compute_metric(name, metric, hypotheses, references)
             for name, metric in metrics(tokenize, lowercase).items()
             if name != "multi_bleu_lowercase" or tokenize == "none"
         ),
@@ -72,7 +72,7 @@ def score_of(
     name: str, hypotheses: Sequence[str], references: Sequence[str], lowercase: bool, tokenize: str = "13a"
 ) -> float:
     """Compute only the metric of this name of those that `measure` computes."""
-    return measured(name, metrics(tokenize, lowercase)[name], hypotheses, references).score
+    return compute_metric(name, metrics(tokenize, lowercase)[name], hypotheses, references).score
 
 
 def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:

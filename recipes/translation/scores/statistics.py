@@ -67,7 +67,7 @@ def metrics(tokenize: str = "13a", lowercase: bool = False) -> dict[str, Any]:
     }
 
 
-def measured(name: str, metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
+def compute_metric(name: str, metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
     """Compute a metric of sacreBLEU, with one reference for each sentence."""
     statistics = metric._extract_corpus_statistics(hypotheses, [references])
     score = metric._aggregate_and_compute(statistics).score

@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.asked import line_answer, lines_asked, translate_asked
+from recipes.translation.serve.asked import line_answer, parse_lines, parse_translate
 from recipes.translation.serve.batching import Batcher, Line, Model, Wanted
 from recipes.translation.serve.bodies import Limits, error_response, fields_of
 
@@ -47,7 +47,7 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
         Route("/translate", service.translate, methods=["POST"]),
         Route("/lines", service.lines, methods=["POST"]),
         Route("/languages", service.languages),
-        Route("/models", service.described),
+        Route("/models", service.page_models),
         Route("/health", service.health),
         Mount("/", StaticFiles(directory=PAGE, html=True)),
     ]
@@ -57,9 +57,9 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
         exception_handlers={
             404: no_such_page,
             405: no_such_page,
-            HTTPException: refused,
+            HTTPException: refusal_response,
             ClientDisconnect: client_gone,
-            Exception: failed,
+            Exception: failure_response,
         },
     )
     return Guard(app, limits)
@@ -75,8 +75,8 @@ class Service:
 
     async def translate(self, request: Request) -> Response:
         """Translate one text or several."""
-        asked = translate_asked(await fields_of(request, self.limits), self.models, self.limits)
-        found = await self.found(request, asked.wanted, asked.lines)
+        asked = parse_translate(await fields_of(request, self.limits), self.models, self.limits)
+        found = await self.wait_for_lines(request, asked.wanted, asked.lines)
         for number, line in enumerate(found, start=1):
             if line.refused:
                 raise HTTPException(400, f"line {number:,} {line.refused}")
@@ -84,14 +84,14 @@ class Service:
 
     async def lines(self, request: Request) -> Response:
         """Translate lines for the page: with scores, and alignments if wanted; one that cannot be has an error."""
-        wanted, lines = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
-        found = await self.found(request, wanted, lines)
+        wanted, lines = parse_lines(await fields_of(request, self.limits), self.models, self.limits)
+        found = await self.wait_for_lines(request, wanted, lines)
         return JSONResponse({"lines": [line_answer(*each) for each in zip(lines, found, strict=True)]})
 
-    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
+    async def wait_for_lines(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
         """Queue lines and wait for their translations."""
         try:
-            return await awaited(request, self.batcher.translated(wanted, lines), self.limits.answer_seconds)
+            return await wait_for_answer(request, self.batcher.translate(wanted, lines), self.limits.answer_seconds)
         except DataError as error:
             raise HTTPException(400, str(error)) from None
 
@@ -102,7 +102,7 @@ class Service:
             targets.setdefault(model.source, {})[model.target] = None
         return JSONResponse([{"code": code, "name": code, "targets": list(names)} for code, names in targets.items()])
 
-    async def described(self, request: Request) -> Response:
+    async def page_models(self, request: Request) -> Response:
         """Return the models for the page."""
         shown = ("name", "engine", "source", "target", "beam", "aligns")
         return JSONResponse([{name: getattr(model, name) for name in shown} for model in self.models])
@@ -112,10 +112,10 @@ class Service:
         return JSONResponse({"status": "ok"})
 
 
-async def awaited(request: Request, answer: Coroutine[Any, Any, list[Line]], seconds: float) -> list[Line]:
+async def wait_for_answer(request: Request, answer: Coroutine[Any, Any, list[Line]], seconds: float) -> list[Line]:
     """Wait for an answer, and give it up when the client goes or the time is over."""
     found = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(disconnected(request))
+    gone = asyncio.ensure_future(wait_for_disconnect(request))
     try:
         both: set[asyncio.Future[Any]] = {found, gone}
         await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -129,13 +129,13 @@ async def awaited(request: Request, answer: Coroutine[Any, Any, list[Line]], sec
         gone.cancel()
 
 
-async def disconnected(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Wait until the client of a request whose body has been read goes away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def refusal_response(request: Request, error: Exception) -> Response:
     """Answer a request that is not as it should be."""
     assert isinstance(error, HTTPException)
     return error_response(error.status_code, error.detail, error.headers)
@@ -155,7 +155,7 @@ async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # which nobody sees
 
 
-async def failed(request: Request, error: Exception) -> Response:
+async def failure_response(request: Request, error: Exception) -> Response:
     """Answer after an error of the service, which is printed on stderr."""
     return error_response(500, "the service failed; its own output says how")
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from recipes.translation.serve.batching import Line, Model, Wanted
-from recipes.translation.serve.bodies import Limits, shown
+from recipes.translation.serve.bodies import Limits, quote
 
 IGNORED = ("api_key", "secret")
 """Fields that LibreTranslate's clients send, and that mean nothing here."""
@@ -54,7 +54,7 @@ class Translate:
         return texts
 
 
-def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Translate:
+def parse_translate(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Translate:
     """Return what the fields of `POST /translate` ask for; raise HTTPException for what is missing or wrong."""
     check_names(fields, ("q", "source", "target", "format", "alternatives"))
     q = fields.get("q")
@@ -63,7 +63,7 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     if texts is None:
         raise HTTPException(400, "q is the text to translate: send a string, or a list of strings")
     if (form := fields.get("format", "text")) != "text":
-        raise HTTPException(400, f"format is {shown(form)}: only text is translated, not markup")
+        raise HTTPException(400, f"format is {quote(form)}: only text is translated, not markup")
     number = model_of(fields, models)
     n_best = 1 + whole(fields, "alternatives", 0, 0, models[number].beam - 1)
     asked = Translate(texts, several, Wanted(number, n_best))
@@ -71,7 +71,7 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     return asked
 
 
-def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> tuple[Wanted, list[str]]:
+def parse_lines(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> tuple[Wanted, list[str]]:
     """Return what the fields of `POST /lines` ask for; raise HTTPException for what is missing or wrong."""
     check_names(fields, ("model", "lines", "n_best", "links"))
     lines = strings(fields.get("lines"))
@@ -81,7 +81,7 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
         raise HTTPException(400, "one of the lines has a line break: send the lines one by one")
     links = fields.get("links", False)
     if not isinstance(links, bool):
-        raise HTTPException(400, f"links is {shown(links)}: send true or false")
+        raise HTTPException(400, f"links is {quote(links)}: send true or false")
     model = whole(fields, "model", 0, 0, len(models) - 1)
     n_best = whole(fields, "n_best", 1, 1, models[model].beam)
     check_size(lines, limits)
@@ -120,7 +120,7 @@ def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
         if (model.source, model.target) == (source, target):
             return number
     pairs = ", ".join(sorted({f"{model.source} to {model.target}" for model in models}))
-    raise HTTPException(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
+    raise HTTPException(400, f"{quote(source)} to {quote(target)} is not supported: the models here translate {pairs}")
 
 
 def whole(fields: Mapping[str, object], name: str, default: int, least: int, most: int) -> int:
@@ -129,7 +129,7 @@ def whole(fields: Mapping[str, object], name: str, default: int, least: int, mos
     if isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 10:
         found = int(found)
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
-        raise HTTPException(400, f"{name} is {shown(found)}: send a whole number from {least} to {most}")
+        raise HTTPException(400, f"{name} is {quote(found)}: send a whole number from {least} to {most}")
     return found
 
 
@@ -142,7 +142,7 @@ def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
         hint = "the fields are " + ", ".join(known)
         if near:
             hint = f"did you mean {near[0]}?"
-        raise HTTPException(400, f"unknown field {shown(name)}; {hint}")
+        raise HTTPException(400, f"unknown field {quote(name)}; {hint}")
 
 
 def check_size(lines: Sequence[str], limits: Limits) -> None:

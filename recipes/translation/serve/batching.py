@@ -80,7 +80,7 @@ class Batcher:
     """Translates the lines of many requests in batches, one after the other, in a thread beside the event loop.
 
     A batch has lines of requests that want the same of one model, a line of each in turn, so that a short request need
-    not wait for all of a long one. Cancelling `translated` drops those of its lines that no batch has.
+    not wait for all of a long one. Cancelling `translate` drops those of its lines that no batch has.
     """
 
     def __init__(self, models: Sequence[Model], most: int) -> None:
@@ -91,7 +91,7 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, "translation")
         self._work: asyncio.Task[None] | None = None
 
-    async def translated(self, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
+    async def translate(self, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
         """Put lines into the queue, and return their translations; raise HTTPException if too many would wait."""
         if not lines:
             return []

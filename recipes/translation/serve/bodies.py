@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import parse_json
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def too_large(size: str, limits: Limits) -> HTTPException:
 def object_of(text: str) -> dict[str, object]:
     """Decode a JSON object."""
     try:
-        found = parsed(text, once)
+        found = parse_json(text, once)
     except ValueError as error:
         raise HTTPException(400, f"the body is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
@@ -123,12 +123,12 @@ def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for name, value in pairs:
         if name in fields:
-            raise HTTPException(400, f"{shown(name)} is given twice: send it once, and several texts as a list in JSON")
+            raise HTTPException(400, f"{quote(name)} is given twice: send it once, and several texts as a list in JSON")
         fields[name] = value
     return fields
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value as it is shown in an error: not all of a long one."""
     text = ascii(value)
     if len(text) > 60:

@@ -44,7 +44,7 @@ class Metric:
     log_scale: bool = False
     """Whether it may fall by orders of magnitude."""
 
-    def said(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """Return a value for the log: accuracy 34.5 %."""
         number = f"{value:.{self.digits}f}" if abs(value) < 1e6 else f"{value:.1e}"
         return f"{self.label} {number} {self.unit}".rstrip()

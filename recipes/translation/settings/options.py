@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, load_config
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import expand_path
 from recipes.translation.settings.schema import SettingType, nearest
 
 ALSO = {"run": "--folder"}
@@ -92,7 +92,7 @@ def add_config_options(parser: argparse.ArgumentParser, file: Path | None = None
             description = inspect.getdoc(getattr(defaults, section)) or ""
             groups[section] = parser.add_argument_group(section, description.partition("\n")[0])
         flags = [f"--{name}", *([ALSO[name]] if name in ALSO else [])]
-        add_setting(groups[section], flags, name, setting, _shown(name, attrgetter(name)(defaults)))
+        add_setting(groups[section], flags, name, setting, _format_default(name, attrgetter(name)(defaults)))
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
@@ -101,7 +101,7 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     # A single word may be a YAML list itself, or `auto`
     given = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
     # Some are opened before all settings are read
-    return {name: expanded(value, name) if SCHEMA.settings[name].path else value for name, value in given.items()}
+    return {name: expand_path(value, name) if SCHEMA.settings[name].path else value for name, value in given.items()}
 
 
 def add_setting(
@@ -117,7 +117,7 @@ def add_setting(
     group.add_argument(*flags, nargs=nargs, dest=dest, metavar=metavar, help=help_text)
 
 
-def _shown(name: str, default: object) -> str:
+def _format_default(name: str, default: object) -> str:
     """Return the default of a setting in words."""
     if default is None:
         return "that of the preset" if name.startswith("model.") else "none"

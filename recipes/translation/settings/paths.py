@@ -15,11 +15,11 @@ LITERAL = "!literal"
 
 
 def is_expanded(path: str) -> bool:
-    """Return whether `expanded` would replace a part of the path, or refuse it."""
+    """Return whether `expand_path` would replace a part of the path, or refuse it."""
     return bool(path.startswith("~") or VARIABLE.search(path))
 
 
-def expanded(path: str, setting: str = "") -> str:
+def expand_path(path: str, setting: str = "") -> str:
     """Replace each ${NAME} in `path` from the environment, and ~ at its beginning by the home folder.
 
     Raises ConfigError, which names the setting, if it is one, for a variable that is not set and for an unknown user's

@@ -34,7 +34,7 @@ class Step(NamedTuple):
         return self.number / self.warmup
 
     @property
-    def left(self) -> float:
+    def rest(self) -> float:
         """Return the part that is left after the warm-up: 1 at its end, and 0 just after the last step.
 
         The last step itself still learns. A training that ends within its warm-up has a divisor of 0 or less.
@@ -68,13 +68,13 @@ def _rise_and_fall(step: Step) -> float:
 
 def _cosine(step: Step) -> float:
     """Return `rate * (1 + cos(pi * done)) / 2` after the warm-up (Loshchilov and Hutter 2017, equation 5)."""
-    done = 1 - min(step.left, 1.0)
+    done = 1 - min(step.rest, 1.0)
     return step.rate * min(step.warm, (1 + cos(pi * done)) / 2)
 
 
 SCHEDULES = {
     "inverse_sqrt": Schedule(lambda step: step.rate * _rise_and_fall(step), "with the square root of the step"),
-    "linear": Schedule(lambda step: step.rate * min(step.warm, step.left), "in a line to 0 at the end", by_steps=True),
+    "linear": Schedule(lambda step: step.rate * min(step.warm, step.rest), "in a line to 0 at the end", by_steps=True),
     "cosine": Schedule(_cosine, "by half a cosine to 0 at the end", by_steps=True),
     "noam": Schedule(_noam, "as inverse_sqrt does, from a peak of the model's width"),
     "constant": Schedule(lambda step: step.rate * min(step.warm, 1.0), "not at all"),

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.paths import LITERAL, expanded
+from recipes.translation.settings.paths import LITERAL, expand_path
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -128,7 +128,7 @@ class Schema:
 
     def read_file(self, path: Path) -> dict[str, Setting]:
         """Read all settings of a YAML file."""
-        return self._read(_composed_file(path), "", path)
+        return self._read_section(_compose_file(path), "", path)
 
     def read_overrides(self, overrides: Mapping[str, object], location: str = COMMAND_LINE) -> dict[str, Setting]:
         """Read settings by dotted key, from text as on the command line or from values; errors name the location."""
@@ -142,7 +142,7 @@ class Schema:
                 node = _as_node(self._without_none(key, value), self.settings[key].kinds)
             except (_UnfitError, yaml.YAMLError) as error:
                 reason = f": {error}" if isinstance(error, _UnfitError) else ""
-                raise ConfigError(self._refusal(key, location, shortened(repr(value))) + reason) from None
+                raise ConfigError(self._refusal(key, location, shorten(repr(value))) + reason) from None
             given[key] = Setting(self._value(key, node, location), location)
         return given
 
@@ -155,7 +155,7 @@ class Schema:
             return "null"
         return setting.default if setting.default in ("", ()) else value
 
-    def _read(self, node: yaml.Node, section: str, path: Path) -> dict[str, Setting]:
+    def _read_section(self, node: yaml.Node, section: str, path: Path) -> dict[str, Setting]:
         """Read the settings of a section; the file itself is section ""."""
         what = "a configuration file has sections, as in training: {steps: 100}"
         if section:
@@ -168,7 +168,7 @@ class Schema:
                 continue
             self._check_known(key, location)
             if key in self.sections:
-                given |= self._read(value, key, path)
+                given |= self._read_section(value, key, path)
             else:
                 given[key] = Setting(self._value_of_file(key, value, location), location)
         return given
@@ -191,7 +191,7 @@ class Schema:
         if node.tag == LITERAL:
             return self._value(key, yaml.ScalarNode(f"{YAML_TAG}str", node.value), location)
         value = self._value(key, node, location)
-        return expanded(value, key) if value else value
+        return expand_path(value, key) if value else value
 
     def _value(self, key: str, node: yaml.Node, location: str) -> Any:
         alternatives = self.settings[key].kinds
@@ -203,17 +203,17 @@ class Schema:
         # In the order of the annotation: of `str | tuple[str, ...]`, one word is the text and not a list of one
         for kind in alternatives:
             try:
-                value = _converted(node, kind)
+                value = _convert(node, kind)
                 if value is None or self._allows(key, value):
                     return value
             except _UnfitError as error:
                 reason = f": {error}"
             except ValueError:
                 continue
-        got = _shown(node)
+        got = _describe_node(node)
         if self.settings[key].choices and _is_list(alternatives[0]) and isinstance(node, yaml.SequenceNode):
-            wrong = [each for each in node.value if _shown(each).strip("'") not in self.settings[key].choices]
-            got = ", ".join(_shown(each) for each in wrong)
+            wrong = [each for each in node.value if _describe_node(each).strip("'") not in self.settings[key].choices]
+            got = ", ".join(_describe_node(each) for each in wrong)
         raise ConfigError(self._refusal(key, location, got) + reason)
 
     def _named_sections(self, key: str, node: yaml.Node, location: str) -> dict[str, Any]:
@@ -221,8 +221,8 @@ class Schema:
         path = Path(location.rpartition(":")[0] or location)
         kind = get_args(self.settings[key].kinds[0])[1]
         found: dict[str, Any] = {}
-        for section, inner, where in _entries(node, key, path, self._expected(key, location)):
-            values = Schema(kind, section)._read(inner, section, path)
+        for section, inner, where in _entries(node, key, path, self._expectation(key, location)):
+            values = Schema(kind, section)._read_section(inner, section, path)
             try:
                 name = _text(section.removeprefix(f"{key}."))
             except _UnfitError as error:
@@ -243,12 +243,12 @@ class Schema:
         return all(setting.range.at_least <= one < setting.range.below for one in each)
 
     def _refusal(self, key: str, location: str, got: str) -> str:
-        message = f"{self._expected(key, location)}; got {got}"
+        message = f"{self._expectation(key, location)}; got {got}"
         if near := difflib.get_close_matches(got.strip("'\""), self.settings[key].choices, n=1):
             message += f": did you mean {near[0]}?"
         return message
 
-    def _expected(self, key: str, location: str) -> str:
+    def _expectation(self, key: str, location: str) -> str:
         setting = self.settings[key]
         limits = f" {setting.range}" if setting.range else ""
         expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
@@ -256,17 +256,17 @@ class Schema:
             expected = "one of " + ", ".join(setting.choices)
             if _is_list(setting.kinds[0]):
                 expected = f"a list, each {expected}"
-        return f"{_named(key, location)} expects {expected}"
+        return f"{_label(key, location)} expects {expected}"
 
 
-def _named(key: str, location: str) -> str:
+def _label(key: str, location: str) -> str:
     """Return what a setting is called where it was given; an option of a command has a name of its own."""
     return location if location.startswith("--") else f"{key} ({location})"
 
 
 def _check_gone(key: str, node: yaml.Node, location: str) -> None:
     values = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else [node]
-    if any(_shown(value) != repr(GONE[key]) for value in values):
+    if any(_describe_node(value) != repr(GONE[key]) for value in values):
         raise ConfigError(
             f"{key} ({location}) is a setting of an earlier version: leave it out of a new training; a model that has "
             "it can be exported by that version for Hugging Face, and `import` reads the export"
@@ -285,10 +285,10 @@ def _entries(node: yaml.Node, section: str, path: Path, what: str) -> Iterator[t
     if node.tag == f"{YAML_TAG}null":
         return
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{what}; got {_shown(node)}")
+        raise ConfigError(f"{what}; got {_describe_node(node)}")
     locations: dict[str, str] = {}
     for key_node, value in node.value:
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _describe_node(key_node)
         if section:
             key = f"{section}.{key}"
         location = f"{path}:{key_node.start_mark.line + 1}"
@@ -298,9 +298,9 @@ def _entries(node: yaml.Node, section: str, path: Path, what: str) -> Iterator[t
         yield key, value, location
 
 
-def _composed_file(path: Path) -> yaml.Node:
+def _compose_file(path: Path) -> yaml.Node:
     try:
-        return _composed(path.read_text(encoding="utf-8"))
+        return _compose(path.read_text(encoding="utf-8"))
     except _UnfitError as error:
         raise ConfigError(f"{path} is {error}: it has sections, and settings in them") from None
     except FileNotFoundError:
@@ -314,7 +314,7 @@ def _composed_file(path: Path) -> yaml.Node:
         raise ConfigError(f"{where} is not YAML: {what}") from error
 
 
-def _composed(text: str) -> yaml.Node:
+def _compose(text: str) -> yaml.Node:
     """Compose the nodes of a document; an empty one is null."""
     try:
         # Not by libyaml, whose messages say less: which alias, and in which line a bracket was opened
@@ -329,27 +329,27 @@ def _as_node(value: object, kinds: Sequence[Any]) -> yaml.Node:
     if isinstance(value, (list, tuple)):
         return yaml.SequenceNode(f"{YAML_TAG}seq", [_as_node(each, inner) for each in value])
     if not isinstance(value, str):
-        return _composed(yaml.safe_dump(value, sort_keys=False))
+        return _compose(yaml.safe_dump(value, sort_keys=False))
     # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
     nothing = types.NoneType in kinds and value in ("null", "~")
     if nothing:
-        return _composed("null")
+        return _compose("null")
     if str in (*kinds, *inner) and not (inner and value.startswith("[")):
         return yaml.ScalarNode(f"{YAML_TAG}str", value)
-    return _composed(_text(value))
+    return _compose(_text(value))
 
 
 def _is_list(kind: object) -> bool:
     return get_origin(kind) is tuple
 
 
-def _converted(node: yaml.Node, kind: Any) -> Any:
+def _convert(node: yaml.Node, kind: Any) -> Any:
     """Convert a node to a value of type `kind`; raise ValueError if it is not of this type."""
     if _is_list(kind):
         inner = get_args(kind)
         if not isinstance(node, yaml.SequenceNode) or (inner[-1] is not ... and len(node.value) != len(inner)):
             raise ValueError
-        return tuple(_converted(each, inner[0]) for each in node.value)
+        return tuple(_convert(each, inner[0]) for each in node.value)
     if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(YAML_TAG) not in SCALARS:
         raise ValueError
     null = node.tag == f"{YAML_TAG}null"
@@ -381,17 +381,17 @@ def _text(value: str) -> str:
     return value
 
 
-def _shown(node: yaml.Node) -> str:
+def _describe_node(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         if node.tag == f"{YAML_TAG}null":
             return "nothing"
-        return shortened(repr(node.value))
+        return shorten(repr(node.value))
     if isinstance(node, yaml.SequenceNode):
         return f"a list of {len(node.value)}"
     return f"a section of {len(node.value)}"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return a text, or the beginning of a long one with its length."""
     if len(text) <= 80:
         return text

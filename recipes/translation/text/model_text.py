@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig
-from recipes.translation.settings.schema import shortened
+from recipes.translation.settings.schema import shorten
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords
 
@@ -101,10 +101,10 @@ class OtherForm:
     def _compare(self, sentence: str) -> None:
         if self._target.leaves(sentence):
             return
-        written = one_line(self._target.normalized(sentence))
+        written = one_line(self._target.normalize(sentence))
         if not same_text(sentence, written):
             self.changed += 1
-            self._example = self._example or f"{shortened(repr(sentence))} as {shortened(repr(written))}"
+            self._example = self._example or f"{shorten(repr(sentence))} as {shorten(repr(written))}"
 
     def join(self, later: OtherForm) -> None:
         """Add what another one has counted of the sentences that follow."""

@@ -47,7 +47,7 @@ def setting_of(rules: str) -> str:
     return names.get(rules, rules or "rules without a name")
 
 
-def composed(text: str, rules: str) -> str:
+def compose(text: str, rules: str) -> str:
     """Return text as the rules that sentencepiece calls `rules` expect it.
 
     They replace characters that follow each other, and cannot put accents that compose with nothing into NFC's order.
@@ -55,17 +55,17 @@ def composed(text: str, rules: str) -> str:
     return unicodedata.normalize("NFC", text) if rules == SENTENCEPIECE["nfc"] else text
 
 
-def all_composed(texts: list[str], rules: str) -> list[str]:
-    """Return texts as `composed` does each of them."""
+def compose_all(texts: list[str], rules: str) -> list[str]:
+    """Return texts as `compose` does each of them."""
     # Each part of text in NFC is in NFC, and of many texts this is known faster than of each
     if rules != SENTENCEPIECE["nfc"] or unicodedata.is_normalized("NFC", " ".join(texts)):
         return texts
-    return [composed(text, rules) for text in texts]
+    return [compose(text, rules) for text in texts]
 
 
-def normalized(text: str, name: str) -> str:
+def normalize(text: str, name: str) -> str:
     """Return text by a row of NORMALIZATIONS, before there is a model."""
-    found: str = _normalizer(name).normalize(composed(text, SENTENCEPIECE[name]))
+    found: str = _normalizer(name).normalize(compose(text, SENTENCEPIECE[name]))
     return found
 
 

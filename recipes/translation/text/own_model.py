@@ -48,13 +48,13 @@ def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
         else:
             model = model_of(path.read_bytes())
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"subwords.model: {path} is no {_expected(kind, path)}: {error}") from None
+        raise DataError(f"subwords.model: {path} is no {_expectation(kind, path)}: {error}") from None
     if not any(piece.type == Piece.NORMAL for piece in model.pieces):
-        raise DataError(f"subwords.model: {path} is no {_expected(kind, path)}: it has no pieces")
+        raise DataError(f"subwords.model: {path} is no {_expectation(kind, path)}: it has no pieces")
     return _with_our_ids(model, added)
 
 
-def _expected(kind: str, path: Path) -> str:
+def _expectation(kind: str, path: Path) -> str:
     if KINDS[kind].words:
         return f"list of words, as subwords.kind {kind} takes it"
     return "tokenizer.json of pieces" if path.suffix == ".json" else "sentencepiece model"

@@ -79,7 +79,7 @@ class Sampler:
     def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
         if KINDS[self._kind].merges:
             return with_dropout(word, self._scores, amount, random)
-        return drawn(word, self._last_pieces(word, amount), random)
+        return draw_segmentation(word, self._last_pieces(word, amount), random)
 
 
 def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random: Random) -> list[str]:
@@ -142,7 +142,7 @@ def last_pieces(word: str, scores: Mapping[str, float], exponent: float) -> list
     return found
 
 
-def drawn(word: str, pieces: list[LastPieces], random: Random) -> list[str]:
+def draw_segmentation(word: str, pieces: list[LastPieces], random: Random) -> list[str]:
     """Draw a segmentation from its end to its beginning, given the `last_pieces` of the word."""
     segmentation = []
     end = len(word)

@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import parse_json
 
 Piece: TypeAlias = ModelProto.SentencePiece
 """A subword: its text, `piece`, its `score`, and its `type`: NORMAL, UNKNOWN, CONTROL (never found in a text, and
@@ -58,7 +58,7 @@ def notes_of(content: bytes) -> Mapping[str, Any]:
     found = model_of(content).Extensions[NOTES]
     if not found:
         return {}
-    notes: dict[str, Any] = parsed(found)
+    notes: dict[str, Any] = parse_json(found)
     return notes
 
 

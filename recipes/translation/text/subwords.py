@@ -18,7 +18,7 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.data import KINDS, NORMALIZATIONS
-from recipes.translation.text.normalization import all_composed, composed, normalized, setting_of, with_rules
+from recipes.translation.text.normalization import compose, compose_all, normalize, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import kind_of_model, model_of, notes_of
 
@@ -88,7 +88,7 @@ def train_subwords(
     model = io.BytesIO()
     rule = rule or normalizations(config)[0]
     # A tab is sentencepiece's own mark between sentences
-    sentences = [normalized(sentence, rule).replace("\t", " ") for sentence in sentences]
+    sentences = [normalize(sentence, rule).replace("\t", " ") for sentence in sentences]
     _note_long(sentences)
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -167,8 +167,8 @@ class Subwords:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        self._rules: str = model_of(self.serialized()).normalizer_spec.name
-        notes = notes_of(self.serialized())
+        self._rules: str = model_of(self.model_bytes()).normalizer_spec.name
+        notes = notes_of(self.model_bytes())
         self.symbols = ORDINARY
         self._size = int(processor.get_piece_size())
         self._imported = bool(notes)
@@ -204,18 +204,18 @@ class Subwords:
 
     def save(self, path: Path) -> None:
         """Write the model file that `load` reads."""
-        path.write_bytes(self.serialized())
+        path.write_bytes(self.model_bytes())
 
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the model."""
-        return hashlib.sha256(self.serialized()).hexdigest()
+        return hashlib.sha256(self.model_bytes()).hexdigest()
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
         if self.tags:
             sentences = [self._tag_apart(sentence) for sentence in sentences]
-        sentences = all_composed(sentences, self._rules)
+        sentences = compose_all(sentences, self._rules)
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
             return ids
@@ -274,7 +274,7 @@ class Subwords:
     @property
     def kind(self) -> str:
         """Return which of KINDS the model is."""
-        trainer = kind_of_model(model_of(self.serialized()))
+        trainer = kind_of_model(model_of(self.model_bytes()))
         return next(name for name, kind in KINDS.items() if kind.trainer == trainer)
 
     @property
@@ -282,9 +282,9 @@ class Subwords:
         """Return the name of the model's rules of normalisation: one of NORMALIZATIONS, or sentencepiece's own."""
         return setting_of(self._rules)
 
-    def normalized(self, sentence: str) -> str:
+    def normalize(self, sentence: str) -> str:
         """Return what the subwords of a sentence spell, if each of its characters has some; blanks are joined."""
-        found: str = self._processor.normalize(composed(sentence, self._rules))
+        found: str = self._processor.normalize(compose(sentence, self._rules))
         return found.replace(BLANK, " ").strip(" ")
 
     def leaves(self, sentence: str) -> bool:
@@ -293,7 +293,7 @@ class Subwords:
             return False
         return sentence.isascii() or (self.normalization == "nfc" and unicodedata.is_normalized("NFC", sentence))
 
-    def written(self, sentences: Sequence[str]) -> list[str]:
+    def respell(self, sentences: Sequence[str]) -> list[str]:
         """Return each sentence as its subwords spell it."""
         return self.decode(self.encode(list(sentences)))
 
@@ -301,7 +301,7 @@ class Subwords:
         """Return the text of each subword; a blank is written as U+2581."""
         return [self._processor.id_to_piece(number) for number in range(len(self))]
 
-    def serialized(self) -> bytes:
+    def model_bytes(self) -> bytes:
         """Return the bytes of the model file."""
         content: bytes = self._processor.serialized_model_proto()
         return content

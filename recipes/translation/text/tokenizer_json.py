@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
-from recipes.translation.files.json_fields import parsed
+from recipes.translation.files.json_fields import parse_json
 from recipes.translation.text.sentencepiece_file import Piece
 
 FIRST = 4
@@ -26,7 +26,7 @@ def sentencepiece_model(content: str, symbols: set[str]) -> ModelProto:
 
     Raises an error where it was made from anything else, or has been changed.
     """
-    found = parsed(content)
+    found = parse_json(content)
     rules = (found["normalizer"] or {}).get("normalizers", [{}])[0]
     if "precompiled_charsmap" not in rules:
         raise ValueError("there is none, and the tokenizer has no compiled rules of normalisation to make one of it")

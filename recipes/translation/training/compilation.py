@@ -20,13 +20,13 @@ def check_compiler(devices: Iterable[torch.device]) -> None:
                 torch.compile(lambda x: x.exp() + 1)(torch.ones(2, device=device))
         except RuntimeError as error:
             raise ConfigError(
-                f"training.compile is true, but torch.compile fails for {device} ({_said(error)}): install a C++ "
+                f"training.compile is true, but torch.compile fails for {device} ({_reason(error)}): install a C++ "
                 "compiler and, for a GPU, Triton, or leave training.compile out"
             ) from error
 
 
 @contextmanager
-def told_if_not_compiled() -> Iterator[None]:
+def explain_compile_errors() -> Iterator[None]:
     """Within the block, raise ConfigError for a layer that the compiler does not take."""
     try:
         yield
@@ -36,8 +36,8 @@ def told_if_not_compiled() -> Iterator[None]:
 
         if not isinstance(error, TorchDynamoException):
             raise
-        raise ConfigError(f"the layers cannot be compiled ({_said(error)}): set training.compile false") from error
+        raise ConfigError(f"the layers cannot be compiled ({_reason(error)}): set training.compile false") from error
 
 
-def _said(error: RuntimeError) -> str:
+def _reason(error: RuntimeError) -> str:
     return str(error).strip().splitlines()[0][:200]

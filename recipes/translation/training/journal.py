@@ -85,19 +85,19 @@ class Journal:
             self._draw()
         self.files.close()
 
-    def step_done(self, state: TrainingState, done: StepNumbers, rate: float) -> None:
+    def note_step(self, state: TrainingState, done: StepNumbers, rate: float) -> None:
         """Note a step, which `state` counts already, and its learning rate."""
         loss, tokens, norm = done
-        seconds = self.progress.step_done(state, loss=loss, tokens=tokens)
+        seconds = self.progress.show_step(state, loss=loss, tokens=tokens)
         self.metrics.write(
             step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens=tokens, **self._scale(state)
         )
         self.machine.write(step=state.step, seconds=round(seconds, 6))
         self.drawn = False
 
-    def step_skipped(self, state: TrainingState) -> None:
+    def note_skipped_step(self, state: TrainingState) -> None:
         """Note a step without an update, which `state` counts already."""
-        seconds = self.progress.step_skipped(state)
+        seconds = self.progress.show_skipped_step(state)
         self.metrics.write(step=state.step, **self._scale(state))
         self.machine.write(step=state.step, seconds=round(seconds, 6))
 
@@ -131,7 +131,7 @@ class Journal:
         for records in (self.metrics, self.machine, self.samples):
             records.flush()
 
-    def validated(self, state: TrainingState, found: Validation) -> None:
+    def announce_validation(self, state: TrainingState, found: Validation) -> None:
         """Announce a validation whose state is saved, and note the memory used so far; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
@@ -142,12 +142,12 @@ class Journal:
         self.machine.write(step=state.step, memory=memory)
         if time.monotonic() >= self.next_drawing:
             self._draw()
-        self.progress.validated(state, found)
+        self.progress.show_validation(state, found)
 
-    def started(self, state: TrainingState, found: Validation, of: str) -> None:
+    def note_start(self, state: TrainingState, found: Validation, of: str) -> None:
         """Note and announce the validation of the model that a run starts from."""
         self.metrics.write(**found.as_dict())
-        self.progress.validated(state, found, of)
+        self.progress.show_validation(state, found, of)
 
     def _draw(self) -> None:
         """Draw the report, and say when to draw it again."""

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from models import EncoderDecoder
-from models.compiled import compile_layers, compiled, compiling
+from models.compiled import compile_layers, compiling, without_compiling
 from models.sharding import cut_of, split_weights, whole_outputs
 from models.transformer import allocate
 from recipes.translation.data.batches import Batch, padded_batch
@@ -34,12 +34,12 @@ from recipes.translation.files.tensors import MIXED
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD, UNK
-from recipes.translation.training.compilation import check_compiler, told_if_not_compiled
+from recipes.translation.training.compilation import check_compiler, explain_compile_errors
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.half_precision import AUTOCAST
 from recipes.translation.training.objective import Objective
 from recipes.translation.training.parts import Axes, OpenedModel, Parts
-from recipes.translation.training.shards import fill, gathered_together, shard_layers, shard_module
+from recipes.translation.training.shards import fill, gather_together, shard_layers, shard_module
 from seqpar.distributed.collectives import group_sum, whole_tensor
 from seqpar.multi_device.devices import check_devices
 
@@ -259,11 +259,11 @@ class Layout:
         if self.settings.compile:
             target = min(27, self.settings.max_length)
             sentences, source = 32 * len(self.devices), min(22, target - 1)
-        with told_if_not_compiled():
+        with explain_compile_errors():
             self.accumulate([padded_batch([[UNK] * source] * sentences, [[UNK] * target] * sentences)])
         self.model.zero_grad()
         if self.settings.compile:
-            self.stance = compiled
+            self.stance = without_compiling
 
     def __str__(self) -> str:
         layers = ", layers compiled" if self.settings.compile else ""
@@ -305,7 +305,7 @@ class Layout:
             held.enter_context(whole_outputs(self.model))
             if self.groups.shards is not None:
                 assert self.reducer is not None
-                together = gathered_together([self.reducer], self.groups.shards.get_group("shard"))
+                together = gather_together([self.reducer], self.groups.shards.get_group("shard"))
                 ranks = replace(ranks, meet=held.enter_context(together))
             yield ranks
 
@@ -393,7 +393,7 @@ class Layout:
         }
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-        """Set the optimizer's moments from rank 0's whole ones, as `parts.copied` makes them of `moments`."""
+        """Set the optimizer's moments from rank 0's whole ones, as `parts.copy_parts` makes them of `moments`."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 # In the weights' dtype, which differs if the run is resumed in another precision

@@ -14,8 +14,8 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.layout import Groups, device_of
-from recipes.translation.training.parts import Axes, opened
-from recipes.translation.training.shards import fill, gathered_together, reshard
+from recipes.translation.training.parts import Axes, open_model
+from recipes.translation.training.shards import fill, gather_together, reshard
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     translators = []
     in_parts = []
     for read in reads:
-        made = opened(read, ranks)
+        made = open_model(read, ranks)
         saved = made.saved
         axes, mesh = Axes(ranks.world, 1, 1), None
         if was_in_parts(saved.config.layout) and ranks.world > 1:
@@ -53,7 +53,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
         with torch.no_grad():
             model(ids, ids)  # since FSDP2 takes the module that is called first for the root
         reshard(model)
-    with gathered_together([model for model, _ in in_parts], in_parts[0][1]) as meet:
+    with gather_together([model for model, _ in in_parts], in_parts[0][1]) as meet:
         yield translators, replace(ranks, meet=meet)
 
 

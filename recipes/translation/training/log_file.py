@@ -56,7 +56,7 @@ def note_in(path: Path, text: str) -> None:
 
 
 @contextmanager
-def logged(path: Path) -> Iterator[None]:
+def log_to(path: Path) -> Iterator[None]:
     """Within the block, add what is printed to the file at `path`, and the error that ends the block; times are UTC."""
     with ExitStack() as held:
         with writing_to(path):

@@ -72,11 +72,11 @@ class Parts:
         assert not parameters, f"without weights: {', '.join(parameters)}"
 
     def receive(self, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts of rank 0's whole tensors into its own, by keys as those of `copied`."""
-        for key, whole in self.ranks.tensors_of_main(saved, self._described(own)):
+        """Copy this rank's parts of rank 0's whole tensors into its own, by keys as those of `copy_parts`."""
+        for key, whole in self.ranks.tensors_of_main(saved, self._describe_whole(own)):
             self.fill(_parameter_of(key), own[key], whole)
 
-    def copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def copy_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy this rank's parts to the CPU; return the whole tensors, which rank 0 receives when it asks for them.
 
         Every rank must ask for every tensor that it finds in the result, in the same order, though only rank 0 gets
@@ -90,15 +90,15 @@ class Parts:
             return copies(tensors)
         if self.ranks.rank >= self.shards * self.cuts:
             return AskedOnce({}, tensors.__getitem__)
-        described = self._described(tensors)
+        described = self._describe_whole(tensors)
         own = {
             key: local_of(tensor).to("cpu", copy=True)
             for key, tensor in tensors.items()
             if self.mine in self._owners(_parameter_of(key), described[key])
         }
-        return AskedOnce(described, lambda key: self._gathered(_parameter_of(key), described[key], own.pop(key, None)))
+        return AskedOnce(described, lambda key: self._gather(_parameter_of(key), described[key], own.pop(key, None)))
 
-    def _described(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _describe_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the whole tensors of which these are parts, on "meta"."""
         shapes = {key: self.shapes[_parameter_of(key)] if part.dim() else part.shape for key, part in tensors.items()}
         return {key: torch.empty(shapes[key], dtype=part.dtype, device="meta") for key, part in tensors.items()}
@@ -109,7 +109,7 @@ class Parts:
         cuts = self.cuts if whole.dim() and cut_of(name) else 1
         return [(shard, cut_index) for cut_index in range(cuts) for shard in range(shards)]
 
-    def _gathered(self, name: str, whole: Tensor, own: Tensor | None) -> Tensor:
+    def _gather(self, name: str, whole: Tensor, own: Tensor | None) -> Tensor:
         """Return a whole tensor on rank 0, put together from the parts of all, and `whole` elsewhere."""
         if not self.ranks.is_main:
             if own is not None and own.numel():
@@ -142,7 +142,7 @@ class OpenedModel(NamedTuple):
     """Each weight of the model, whole, when it is asked for; every rank must ask for all."""
 
 
-def opened(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = torch.float32) -> OpenedModel:
+def open_model(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = torch.float32) -> OpenedModel:
     """Return the model that `read` opens on rank 0, with weights of this dtype."""
     mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
     shared = ranks.run_on_main(lambda: mine and replace(mine, weights={}))

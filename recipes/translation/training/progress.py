@@ -80,7 +80,7 @@ class Progress(StatusLine):
         self.mark = time.monotonic()
         self.began = self.mark - state.seconds
 
-    def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> float:
+    def show_step(self, state: TrainingState, *, loss: float, tokens: int) -> float:
         """Show the end of a step and return its seconds; `loss` is its mean per token, `tokens` its number."""
         seconds = self._tick(state)
         state.train_seconds += seconds
@@ -88,7 +88,7 @@ class Progress(StatusLine):
         self.show(self.line(state.step))
         return seconds
 
-    def step_skipped(self, state: TrainingState) -> float:
+    def show_skipped_step(self, state: TrainingState) -> float:
         """Say that a step was skipped, and return its seconds."""
         seconds = self._tick(state)
         state.train_seconds += seconds
@@ -103,7 +103,7 @@ class Progress(StatusLine):
         counted = list(self.recent)[SLOW_STEPS:] or list(self.recent)
         return sum(each[0] for each in counted) / max(len(counted), 1)
 
-    def validated(self, state: TrainingState, found: Validation, of: str = "") -> None:
+    def show_validation(self, state: TrainingState, found: Validation, of: str = "") -> None:
         """Show the result of a validation and that of each corpus; its seconds do not count as training.
 
         `of` is the model that a run starts from, of which it is the validation.

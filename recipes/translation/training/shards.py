@@ -70,7 +70,7 @@ def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None,
 
 
 @contextmanager
-def gathered_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterator[Callable[[], None]]:
+def gather_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterator[Callable[[], None]]:
     """Within the block, let each rank call the layers of one model or several as often as it needs them.
 
     There are no gradients. What is in `roots`, one of each model, but in none of the layers is gathered throughout: the

@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -141,7 +141,7 @@ def write_translations(
     made_from = origin(teacher, lines, tag)
     paths = [folder / f"{name}.{what}" for what in ("source.txt", "target.txt", "json")]
     source, target, _ = paths
-    done = ranks.run_on_main(lambda: begun(paths, lines, made_from))
+    done = ranks.run_on_main(lambda: resume_translations(paths, lines, made_from))
     if done == len(lines):
         print(f"[distil] {target}: {done:,} translations reused", flush=True)
         return source, target
@@ -186,11 +186,11 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
     }
 
 
-def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]) -> int:
+def resume_translations(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]) -> int:
     """Return how many translations can be kept, after removing what cannot: all lines, or whole blocks of them."""
     source, target, record = paths
     make_folder(source.parent)
-    if noted_in(record) != made_from:
+    if field_in(record) != made_from:
         record.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
         replace_file(source, "".join(f"{line}\n" for line in lines).encode())

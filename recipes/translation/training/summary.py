@@ -15,7 +15,7 @@ from pathlib import Path
 from models import EncoderDecoder
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.processes.launch import started_by, unambiguous
+from recipes.translation.processes.launch import launcher_words, unambiguous
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_saved
@@ -215,9 +215,9 @@ def summarize(
     if is_hopeless(best):
         # A model that has not begun to learn may be a little worse than guessing
         diverged = is_worse_than_guessing(best, len(corpus.target) ** 1.5)
-        found = advice_of_diverged(settings, len(corpus.target)) if diverged else advice(run, settings, state)
+        found = divergence_advice(settings, len(corpus.target)) if diverged else advice(run, settings, state)
         return replace(summary, advice=found)
-    return replace(summary, samples=translated(folder, corpus, ranks))
+    return replace(summary, samples=translate_samples(folder, corpus, ranks))
 
 
 def is_hopeless(best: Validation) -> bool:
@@ -232,7 +232,7 @@ def is_hopeless(best: Validation) -> bool:
     return bleu < 1 and accuracy < 50
 
 
-def advice_of_diverged(training: TrainingConfig, classes: int) -> str:
+def divergence_advice(training: TrainingConfig, classes: int) -> str:
     """Return what to try with a run whose best validation is worse than guessing."""
     return (
         f"it is worse than guessing ({guessing(classes)}): begin again with a training.learning_rate below "
@@ -265,7 +265,7 @@ def advice(run: Path, training: TrainingConfig, state: TrainingState) -> str:
     return f"{why}; go on with: {going_on(run, *words)}"
 
 
-def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:
+def translate_samples(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:
     """Translate the first validation sentences, in turn of each set, by the model in `folder`."""
     in_turn = chain.from_iterable(zip_longest(*(valid.pairs[:SAMPLES] for valid in corpus.valid)))
     pairs = [pair for pair in in_turn if pair is not None][:SAMPLES]
@@ -277,7 +277,7 @@ def translated(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]
 def going_on(run: Path | str, *words: object) -> str:
     """Return a shell command that goes on with a training, by the launcher that has started this process, if any."""
     words = ("train", "--run", run, *words)
-    program = started_by()
+    program = launcher_words()
     if not program:
         return command(*words)
     if program[1:] == RECIPE:

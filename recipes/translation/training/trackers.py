@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.json_fields import noted_in
+from recipes.translation.files.json_fields import field_in
 from recipes.translation.files.writing import check_no_link, replace_file
 
 
@@ -76,16 +76,16 @@ def open_trackers(
     found: list[Tracker] = []
     for name in dict.fromkeys(names):
         check_no_link(run / name)
-        id_there = noted_in(note, "id") or uuid.uuid4().hex[:12]
+        id_there = field_in(note, "id") or uuid.uuid4().hex[:12]
         replace_file(note, (json.dumps({"id": id_there}) + "\n").encode())
         try:
-            found.append(_begun(run, name, settings, id_there, (resumed_at or 0) + 1))
+            found.append(_begin_tracker(run, name, settings, id_there, (resumed_at or 0) + 1))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} cannot start: {type(error).__name__}: {error}") from error
     return found
 
 
-def _begun(run: Path, name: str, settings: Mapping[str, object], id_there: str, first: int) -> Tracker:
+def _begin_tracker(run: Path, name: str, settings: Mapping[str, object], id_there: str, first: int) -> Tracker:
     """Begin a tracker at the step `first`, or go on with its run of the name `id_there`."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter

@@ -53,7 +53,7 @@ def adapt(model: EncoderDecoder, settings: TrainingConfig, width: int) -> None:
     add_lora(model, rank, settings.lora_alpha)
 
 
-def merged(translator: Translator) -> Translator:
+def merge_lora(translator: Translator) -> Translator:
     """Return the translator with an ordinary model in place of one with LoRA, of the same outputs up to rounding."""
     if not translator.config.training.lora_rank:
         return translator

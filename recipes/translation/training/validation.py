@@ -60,16 +60,16 @@ class Validation:
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Read a record that `as_dict` returned."""
         names = [name.removeprefix("valid_loss.") for name in record if name.startswith("valid_loss.")]
-        parts = {part: cls._read(record, f".{part}") for part in names}
-        return replace(cls._read(record), parts=parts)
+        parts = {part: cls._read_part(record, f".{part}") for part in names}
+        return replace(cls._read_part(record), parts=parts)
 
     @classmethod
-    def _read(cls, record: Mapping[str, Any], suffix: str = "") -> Self:
+    def _read_part(cls, record: Mapping[str, Any], suffix: str = "") -> Self:
         return cls(record["step"], {name: record.get(f"valid_{name}{suffix}") for name in METRICS})
 
     def __str__(self) -> str:
         known = ((METRICS[name], value) for name, value in self.values.items() if value is not None)
-        return "   ".join(metric.said(value) for metric, value in known)
+        return "   ".join(metric.format_value(value) for metric, value in known)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: s
 
 def check_letters(translator: Translator, text: str, what: str) -> None:
     """Raise DataError for text that the model would write in another form."""
-    (written,) = translator.target.written([text])
+    (written,) = translator.target.respell([text])
     if not same_text(text, one_line(written)):
         raise DataError(
             f"{what} cannot be written as it is: by its subwords.normalization {translator.target.normalization} this "

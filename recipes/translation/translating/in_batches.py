@@ -37,6 +37,6 @@ def in_batches(
         for start in range(0, len(mine), size):
             rows = mine[start : start + size]
             found.update(zip(rows, search(rows), strict=True))
-            progress.done(len(rows))
+            progress.advance(len(rows))
     ranks.meet()
     return ChainMap(*gather_objects(found, ranks.group))

@@ -25,7 +25,7 @@ from models import (
     sample,
 )
 from models.decoding_rules import Rule
-from recipes.translation.data.batches import padded
+from recipes.translation.data.batches import pad_rows
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
@@ -177,7 +177,7 @@ def search_rows(
     decoding = translator.config.decoding
     some = [tasks[row] for row in rows]
     symbols = translator.source.symbols
-    src = padded([symbols.source(task.source) for task in some]).to(translator.model.generator.weight.device)
+    src = pad_rows([symbols.source(task.source) for task in some]).to(translator.model.generator.weight.device)
     shared: dict[str, Any] = {
         "bos": translator.target.symbols.start,
         "eos": EOS,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import COMMANDS, main
-from recipes.translation.commands.translation import typed
+from recipes.translation.commands.translation import typed_sentences
 from recipes.translation.errors import OtherRankError
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.scores.rerank import best_by_mbr
@@ -400,7 +400,7 @@ def test_typing_ends_with_an_empty_line_ctrl_d_or_ctrl_c(
         raise answer
 
     monkeypatch.setattr("builtins.input", typing)
-    assert list(typed("> ")) == [SENTENCE]
+    assert list(typed_sentences("> ")) == [SENTENCE]
 
 
 def test_ctrl_c_ends_a_command_with_130(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

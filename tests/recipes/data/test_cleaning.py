@@ -38,7 +38,7 @@ def clean(
 ) -> tuple[list[Pair], dict[str, int]]:
     """The pairs that stay, and how many each rule removed, as the reader of training data asks for them."""
     cleaning = Cleaning(settings, source, target)
-    return list(cleaning.kept(pairs)), cleaning.removed
+    return list(cleaning.clean(pairs)), cleaning.removed
 
 
 def kept(settings: CleaningConfig, *sides: tuple[str, str], languages: tuple[str, str] = ("en", "de")) -> list[Pair]:

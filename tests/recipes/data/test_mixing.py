@@ -49,7 +49,7 @@ def test_no_pair_is_used_twice_before_all_pairs_of_its_corpus_are_used(given: li
     mixture = Mixture(sizes, weights, 2.0, seed)
     used: Counter[int] = Counter()
     for epoch in range(4):
-        used.update(mixture.drawn(epoch, numpy.arange(sum(sizes))).tolist())
+        used.update(mixture.draw_epoch(epoch, numpy.arange(sum(sizes))).tolist())
         start = 0
         for size in sizes:
             times = [used[pair] for pair in range(start, start + size)]
@@ -100,7 +100,7 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_of_a_mixture() -> None:
 
 
 def test_without_weights_and_temperature_a_mixture_draws_every_pair_once() -> None:
-    drawn = Mixture([5, 9], [1.0, 1.0], 1.0, 1).drawn(7, numpy.arange(14))
+    drawn = Mixture([5, 9], [1.0, 1.0], 1.0, 1).draw_epoch(7, numpy.arange(14))
     assert sorted(drawn.tolist()) == list(range(14))
 
 

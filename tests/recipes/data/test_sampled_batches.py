@@ -82,7 +82,7 @@ def segmentations(text: str, scores: dict[str, float]) -> Iterator[tuple[str, ..
 
 def processor_of(subwords: Subwords) -> sentencepiece.SentencePieceProcessor:
     """sentencepiece's own reading of the same model."""
-    return sentencepiece.SentencePieceProcessor(model_proto=subwords.serialized())
+    return sentencepiece.SentencePieceProcessor(model_proto=subwords.model_bytes())
 
 
 def scores_of(subwords: Subwords) -> dict[str, float]:

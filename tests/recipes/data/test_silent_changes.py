@@ -24,7 +24,7 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.settings.config import DataConfig, RunConfig, named_format
 from recipes.translation.settings.data import CleaningConfig
-from recipes.translation.settings.paths import expanded
+from recipes.translation.settings.paths import expand_path
 
 LINES = ["one", "zwei", "drei ü"]
 TEXT = "".join(f"{line}\n" for line in LINES).encode()
@@ -212,7 +212,7 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         "a/$SCRATCH/y": "a//scratch/y", "a$SCRATCH": "a$SCRATCH", "a~": "a~", "x/~/y": "x/~/y",
         "${SCRATCH}1": "/scratch1",
     }.items():  # fmt: skip
-        assert expanded(path, "run") == expected
+        assert expand_path(path, "run") == expected
     for path in ("${NOSUCH}/x", "$NOSUCH/x", "~nosuchuser/x"):
         with pytest.raises(ConfigError, match="run is "):
-            expanded(path, "run")
+            expand_path(path, "run")

@@ -29,8 +29,8 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.prepare import drawn
-from recipes.translation.data.token_store import IDS, TEXT_ITEMS, Kind, flat_ids, mapped
+from recipes.translation.data.prepare import draw_indices
+from recipes.translation.data.token_store import IDS, TEXT_ITEMS, Kind, flat_ids, map_files
 from recipes.translation.data.training_text import write_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import load_training
@@ -138,7 +138,7 @@ def test_what_was_noticed_while_the_text_was_read_is_said_at_every_start(
 def test_what_changes_in_a_file_is_read_again(tmp_path: Path) -> None:
     files = {"data.path": str(tmp_path), "data.train": ["a.en", "a.de"], "data.valid": ["a.en", "a.de"]}
     small = {"subwords.vocab_size": 282, "subwords.train_pairs": 20}
-    sampled = set(drawn(60, 20))
+    sampled = set(draw_indices(60, 20))
     place = next(n for n in range(60) if n not in sampled)
     models = set()
     for other in ("other", "another"):
@@ -315,7 +315,7 @@ def test_a_sequence_in_files_is_the_one_that_was_written(
             part = encoded[start : start + data.draw(st.integers(1, 9))]
             writer.add(numpy.array([each for item in part for each in item], int), list(map(len, part)))
             start += len(part)
-    found = mapped(*paths, dtype, kind)
+    found = map_files(*paths, dtype, kind)
     again = pickle.loads(pickle.dumps(found))
     assert list(found) == list(again) == expected
     assert found.lengths(0, len(items)).tolist() == list(map(len, encoded))
@@ -338,14 +338,14 @@ def test_what_is_mapped_is_sent_to_another_process_by_name(tmp_path: Path) -> No
 
 @given(st.integers(1, 30), st.integers(0, 40))
 def test_as_many_pairs_are_drawn_for_the_subwords_as_there_are_or_as_were_asked_for(pairs: int, count: int) -> None:
-    found = drawn(pairs, count)
+    found = draw_indices(pairs, count)
     assert len(set(found)) == len(found) == (min(pairs, count) if count else pairs)
     assert set(found) <= set(range(pairs))
-    assert found == drawn(pairs, count)
+    assert found == draw_indices(pairs, count)
 
 
 def test_every_pair_is_drawn_for_the_subwords_with_the_same_probability() -> None:
-    found = drawn(20_000, 2_000)
+    found = draw_indices(20_000, 2_000)
     tenths = [sum(place * 10 // 20_000 == part for place in found) for part in range(10)]
     assert all(abs(count - 200) < 60 for count in tenths)
 

@@ -25,7 +25,7 @@ from models import (
     greedy,
     make_transformer,
 )
-from recipes.translation.data.batches import padded
+from recipes.translation.data.batches import pad_rows
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_model
@@ -215,7 +215,7 @@ def test_the_search_of_the_document_finds_the_tokens_of_our_own(longest: int, tm
     english = [pair.source for pair in pairs(40, 3)]
     ids = [[*row, EOS] for row in translator.source.encode(english)]
     limits = [min(default_limit(len(row)), longest) for row in ids]
-    expected = greedy(translator.model, padded(ids), bos=BOS, eos=EOS, max_length=limits)
+    expected = greedy(translator.model, pad_rows(ids), bos=BOS, eos=EOS, max_length=limits)
     assert len({tuple(row) for row in expected}) > 5
     ended = sum(len(row) < limit for row, limit in zip(expected, limits, strict=True))
     assert 0 < ended < len(expected)

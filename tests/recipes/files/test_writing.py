@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.json_fields import noted_in, parsed
+from recipes.translation.files.json_fields import field_in, parse_json
 from recipes.translation.files.tensors import read_tensors, write_tensors
 from recipes.translation.files.writing import add_to, beside, check_regular, make_folder, replace_file, replace_files
 from recipes.translation.run_folder.outputs import write_output
@@ -226,15 +226,15 @@ def test_a_field_that_cannot_be_read_is_none_whatever_is_wrong(content: bytes | 
         path.write_bytes(content)
     elif content is not None:
         path.mkdir()
-    assert noted_in(path, "a", 0) is None
+    assert field_in(path, "a", 0) is None
 
 
 def test_a_field_is_named_from_the_outside_in(tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text('{"a": [3, {"b": "ü"}]}', encoding="utf-8")
-    assert noted_in(tmp_path / "facts.json", "a", 1, "b") == "ü"
-    assert noted_in(tmp_path / "facts.json") == {"a": [3, {"b": "ü"}]}
+    assert field_in(tmp_path / "facts.json", "a", 1, "b") == "ü"
+    assert field_in(tmp_path / "facts.json") == {"a": [3, {"b": "ü"}]}
 
 
 def test_json_that_is_nested_too_deeply_is_none() -> None:
     with pytest.raises(ValueError, match="it is nested too deeply"):
-        parsed("[" * 100_000)
+        parse_json("[" * 100_000)

@@ -18,7 +18,7 @@ from torch import Tensor
 import seqpar
 from models import beam_search, greedy
 from recipes.translation.commands import main
-from recipes.translation.data.batches import padded, padded_batch
+from recipes.translation.data.batches import pad_rows, padded_batch
 from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import read_config, read_generation
 from recipes.translation.importing.generation import decoding_of
@@ -148,7 +148,7 @@ def test_greedy_and_beam_search_find_what_transformers_generates(pair: Pair) -> 
     """Once with the model's own end symbol, and once with another: a token with which some translation goes on."""
     model = pair.ours.model
     symbols = pair.ours.source.symbols
-    src = padded([symbols.source(row) for row in pair.ours.source.encode(SENTENCES)])
+    src = pad_rows([symbols.source(row) for row in pair.ours.source.encode(SENTENCES)])
     limit = 13 - len(symbols.start)
     longest = max(greedy(model, src, bos=symbols.start, eos=EOS, max_length=limit), key=len)
     for eos in (EOS, longest[-1]):
@@ -295,7 +295,7 @@ def test_a_search_that_goes_on_there_finds_other_translations_and_is_named(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     symbols = pair.ours.source.symbols
-    src = padded([symbols.source(row) for row in pair.ours.source.encode(SENTENCES)])
+    src = pad_rows([symbols.source(row) for row in pair.ours.source.encode(SENTENCES)])
     ends = {token for row in greedy(pair.ours.model, src, bos=symbols.start, eos=EOS, max_length=12) for token in row}
     found: dict[Any, Any] = {}
     for how in (True, False, "never"):

@@ -93,7 +93,7 @@ def theirs(case: Case) -> Any:
 
 
 def test_pieces_scores_and_rules_are_those_of_the_sentencepiece_model(case: Case, ours: Translator) -> None:
-    found, expected = (model_of(each.source.serialized()) for each in (ours, read_whole(case)))
+    found, expected = (model_of(each.source.model_bytes()) for each in (ours, read_whole(case)))
     own = model_of((case.whole / SPM).read_bytes())
     pieces = [(each.piece, each.score, each.type) for each in found.pieces]
     assert pieces == [(each.piece, each.score, each.type) for each in expected.pieces]
@@ -196,7 +196,7 @@ def test_what_transformers_leaves_aside_changes_nothing(
 ) -> None:
     folder = folder_with(LEFT_ASIDE[name], case, tmp_path)
     found = read_model(folder, Path("run"), *case.languages).translator.source
-    assert found.serialized() == ours.source.serialized()
+    assert found.model_bytes() == ours.source.model_bytes()
     sentence = "AB abc \u2460 \u03b1\u03b2\u03b3 \ufb01 \u0430\u0431"
     assert published.tokenizer_of(folder)(sentence).input_ids == published.tokenizer_of(case.alone)(sentence).input_ids
 
@@ -222,4 +222,4 @@ def test_a_folder_without_tokenizer_json_has_the_subwords_of_its_sentencepiece_m
     folder = shutil.copytree(case.whole, tmp_path / "folder")
     (folder / "tokenizer.json").unlink()
     found = read_model(folder, Path("run"), *case.languages).translator.source
-    assert found.serialized() == read_whole(case).source.serialized()
+    assert found.model_bytes() == read_whole(case).source.model_bytes()

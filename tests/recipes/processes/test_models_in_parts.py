@@ -19,7 +19,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.demo import demo
 from recipes.translation.files.lines import read_lines
-from recipes.translation.processes.ranks import joined
+from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.run_folder.checkpoint import load_saved, load_translator, save_model
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import DecodingConfig, LayoutConfig, RunConfig, load_config
@@ -49,7 +49,7 @@ DECODING = DecodingConfig(beam=6, max_length=20, batch_sentences=2)
 
 
 def translated(rank: int, world: int, folder: Path, options: SearchOptions) -> list[list[Translation]]:
-    with joined(30) as every:
+    with join_ranks(30) as every:
         return alternatives(load_translator(folder).with_decoding(DECODING), SENTENCES, options, every)
 
 
@@ -74,7 +74,7 @@ def translated_in_parts(
     config = load_config(None, {"training.precision": "float64", **changes})
     with torch.device("meta"):
         model = build_model(model_sizes(whole.config.model), whole.source, whole.target).double()
-    with joined(30) as every:
+    with join_ranks(30) as every:
         weights = tensors_of(whole.model).items()
         layout = Layout(model, weights, config.training, config.layout, [torch.device("cpu")], every)
         ids = torch.full((4, 4), 7)
@@ -151,7 +151,7 @@ def test_every_command_says_what_it_says_in_one_process(world: int, runs: Path) 
 
 def held(rank: int, world: int, folder: Path) -> tuple[int, int]:
     """How many numbers of the layers are in this rank's memory, and how many in the model."""
-    with joined(30) as every, loaded_models([partial(load_saved, folder)], every) as ((translator,), _):
+    with join_ranks(30) as every, loaded_models([partial(load_saved, folder)], every) as ((translator,), _):
         weights = [weight for layer in layers_of(translator.model) for weight in layer.parameters()]
         return sum(local_of(weight).numel() for weight in weights), sum(weight.numel() for weight in weights)
 
@@ -166,7 +166,7 @@ def test_each_rank_has_a_share_of_the_layers_of_a_model_that_was_trained_in_part
 
 
 def taught(rank: int, world: int, config: RunConfig) -> None:
-    with joined(60) as every:
+    with join_ranks(60) as every:
         translations_of(Corpora(config), every)
 
 
@@ -180,7 +180,7 @@ def test_a_teacher_in_parts_translates_as_in_one_process(teacher: str, runs: Pat
 
 
 def demonstrated(rank: int, world: int, config: RunConfig) -> None:
-    with joined(60) as every:
+    with join_ranks(60) as every:
         demo(config, every)
 
 

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.processes.launch import started_by
-from recipes.translation.processes.ranks import ALONE, _portable, joined
+from recipes.translation.processes.launch import launcher_words
+from recipes.translation.processes.ranks import ALONE, _portable, join_ranks
 
 
 @pytest.mark.parametrize("given", ["no address", "a port in use"])
@@ -23,7 +23,7 @@ def test_a_rank_that_cannot_join_says_what_to_set(given: str, monkeypatch: pytes
             monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with (
             pytest.raises(ConfigError, match=r"rank 0 of 2 could not join the others at .*; start every process with"),
-            joined(1.0),
+            join_ranks(1.0),
         ):
             raise AssertionError
 
@@ -42,4 +42,4 @@ def test_an_error_that_its_message_alone_does_not_make_is_told_with_its_name() -
 def test_a_launcher_that_has_ended_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr("os.getppid", lambda: 2**30)  # above the largest number of a process
-    assert started_by() == []
+    assert launcher_words() == []

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError, TrainingError
-from recipes.translation.processes.ranks import joined
+from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.run_folder import saving
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.step_records import read_metrics
@@ -195,14 +195,14 @@ def test_ranks_that_disagree_are_named_at_start(change: dict[str, Any], message:
 
 
 def failing(rank: int, world: int, message: str) -> tuple[str, str]:
-    """Return the error that `joined` raises where rank 0 fails, and rank 1 waits for it in a collective."""
+    """Return the error that `join_ranks` raises where rank 0 fails, and rank 1 waits for it in a collective."""
     try:
-        with joined(1.0) as every:
+        with join_ranks(1.0) as every:
             if rank == 0:
                 dist.recv(torch.empty(1), 1, group=every.step_group)  # the connection of this step has work to do
                 raise RuntimeError(message)
             dist.send(torch.ones(1), 0, group=every.step_group)
-            every.stopped_by(None)
+            every.stop_signal(None)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", "no error"
@@ -218,13 +218,13 @@ def test_an_error_of_a_rank_is_its_own_whatever_words_it_has() -> None:
 
 
 def waiting_in_vain(rank: int, world: int, message: str) -> tuple[str, str]:
-    """Return the error that `joined` raises where rank 0 waits too long for rank 1, and says so in other words."""
+    """Return the error that `join_ranks` raises where rank 0 waits too long for rank 1, and says so in other words."""
     said = ("", "no error")
     try:
-        with joined(1.0) as every:
+        with join_ranks(1.0) as every:
             if rank == 0:
                 try:
-                    every.stopped_by(None)
+                    every.stop_signal(None)
                 except RuntimeError as error:
                     raise RuntimeError(message) from error
     except Exception as error:
@@ -300,7 +300,7 @@ def most_whole_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, i
     seen: list[weakref.ref[torch.Tensor]] = []
     most = 0
     copied = 0
-    fill, gathered, copy = Parts.fill, Parts._gathered, Parts.copied
+    fill, gathered, copy = Parts.fill, Parts._gather, Parts.copy_parts
 
     def see(whole: torch.Tensor) -> None:
         nonlocal most
@@ -327,8 +327,8 @@ def most_whole_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, i
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "fill", filled)
-        patch.setattr(Parts, "_gathered", joined)
-        patch.setattr(Parts, "copied", counted)
+        patch.setattr(Parts, "_gather", joined)
+        patch.setattr(Parts, "copy_parts", counted)
         train(config)
     return len(seen), most, copied
 

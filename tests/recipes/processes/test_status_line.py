@@ -94,7 +94,7 @@ def test_a_terminal_that_asks_for_plain_text_gets_no_control_sequences(
     with on_a_terminal("stderr", monkeypatch) as received:
         with SentenceProgress("translate", [4, 3, 2, 1]) as progress:
             clock[0] += 20
-            progress.done(1)
+            progress.advance(1)
         shown = received()
     assert shown == "[translate] 1/4 sentences   0.1 sentences/s   0:30 left\r\n"
 
@@ -105,7 +105,7 @@ def test_a_pipe_gets_a_plain_line_every_ten_seconds(clock: list[float], monkeypa
     with SentenceProgress("evaluate", [2] * 30, total=60) as progress:
         for _ in range(30):
             clock[0] += 1.0
-            progress.done(1)
+            progress.advance(1)
     assert piped.getvalue().splitlines() == [
         "[evaluate] 20/60 sentences   2.0 sentences/s   0:20 left",
         "[evaluate] 40/60 sentences   2.0 sentences/s   0:10 left",
@@ -134,7 +134,7 @@ def test_several_processes_have_as_many_sentences_as_there_are(
 def test_the_time_left_counts_subwords_of_the_sentences_left(clock: list[float]) -> None:
     progress = SentenceProgress("", [60, 30, 10])
     clock[0] += 12
-    progress.done(1)
+    progress.advance(1)
     assert progress.line().endswith("1/3 sentences   0.1 sentences/s   0:08 left")  # 12 s for 60 subwords, 40 left
 
 
@@ -146,8 +146,8 @@ def test_training_redraws_its_line_on_a_terminal_and_keeps_validations(
         with Progress(state, steps=3) as progress:
             for _ in range(3):
                 state.step += 1
-                progress.step_done(state, loss=2.0, tokens=5)
-            progress.validated(state, Validation(3, {"loss": 1.5, "perplexity": 4.48}))
+                progress.show_step(state, loss=2.0, tokens=5)
+            progress.show_validation(state, Validation(3, {"loss": 1.5, "perplexity": 4.48}))
         shown = received()
     assert "[train] step      3/3   loss 2.000" in shown
     assert "[valid] step      3   loss 1.500   perplexity 4.48\r\n" in shown

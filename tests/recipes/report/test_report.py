@@ -12,8 +12,8 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.report import figures
 from recipes.translation.report.charts import Series, bins_of, histogram, line_chart, short
-from recipes.translation.report.draw import report, shown, write_report
-from recipes.translation.report.figures import binned, chrf_of_sentences, curves
+from recipes.translation.report.draw import format_number, report, write_report
+from recipes.translation.report.figures import bin_means, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import weights_digest
@@ -163,7 +163,7 @@ def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds(
 
 def test_a_curve_is_weighted_means_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "MOST_POINTS", 3)
-    x, y = binned(range(1, 8), [1.0, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 2, 1, 1])
+    x, y = bin_means(range(1, 8), [1.0, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 2, 1, 1])
     assert x == [1.5, 3.5, 6.0]
     assert y == [1.5, 3.5, (2 * 5 + 6 + 7) / 4]
 
@@ -366,7 +366,7 @@ def test_a_run_without_settings_is_still_a_page() -> None:
     [(17279.1, "17,279"), (-12345.6, "-12,346"), (9999.4, "9999"), (5.45, "5.45"), (0.0063, "0.0063")],
 )
 def test_a_large_number_on_the_page_has_no_exponent(number: float, text: str) -> None:
-    assert shown(number) == text
+    assert format_number(number) == text
 
 
 def test_a_page_names_each_start_of_its_run_and_the_newest_ones_machine_and_versions(tmp_path: Path) -> None:

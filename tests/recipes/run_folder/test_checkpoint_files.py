@@ -23,10 +23,10 @@ from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import (
     MANIFEST,
+    read_consistently,
     remove_folder,
     replaced_folder,
     sha256,
-    undisturbed,
     verified_folder,
 )
 from recipes.translation.run_folder.checkpoint import (
@@ -244,13 +244,13 @@ def test_whatever_fails_while_a_folder_is_replaced_is_done_again(error: type[Exc
         return found
 
     write("old")
-    assert undisturbed(folder, read) == "new"
+    assert read_consistently(folder, read) == "new"
 
     def fail() -> None:
         raise error
 
     with pytest.raises(error):
-        undisturbed(folder, fail)
+        read_consistently(folder, fail)
 
 
 @pytest.mark.parametrize("locks", [True, False])

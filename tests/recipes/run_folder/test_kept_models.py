@@ -137,7 +137,7 @@ def test_a_run_killed_before_its_first_state_begins_again(
 
 def killed_at(patch: pytest.MonkeyPatch, moment: str, step: int) -> None:
     """End the process at a moment of the saving of a step, after the folder or pointer of this name got its own."""
-    put = writing.put
+    put = writing.move_into_place
     target = {"model": f"step-{step:08d}", "state": f"state-{step:08d}", "removed": "last"}.get(moment, moment)
     dead = []
 
@@ -150,8 +150,8 @@ def killed_at(patch: pytest.MonkeyPatch, moment: str, step: int) -> None:
             dead.append(path)
             raise KilledError
 
-    patch.setattr(writing, "put", killing)
-    patch.setattr(atomic_folder, "put", killing)
+    patch.setattr(writing, "move_into_place", killing)
+    patch.setattr(atomic_folder, "move_into_place", killing)
 
 
 def test_a_model_of_a_later_step_than_the_newest_validation_is_stale_and_goes(run: Path) -> None:

@@ -16,7 +16,7 @@ from recipes.translation.commands import main
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import ctranslate2_model
 from recipes.translation.run_folder.checkpoint import save_model
-from recipes.translation.run_folder.made_from import exported_from, weights_digest
+from recipes.translation.run_folder.made_from import origin_digest, weights_digest
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import ModelConfig
 from recipes.translation.translating.translate import best
@@ -60,7 +60,7 @@ def test_an_export_says_from_which_model_it_is(run: Path, monkeypatch: pytest.Mo
     first = weights_digest(run / "best")
     monkeypatch.setattr(ctranslate2_model, "write", replacing(run, ctranslate2_model.write))
     assert main(["export", "--run", str(run), "--to", "ctranslate2"]) == 0
-    assert exported_from(run / "ctranslate2") == first
+    assert origin_digest(run / "ctranslate2") == first
 
 
 def test_an_export_never_has_the_step_of_another_model(

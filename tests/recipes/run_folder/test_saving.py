@@ -331,13 +331,13 @@ def test_the_best_model_stays_when_it_is_no_longer_among_the_kept_ones(translato
 def test_a_validated_step_is_not_saved_once_more_when_the_run_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = training.Journal.validated
+    kept = training.Journal.announce_validation
 
     def stopping(*given: Any) -> None:
         kept(*given)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(training.Journal, "validated", stopping)
+    monkeypatch.setattr(training.Journal, "announce_validation", stopping)
     assert train(tiny(tmp_path / "run", {**MADE, "training.validate_every": 2})).state.step == 2
     assert "valid_loss" in load_facts(tmp_path / "run" / "last")
 

@@ -16,13 +16,13 @@ from sacrebleu.significance import _bootstrap_resample
 from recipes.translation.scores import bootstrap
 from recipes.translation.scores.bootstrap import interval, intervals, resampled_scores
 from recipes.translation.scores.scores import measure
-from recipes.translation.scores.statistics import Array, mean_of, measured, metrics
+from recipes.translation.scores.statistics import Array, compute_metric, mean_of, metrics
 from tests.recipes.scores.examples import damaged, references
 
 REFERENCES = references(40)
 HYPOTHESES = damaged(REFERENCES, 0.3, seed=1)
 METRICS: dict[str, tuple[Any, Any]] = {
-    name: (theirs, measured(name, metrics()[name], HYPOTHESES, REFERENCES))
+    name: (theirs, compute_metric(name, metrics()[name], HYPOTHESES, REFERENCES))
     for name, theirs in {"bleu": BLEU(force=True), "chrf": CHRF(), "ter": TER()}.items()
 }
 
@@ -87,7 +87,7 @@ def test_the_interval_covers_the_truth_in_19_of_20_test_sets() -> None:
 
 
 def test_multi_bleu_of_sums_has_no_smoothing() -> None:
-    found = measured("multi_bleu_lowercase", metrics()["multi_bleu_lowercase"], ["a b c x"], ["a b c d"])
+    found = compute_metric("multi_bleu_lowercase", metrics()["multi_bleu_lowercase"], ["a b c x"], ["a b c d"])
     assert found.of_sums(found.statistics)[0] == found.score == 0
 
 

@@ -14,7 +14,7 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.compare import compare
-from recipes.translation.scores.paired_tests import compared
+from recipes.translation.scores.paired_tests import compare_metrics
 from recipes.translation.scores.scores import measure
 from recipes.translation.train import train
 from tests.recipes.command_line import refusal
@@ -52,7 +52,7 @@ def test_each_system_is_compared_with_the_first(files: list[str], capsys: pytest
     of = [[one for one in measure(some, REFERENCES) if one.name in kept] for some in texts]
     for system, name in enumerate(systems[1:], start=1):
         rows = [line for line in printed.splitlines() if line.startswith(f"  {name} ")]
-        for row, found in zip(rows, compared(of[0], of[system]), strict=True):
+        for row, found in zip(rows, compare_metrics(of[0], of[system]), strict=True):
             words = row.replace("[", " ").replace("]", " ").replace(",", " ").split()
             expected = [found.score, *found.interval, found.difference, *found.difference_interval]
             assert words[1:7] == [f"{value:.2f}" if i != 3 else f"{value:+.2f}" for i, value in enumerate(expected)]

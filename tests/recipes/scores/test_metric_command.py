@@ -13,7 +13,7 @@ from recipes.translation.commands import main
 from recipes.translation.data import cleaning as cleaning_module
 from recipes.translation.data.cleaning import Cleaning
 from recipes.translation.errors import ConfigError
-from recipes.translation.scores.rerank import chosen_by_command, chosen_by_mbr_of_command
+from recipes.translation.scores.rerank import choose_by_command, choose_by_mbr_of_command
 from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.metric_command import command_scores
 from recipes.translation.text.pair import Pair
@@ -108,8 +108,8 @@ TEXTS_OF_TWO = [["aa", "b", "cccc", "dddd"], ["eee"]]
 
 def test_of_each_sentence_the_translation_with_the_largest_number_is_chosen(tmp_path: Path) -> None:
     command = scoring(tmp_path, BY_LENGTH)
-    assert chosen_by_command(["one", "two"], TEXTS_OF_TWO, command) == ["cccc", "eee"]
-    assert chosen_by_command([], [], command) == []
+    assert choose_by_command(["one", "two"], TEXTS_OF_TWO, command) == ["cccc", "eee"]
+    assert choose_by_command([], [], command) == []
 
 
 def test_minimum_bayes_risk_is_by_the_mean_of_the_numbers_against_the_others(tmp_path: Path) -> None:
@@ -119,25 +119,25 @@ def test_minimum_bayes_risk_is_by_the_mean_of_the_numbers_against_the_others(tmp
     for row in rows:
         means = [-sum(abs(len(one) - len(other)) for other in row) for one in row]  # one's own adds 0
         expected.append(row[means.index(max(means))])
-    assert chosen_by_mbr_of_command(["", "", ""], rows, command) == expected == ["aaaa", "bb", "e"]
+    assert choose_by_mbr_of_command(["", "", ""], rows, command) == expected == ["aaaa", "bb", "e"]
 
 
 def test_a_command_is_not_asked_for_a_translation_beside_itself(tmp_path: Path) -> None:
     command = scoring(tmp_path, "float('nan') if row['translation'] == row['reference'] else len(row['translation'])")
-    assert chosen_by_mbr_of_command(["s", "t"], [["a", "bb"], ["c"]], command) == ["bb", "c"]
+    assert choose_by_mbr_of_command(["s", "t"], [["a", "bb"], ["c"]], command) == ["bb", "c"]
 
 
 def test_repeated_translations_are_references_for_each_other_by_a_command_too(tmp_path: Path) -> None:
     """Scores that are 1 for the same text, and 0 for another: only what occurs twice has any."""
     command = scoring(tmp_path, "int(row['translation'] == row['reference'])")
-    assert chosen_by_mbr_of_command(["s"], [["x", "y", "z", "y"]], command) == ["y"]
+    assert choose_by_mbr_of_command(["s"], [["x", "y", "z", "y"]], command) == ["y"]
 
 
 @pytest.mark.parametrize("name", ["{references}", "r={references}"])
 def test_a_metric_that_reads_references_is_refused_where_there_are_none(name: str, tmp_path: Path) -> None:
     command = program(tmp_path, "", "{sources}", name)
     with pytest.raises(ConfigError, match="and there are none here: name a metric that needs no references"):
-        chosen_by_command(["one"], [["a", "b"]], command)
+        choose_by_command(["one"], [["a", "b"]], command)
     with pytest.raises(ConfigError, match=r"^cleaning\.metric_command: .* reads \{references\}"):
         Cleaning(CleaningConfig(metric_command=command, metric_least=0.0), "en", "de")
 
@@ -152,7 +152,7 @@ def test_pairs_that_are_scored_below_the_least_number_are_removed_and_counted(
     )
     rules = Cleaning(CleaningConfig(metric_command=command, metric_least=-1.0, max_words=2), "en", "de")
     targets = ["aaa", "aa", "a", "", "aaaa", "a a a a a", "b"]
-    kept = list(rules.kept(Pair("one", target) for target in targets))
+    kept = list(rules.clean(Pair("one", target) for target in targets))
     assert [pair.target for pair in kept] == ["aaa", "aa", "aaaa"]
     assert str(rules) == "4 of 7 pairs dropped: an empty side 1; more than 2 words 1; scored too low 2"
     assert (tmp_path / "runs").read_text() == "xxx"
@@ -160,7 +160,7 @@ def test_pairs_that_are_scored_below_the_least_number_are_removed_and_counted(
 
 def test_markup_is_counted_in_the_pairs_that_are_kept(tmp_path: Path) -> None:
     rules = Cleaning(CleaningConfig(metric_command=scoring(tmp_path, BY_LENGTH), metric_least=0.0), "en", "de")
-    assert len(list(rules.kept([Pair("<b>one</b>", "eins"), Pair("<b>", "<b>")]))) == 1
+    assert len(list(rules.clean([Pair("<b>one</b>", "eins"), Pair("<b>", "<b>")]))) == 1
     assert rules.markup == 1
 
 

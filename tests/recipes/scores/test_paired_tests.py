@@ -15,7 +15,7 @@ from sacrebleu.significance import PairedTest
 
 from recipes.translation.scores import paired_tests
 from recipes.translation.scores.bootstrap import resampled_scores
-from recipes.translation.scores.paired_tests import compared, p_value, shuffled_differences
+from recipes.translation.scores.paired_tests import compare_metrics, p_value, shuffled_differences
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured, mean_of
 from tests.recipes.scores.examples import damaged, references
@@ -33,7 +33,7 @@ def test_resamples_and_trials_are_sacrebleus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(paired_tests, "RESAMPLES", 400)
     monkeypatch.setattr(paired_tests, "TRIALS", 600)
     systems = measured(BETTER), measured(WORSE)
-    ours = compared(*systems)
+    ours = compare_metrics(*systems)
     metrics = {"BLEU": BLEU(force=True), "chrF": CHRF(), "TER": TER()}
     named = [("better", BETTER), ("worse", WORSE)]
     _, bootstrap = PairedTest(named, metrics, [REFERENCES], "bs", n_samples=400)()
@@ -66,7 +66,7 @@ def test_trials_that_equal_the_difference_count_and_without_them_it_is_sacrebleu
 def test_randomisation_approximates_the_test_over_all_exchanges() -> None:
     one = np.array([1.0, 3.0, 2.0, 5.0, 4.0, 2.5, 7.0, 1.5])
     other = np.array([2.0, 3.5, 2.1, 5.9, 4.2, 3.9, 6.8, 2.6])
-    (found,) = compared([mean_of("m", "", one.tolist())], [mean_of("m", "", other.tolist())])
+    (found,) = compare_metrics([mean_of("m", "", one.tolist())], [mean_of("m", "", other.tolist())])
     signs = np.array(list(itertools.product([-1, 1], repeat=8)))
     exact = np.mean(np.abs(signs @ (other - one)) >= abs((other - one).sum()) - 1e-9)
     assert 0.01 < exact < 0.2
@@ -76,7 +76,7 @@ def test_randomisation_approximates_the_test_over_all_exchanges() -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=6))
 def test_a_system_does_not_differ_from_itself(values: list[float]) -> None:
     system = [mean_of("m", "", values)]
-    found = compared(system, system)[0]
+    found = compare_metrics(system, system)[0]
     assert found.p_bootstrap == found.p_randomisation == 1
     assert found.difference_interval == (0, 0)
 
@@ -86,7 +86,7 @@ def test_a_large_difference_is_significant_and_a_small_one_is_not() -> None:
     baseline = draw.normal(50, 10, 200)
     for shift, significant in ((5.0, True), (0.05, False)):
         better = baseline + shift + draw.normal(0, 5, 200)
-        (found,) = compared([mean_of("m", "", baseline.tolist())], [mean_of("m", "", better.tolist())])
+        (found,) = compare_metrics([mean_of("m", "", baseline.tolist())], [mean_of("m", "", better.tolist())])
         assert (found.p_bootstrap < 0.05) == (found.p_randomisation < 0.05) == significant
         low, high = found.difference_interval
         assert (low > 0) == significant
@@ -100,7 +100,7 @@ def test_of_equal_systems_one_in_twenty_seems_to_differ(monkeypatch: pytest.Monk
     found = []
     for _ in range(300):
         one, other = draw.normal(50, 10, (2, 60))
-        found += compared([mean_of("m", "", one.tolist())], [mean_of("m", "", other.tolist())])
+        found += compare_metrics([mean_of("m", "", one.tolist())], [mean_of("m", "", other.tolist())])
     # 15 are expected, with a standard deviation of 3.8; sacreBLEU's bootstrap would find about 37
     for rejected in ([one.p_bootstrap < 0.05 for one in found], [one.p_randomisation < 0.05 for one in found]):
         assert 4 <= sum(rejected) <= 27
@@ -111,7 +111,7 @@ def test_both_tests_agree_on_large_test_sets() -> None:
     for shift in (0.0, 0.3, 0.6):
         one = draw.normal(50, 10, 1_000)
         other = one + shift + draw.normal(0, 10, 1_000)
-        (found,) = compared([mean_of("m", "", one.tolist())], [mean_of("m", "", other.tolist())])
+        (found,) = compare_metrics([mean_of("m", "", one.tolist())], [mean_of("m", "", other.tolist())])
         assert found.p_bootstrap == pytest.approx(found.p_randomisation, abs=0.06)
 
 

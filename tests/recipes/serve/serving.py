@@ -46,7 +46,7 @@ def batched(model: Recorder, clients: Callable[[Batcher], Awaitable[None]], most
 
     async def all_of_them() -> None:
         batcher = Batcher(models, most)
-        first = asyncio.ensure_future(batcher.translated(Wanted(0, 1), ["first"]))
+        first = asyncio.ensure_future(batcher.translate(Wanted(0, 1), ["first"]))
         await until(model.begun.is_set)
         try:
             async with asyncio.timeout(20):
@@ -60,6 +60,6 @@ def batched(model: Recorder, clients: Callable[[Batcher], Awaitable[None]], most
 
 async def waiting(batcher: Batcher, wanted: Wanted, lines: Sequence[str]) -> asyncio.Task[list[Line]]:
     """Lines that are in the queue, and will be translated."""
-    task = asyncio.create_task(batcher.translated(wanted, lines))
+    task = asyncio.create_task(batcher.translate(wanted, lines))
     await asyncio.sleep(0)
     return task

@@ -48,10 +48,10 @@ def test_a_full_queue_refuses_and_has_room_again_afterwards() -> None:
     async def clients(batcher: Batcher) -> None:
         there = await waiting(batcher, Wanted(0, 1), ["a", "b"])
         with pytest.raises(HTTPException, match="2 lines are waiting, and 2 more would be above 3"):
-            await batcher.translated(Wanted(0, 1), ["c", "d"])
+            await batcher.translate(Wanted(0, 1), ["c", "d"])
         model.gate.set()
         await there
-        await batcher.translated(Wanted(0, 1), ["c", "d"])
+        await batcher.translate(Wanted(0, 1), ["c", "d"])
 
     model = Recorder()
     batched(model, clients, most=3)
@@ -115,7 +115,7 @@ def test_an_error_in_a_batch_fails_the_request_that_causes_it_alone(capsys: pyte
         assert texts(await good) == ["GOOD"]
         with pytest.raises(RuntimeError, match="poison"):
             await bad
-        assert texts(await batcher.translated(Wanted(0, 1), ["next"])) == ["NEXT"]
+        assert texts(await batcher.translate(Wanted(0, 1), ["next"])) == ["NEXT"]
 
     model = Recorder()
     batched(model, clients)
@@ -124,7 +124,7 @@ def test_an_error_in_a_batch_fails_the_request_that_causes_it_alone(capsys: pyte
 def test_nothing_to_translate_is_answered_at_once() -> None:
     async def clients(batcher: Batcher) -> None:
         start = time.monotonic()
-        assert await batcher.translated(Wanted(0, 1), []) == []
+        assert await batcher.translate(Wanted(0, 1), []) == []
         assert time.monotonic() - start < 10
 
     batched(Recorder(), clients)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
-from recipes.translation.serve.app import awaited
+from recipes.translation.serve.app import wait_for_answer
 from recipes.translation.serve.batching import Batcher, Wanted
 from recipes.translation.serve.bodies import Limits, body_of, too_large
 from recipes.translation.serve.server import listening, server_of
@@ -229,7 +229,7 @@ async def body_after(seconds: float) -> int:
 async def answer_after(seconds: float) -> int:
     """The status of a request whose translation takes so long."""
     try:
-        await awaited(request_of([]), asyncio.sleep(seconds, []), 100)
+        await wait_for_answer(request_of([]), asyncio.sleep(seconds, []), 100)
     except HTTPException as error:
         return error.status_code
     return 200

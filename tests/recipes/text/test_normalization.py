@@ -25,7 +25,7 @@ from recipes.translation.run_folder.translator import Translator, build_model, m
 from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.settings.data import NORMALIZATIONS
 from recipes.translation.text.model_text import OtherForm
-from recipes.translation.text.normalization import SENTENCEPIECE, normalized, rules_of
+from recipes.translation.text.normalization import SENTENCEPIECE, normalize, rules_of
 from recipes.translation.text.subwords import Subwords, train_subwords
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import alternatives
@@ -64,20 +64,20 @@ def test_each_rule_has_its_counterpart() -> None:
 @pytest.mark.parametrize("language", REAL)
 @pytest.mark.parametrize("rule", ["nfc", "none"])
 def test_real_text_comes_back_character_by_character(language: str, rule: str, models: dict[str, Subwords]) -> None:
-    assert models[rule].written([REAL[language]]) == [REAL[language]]
-    assert models["nfkc"].written([REAL[language]]) != [REAL[language]]
+    assert models[rule].respell([REAL[language]]) == [REAL[language]]
+    assert models["nfkc"].respell([REAL[language]]) != [REAL[language]]
 
 
 @given(text)
 def test_nfc_is_that_of_unicode(some: str) -> None:
     expected = " ".join(filter(None, unicodedata.normalize("NFC", some).split(" ")))
-    assert normalized(some, "nfc") == expected
+    assert normalize(some, "nfc") == expected
 
 
 @given(some=text)
 def test_what_is_counted_as_changed_is_what_comes_back_changed(some: str, models: dict[str, Subwords]) -> None:
     for subwords in models.values():
-        assert subwords.normalized(some) == subwords.written([some])[0].strip(" ")
+        assert subwords.normalize(some) == subwords.respell([some])[0].strip(" ")
 
 
 @given(some=st.lists(text | st.sampled_from(["ein Haus", "Café", "q\u0307\u0323"]), max_size=40))
@@ -95,8 +95,8 @@ def test_sentences_together_are_what_each_is_alone(some: list[str], models: dict
 @given(text)
 def test_a_second_normalisation_changes_nothing(some: str) -> None:
     for name in NORMALIZATIONS:
-        once = normalized(some, name)
-        assert normalized(once, name) == once
+        once = normalize(some, name)
+        assert normalize(once, name) == once
 
 
 @given(st.integers(0xA0, 0x30FF) | st.integers(0xAC00, 0xD7A3) | st.integers(0xF900, 0xFAFF))
@@ -109,8 +109,8 @@ def test_other_programs_that_read_the_file_compose_letters_too(number: int) -> N
 
 
 def test_nfc_removes_control_characters_and_makes_blanks_of_line_ends(models: dict[str, Subwords]) -> None:
-    assert models["nfc"].written(["a\x07b\tc\x85d\u2028e\x7ff"]) == ["ab c d ef"]
-    assert models["none"].written(["a\x07b\tc"]) == ["a\x07b\tc"]
+    assert models["nfc"].respell(["a\x07b\tc\x85d\u2028e\x7ff"]) == ["ab c d ef"]
+    assert models["none"].respell(["a\x07b\tc"]) == ["a\x07b\tc"]
 
 
 def test_a_rule_of_its_own_on_each_side_of_one_vocabulary(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_rule_of_its_own_on_each_side_of_one_vocabulary(tmp_path: Path) -> Non
     source, target = prepare(Corpora(config))
     assert source.pieces() == target.pieces()
     assert (source.normalization, target.normalization) == ("nfkc", "nfc")
-    assert source.written(["½ m²"]) == ["1⁄2 m2"]
-    assert target.written(["½ m²"]) == ["½ m²"]
+    assert source.respell(["½ m²"]) == ["1⁄2 m2"]
+    assert target.respell(["½ m²"]) == ["½ m²"]
     model = build_model(model_sizes(config.model), source, target)
     save_model(tmp_path / "saved", Translator(config, model, source, target), {"step": 1})
     saved = load_saved(tmp_path / "saved")

@@ -118,7 +118,7 @@ def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_
         ]
     tagged = source.encode(["<2de> a <url>"])[0]
     assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", "<url>" if name not in WORDS else pieces[UNK]]
-    processor = sentencepiece.SentencePieceProcessor(model_proto=source.serialized())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=source.model_bytes())
     special = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
     assert special == (PAD, UNK, BOS, EOS)
 

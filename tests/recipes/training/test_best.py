@@ -119,7 +119,7 @@ def test_a_record_of_a_version_without_a_metric_is_read(missing: str) -> None:
     del record[f"valid_{missing}"]
     found = Validation.from_dict(record)
     assert found.values == {**dict.fromkeys(METRICS, 1.5), missing: None}
-    assert str(found) == "   ".join(each.said(1.5) for name, each in METRICS.items() if name != missing)
+    assert str(found) == "   ".join(each.format_value(1.5) for name, each in METRICS.items() if name != missing)
 
 
 WORDS = Metric(
@@ -142,7 +142,7 @@ def test_everything_that_names_a_metric_follows_the_table(
     assert [set(record) for record in records] == [{"step", *(f"valid_{name}" for name in METRICS)}] * 2
     assert load_facts(run / "last") == records[-1]
     said = capsys.readouterr().out
-    assert all(WORDS.said(record["valid_words"]) in said for record in records)
+    assert all(WORDS.format_value(record["valid_words"]) in said for record in records)
     page = report(read_run(run))
     for metric in METRICS.values():
         assert f"best {metric.heading}" in page

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.processes.ranks import ALONE, joined
+from recipes.translation.processes.ranks import ALONE, join_ranks
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.step_records import read_metrics
@@ -26,7 +26,7 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Layout
-from recipes.translation.training.parts import local_of, opened
+from recipes.translation.training.parts import local_of, open_model
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.saved import saved_file
@@ -160,7 +160,7 @@ def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path
     corpus = load_corpus(config, subwords_of=lambda _: (load_translator(teacher / "best").source,) * 2)
     torch.manual_seed(5)
     drawn = torch.get_rng_state()
-    beside = opened(lambda: load_teacher(config.training.teacher, False, corpus.source, corpus.target), ALONE)
+    beside = open_model(lambda: load_teacher(config.training.teacher, False, corpus.source, corpus.target), ALONE)
     assert torch.equal(torch.get_rng_state(), drawn)
     model, weights = first_model(config, corpus, None, ALONE)
     layout = Layout(model, weights, config.training, config.layout, [torch.device("cpu")] * 2, ALONE, beside)
@@ -275,10 +275,10 @@ def test_every_layout_gives_the_weights_of_one_device(
 
 def held(rank: int, world: int, config: RunConfig, teacher: Path) -> tuple[int, int]:
     """How many of the teacher's numbers are in this rank's memory after a step, and how many it has."""
-    with joined(30) as every:
+    with join_ranks(30) as every:
         subwords = load_translator(teacher / "best").source
         corpus = load_corpus(config, every, subwords_of=lambda _: (subwords, subwords))
-        beside = opened(lambda: load_teacher(config.training.teacher, False, subwords, subwords), every)
+        beside = open_model(lambda: load_teacher(config.training.teacher, False, subwords, subwords), every)
         model, weights = first_model(config, corpus, None, every)
         layout = Layout(model, weights, config.training, config.layout, [torch.device("cpu")], every, beside)
         loss = layout.loss_of(corpus.train.batch(corpus.train.epoch(0)[0]))

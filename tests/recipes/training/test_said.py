@@ -15,9 +15,9 @@ from recipes.translation.commands.serving import models_of
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.train import train
-from recipes.translation.training.log_file import logged
+from recipes.translation.training.log_file import log_to
 from recipes.translation.training.progress import guessing
-from recipes.translation.training.summary import advice_of_diverged
+from recipes.translation.training.summary import divergence_advice
 from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import tiny
 from tests.recipes.translating.test_one_search import parser_of
@@ -51,7 +51,7 @@ def test_the_log_has_the_error_that_ends_a_training_and_no_line_that_was_redrawn
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails() -> None:
-        with logged(tmp_path / "train.log"):
+        with log_to(tmp_path / "train.log"):
             sys.stdout.write("step 1\r\x1b[2Kstep 2\r\x1b[2K[valid] step 2\n")
             print("a warning", file=sys.stderr)
             raise ConfigError("two\nlines")
@@ -96,7 +96,7 @@ def test_a_loss_above_that_of_guessing_is_no_best_so_far_and_names_the_learning_
     )
     assert "best so far" not in told
     assert "training.learning_rate below 50" in summary.advice
-    assert summary.advice == advice_of_diverged(config.training, int(re.search(r"each of (\d+)", summary.advice)[1]))  # type: ignore[index]
+    assert summary.advice == divergence_advice(config.training, int(re.search(r"each of (\d+)", summary.advice)[1]))  # type: ignore[index]
     assert guessing(1000) == "each of 1,000 subwords, equally likely, has the loss 6.91"
     assert max(map(len, told.splitlines())) < 400
 

@@ -194,7 +194,7 @@ def test_epochs_end_with_every_batch_and_a_validation(
     said = capsys.readouterr().out
     assert f"training.epochs 2 are {steps} steps\n" in said
     assert f"{steps} of {steps} steps" in str(summary)
-    assert read_run(tmp_path / "run").planned == steps
+    assert read_run(tmp_path / "run").planned_steps == steps
 
 
 def test_the_earlier_end_counts_and_the_log_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

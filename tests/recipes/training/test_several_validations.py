@@ -213,7 +213,7 @@ def test_sentences_are_translated_under_the_tags_of_their_corpus(both: RunConfig
         read = {" ".join(text.split()[: len(valid.held_out.tags)]) for text in decoded(both, valid.batches.sources)}
         assert read == {" ".join(valid.held_out.tags)}
     empty = sets[1].held_out
-    assert empty.spoken([Pair(" ", "x")]) == [Pair(" ", "x")]
+    assert empty.tagged_pairs([Pair(" ", "x")]) == [Pair(" ", "x")]
 
 
 def decoded(config: RunConfig, ids: Any) -> list[str]:

@@ -405,7 +405,7 @@ def test_a_progress_line_has_step_loss_speed_and_time_left(clock: list[float]) -
     for tokens, loss in ((100, 2.0), (300, 4.0)):
         clock[0] += 2.0
         state.step += 1
-        progress.step_done(state, loss=loss, tokens=tokens)
+        progress.show_step(state, loss=loss, tokens=tokens)
     assert progress.line(2) == "[train] step      2/10   loss 3.500   100 tokens/s   0:16 left"
 
 
@@ -418,10 +418,10 @@ def test_the_log_says_after_the_first_validation_how_long_the_whole_run_will_tak
         for step in range(100):
             clock[0] += 30.0 if step < 3 else 1.5
             state.step += 1
-            progress.step_done(state, loss=1.0, tokens=1)
+            progress.show_step(state, loss=1.0, tokens=1)
             if state.step % 50 == 0:
                 clock[0] += 60.0
-                progress.validated(state, Validation(state.step, {"loss": 1.0, "perplexity": 2.0}))
+                progress.show_validation(state, Validation(state.step, {"loss": 1.0, "perplexity": 2.0}))
     said = [line for line in capsys.readouterr().out.splitlines() if "will take" in line]
     whole = 3 * 30 + 197 * 1.5 + 4 * 60
     assert said == [f"[train] the whole run, with validations, will take about {whole / 60:.0f} minutes"]
@@ -443,7 +443,7 @@ def test_output_that_is_no_terminal_gets_a_plain_line_every_ten_seconds(
         for _ in range(30):
             clock[0] += 1.0
             state.step += 1
-            progress.step_done(state, loss=1.0, tokens=1)
+            progress.show_step(state, loss=1.0, tokens=1)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [words[2] for words in lines if words[1] == "step"] == ["10/100", "20/100", "30/100"]
 

@@ -86,7 +86,7 @@ def test_the_progress_line_says_the_share_where_it_is_known(clock: list[float]) 
     with Progress(state, steps=10, share_of_peak=0.42 / 50) as progress:
         clock[0] += 2.0
         state.step += 1
-        progress.step_done(state, loss=2.0, tokens=100)
+        progress.show_step(state, loss=2.0, tokens=100)
     assert progress.line(1) == "[train] step      1/10   loss 2.000   50 tokens/s (42% of the peak)   0:18 left"
 
 

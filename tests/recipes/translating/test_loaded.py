@@ -16,7 +16,7 @@ import torch
 from models import beam_search, default_limit
 from recipes.translation import load_translator
 from recipes.translation.commands import main
-from recipes.translation.data.batches import padded
+from recipes.translation.data.batches import pad_rows
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import replaced_folder
@@ -102,7 +102,7 @@ def test_the_n_best_are_those_of_a_beam_search(moved: LoadedTranslator) -> None:
     parts = moved.translator
     (ids,) = parts.source.encode(SENTENCES[:1])
     limit = min(default_limit(len(ids) + 1), 8)
-    src = padded([[*ids, EOS]])
+    src = pad_rows([[*ids, EOS]])
     (expected,) = beam_search(
         parts.model, src, bos=BOS, eos=EOS, beam=4, length_penalty=1.0, n_best=3, max_length=limit
     )

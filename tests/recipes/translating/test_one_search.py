@@ -132,7 +132,7 @@ def test_that_an_export_is_older_than_its_run_is_printed_at_once(
     served = SimpleNamespace(engine="ctranslate2", source="en", target="de", beam=4)
     monkeypatch.setattr(serving, "load_exported", lambda *given: None)
     monkeypatch.setattr("recipes.translation.commands.served_models.served_models", lambda *given: [served])
-    monkeypatch.setattr(serving, "outdated", lambda run: "older")
+    monkeypatch.setattr(serving, "outdated_export", lambda run: "older")
     parser, _ = parser_of("serve", monkeypatch)
     pipe = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe))

@@ -15,7 +15,7 @@ from models.alignment import attention_weights
 from models.decoding import LengthNorm
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
-from recipes.translation.processes.ranks import joined
+from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
@@ -77,7 +77,7 @@ def test_a_target_that_is_not_unicode_is_refused(translator: Translator) -> None
 
 def divided(rank: int, world: int, folder: Path) -> list[list[tuple[int, int]]]:
     """The alignments that each rank returns."""
-    with joined(60) as group:
+    with join_ranks(60) as group:
         assert group.world == world
         sides = [source for source, _ in TEXTS], [target for _, target in TEXTS]
         return align(load_translator(folder), *sides, group)
