@@ -3,8 +3,9 @@
 import gc
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis.internal.conjecture.engine
 import pytest
@@ -44,13 +45,26 @@ if SWITCHED:
 torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each other
 
 
+TORCH_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+}
+"""How the state of torch that changes numbers is read and set: two threads round a sum differently, for one."""
+AT_FIRST = {name: get() for name, (get, _) in TORCH_STATE.items()}
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A test that leaves more threads fails: sums of two threads are rounded differently, in whatever test is next."""
+def torch_as_at_first() -> Iterator[None]:
+    """A test that leaves torch in another state fails: the numbers of whatever test is next would depend on it."""
     yield
-    left = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert left == 1, f"the test leaves torch {left} threads where it found 1"
+    left = {name: get() for name, (get, _) in TORCH_STATE.items()}
+    changed = {name: found for name, found in left.items() if found != AT_FIRST[name]}
+    for name in changed:
+        TORCH_STATE[name][1](AT_FIRST[name])
+    assert not changed, f"the test leaves torch with {changed}; it found {AT_FIRST}"
 
 
 @pytest.fixture(autouse=True, scope="module")
