@@ -20,7 +20,7 @@ INTERRUPTING = """
 import os, signal, sys
 
 def interrupt(event, arguments):
-    if event in ("import", "os.mkdir") and str(arguments[0]) == os.environ.get("INTERRUPTED"):
+    if event in ("import", "os.rename") and str(arguments[0]) == os.environ.get("INTERRUPTED"):
         del os.environ["INTERRUPTED"]
         signal.raise_signal(signal.SIGINT)
 
@@ -29,7 +29,7 @@ sys.addaudithook(interrupt)
 
 
 def interrupted(folder: Path, at: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, and send Ctrl-C to the process when it imports a module or makes a folder of this name."""
+    """Run Python, and send Ctrl-C to the process when it imports a module or renames a folder of this name."""
     (folder / "sitecustomize.py").write_text(INTERRUPTING)
     path = os.pathsep.join([str(folder), str(Path.cwd())])
     environment = {**os.environ, "PYTHONPATH": path, "INTERRUPTED": at}
