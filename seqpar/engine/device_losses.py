@@ -183,6 +183,12 @@ class _ByAutograd:
         self.heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
         self.facts = logit_facts(known, situation, found, head, self.heads, shards)
+        if (name := self.facts.not_added_to) and len(shards) > 1:
+            raise ValueError(
+                f"the buffer {name} changes by other than a sum over rows, so that each of {len(shards)} devices would "
+                "have another value of it: use one device, set the module to evaluation mode (.eval()), or compute "
+                "what changes before the engine"
+            )
         self.is_linear = self.facts.is_linear
         self.parameters = parts.parameters
 

@@ -1,7 +1,7 @@
 """Ask what a pair keeps between calls: buffers that add up over rows may be, anything else that it reads again may not.
 
 A histogram of predictions adds up; a buffer that is replaced is lost with the copy, and a moving average or a power
-iteration would run once for each chunk.
+iteration would run once for each chunk. A maximum is right over chunks, but no sum over devices.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -37,12 +37,16 @@ def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
     return own.keys() - OF_A_COPY == others.keys() and all(own[name] is value for name, value in others.items())
 
 
-def buffers_add_up(trial: Trial) -> bool:
-    """Return whether calls change buffers; raise unless by sums over rows that the scores do not depend on."""
+def ask_about_buffers(trial: Trial) -> tuple[bool, str]:
+    """Return whether calls change buffers, and the name of one that they change by other than adding to it.
+
+    Such a one, as the largest score so far, is right on one device, where chunks follow each other. Raise for one that
+    depends on the chunks, or that the scores depend on.
+    """
     called = trial.copy()
     before = _buffers_of(called)
     if not before:
-        return False
+        return False, ""
     _call(trial, called, slice(0, PROBE_ROWS))
     # With other weights, as after a step of training. With these the power iteration of spectral_norm may have
     # converged, and would look like a sum that the scores do not depend on
@@ -59,22 +63,38 @@ def buffers_add_up(trial: Trial) -> bool:
         if not (old.is_same(after.get(name)) and tensors[name].is_same(at_once.get(name)))
     ]
     if not changed:
-        return False
+        return False, ""
     again = _call(trial, whole, rows)
     for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
         _call(trial, in_halves, some)
+    twice = _buffers_of(whole)
     added = _buffers_of(in_halves)
     repeated = _is_repeated(trial, scores, again)
+    not_added_to = ""
     for name in changed:
         kept = name in at_once and at_once[name].tensor is tensors[name].tensor
         if kept and _close(at_once[name].numbers, added[name].numbers) and repeated:
+            if not _has_same_steps(*(each[name].numbers for each in (tensors, at_once, twice))):
+                not_added_to = name
             continue
         raise ValueError(
             f"the buffer {name} changes when the {name.split('.')[0]} is called, which happens once for each chunk "
             "and on copies, so that it would depend on the chunks: set the module to evaluation mode (.eval()), or "
             "compute what changes before the engine"
         )
-    return True
+    return True, not_added_to
+
+
+def _has_same_steps(before: Tensor, once: Tensor, twice: Tensor) -> bool:
+    """Return whether a second call with the same rows has changed a buffer by as much as the first."""
+    if before.shape != once.shape:
+        return False
+    rounding = 8 * torch.finfo(once.dtype).eps if once.is_floating_point() else 0.0
+    before, once, twice = before.double(), once.double(), twice.double()
+    first, second = once - before, twice - once
+    same = (second - first).abs() <= CLOSE * first.abs() + rounding * once.abs()
+    # Adding to nan or inf leaves them as they are
+    return bool((same | ~once.isfinite()).all())
 
 
 def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:

@@ -34,7 +34,7 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight
-from seqpar.engine.kept_state import ask_about_state, buffers_add_up, has_same_attributes
+from seqpar.engine.kept_state import ask_about_buffers, ask_about_state, has_same_attributes
 from seqpar.engine.linear_backward import ask_about_backward
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.row_mixing import ask_about_rows
@@ -114,7 +114,7 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
     with trial.keep_state(), torch.no_grad():
         ask_about_padding(trial, logits_KV, common)
     with trial.keep_state(), torch.no_grad():
-        adds_up = buffers_add_up(trial)
+        adds_up, not_added_to = ask_about_buffers(trial)
     ask_about_rows(trial)
     ask_about_state(trial)
     # Once more, because a hook may change other things in backward alone
@@ -125,7 +125,7 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
     if is_fsdp_unit(trial.head["generator"]):
         why_once = "FSDP2 gathers its weights for forward alone"
     is_linear = ask_about_backward(trial, why_once)
-    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up, is_linear)
+    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up, not_added_to, is_linear)
 
 
 def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:

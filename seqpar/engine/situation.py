@@ -23,6 +23,8 @@ class LogitFacts(NamedTuple):
     """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
     adds_up: bool = False
     """Whether calls add to buffers, so that the replicas' additions must be summed."""
+    not_added_to: str = ""
+    """A buffer that calls change by other than adding to it, of which several devices would have one value each."""
     is_linear: bool = True
     """Whether the gradient of a multiple of the loss is that multiple of its gradient."""
 

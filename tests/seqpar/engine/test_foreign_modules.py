@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -328,6 +329,57 @@ def test_a_generator_may_count_its_rows_if_the_scores_do_not_depend_on_it() -> N
     for generator in (CountingMatters(), CountingMattersLittle()):
         with pytest.raises(ValueError, match=r"the buffer generator.rows changes when the generator is called"):
             seqpar.LossCompute(generator, seqpar.CrossEntropy())(hidden, target)
+
+
+class Changing(nn.Linear):
+    """Changes a buffer by each call."""
+
+    def __init__(self, kept: Tensor, change: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.register_buffer("kept", kept)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.change(self.kept, y.detach().flatten(0, -2))
+        return y
+
+
+NO_SUMS: dict[str, tuple[Tensor, Callable[[Tensor, Tensor], Any]]] = {
+    "classes that were found": (
+        torch.zeros(V, dtype=torch.bool),
+        lambda kept, y: kept.logical_or_(F.one_hot(y.argmax(-1), V).any(0)),
+    ),
+    "the largest score": (torch.zeros(()), lambda kept, y: kept.clamp_(min=y.max())),
+    "one that was large": (torch.tensor(1000.0), lambda kept, y: kept.clamp_(min=1000 + y.max())),
+    "a constant": (torch.zeros(3), lambda kept, y: kept.fill_(1)),
+    "another size": (torch.zeros(3), lambda kept, y: kept.resize_(5).fill_(1)),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_a_buffer_that_is_no_sum_over_rows_is_right_on_one_device_and_refused_over_several(name: str) -> None:
+    kept, change = NO_SUMS[name]
+    generator, plain = (Changing(kept.clone(), change) for _ in range(2))
+    plain.load_state_dict({**generator.state_dict(), "kept": kept})
+    hidden, target = batch()
+    several = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)
+    with pytest.raises(
+        ValueError, match=r"the buffer generator.kept changes by other than a sum .* of 2 devices would"
+    ):
+        several(hidden, target)
+    assert torch.equal(generator.kept, kept)
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=2)(hidden, target)
+    plain(hidden)
+    torch.testing.assert_close(generator.kept, plain.kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_a_sum_that_was_large_before_is_one_over_several_devices(dtype: torch.dtype) -> None:
+    generator = Changing(torch.full((2,), 128, dtype=dtype), lambda kept, y: kept.add_(len(y)))
+    hidden, target = batch()
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)(hidden, target)
+    assert generator.kept.tolist() == [128 + len(hidden)] * 2
 
 
 def test_a_buffer_of_nan_does_not_count_as_changed() -> None:
