@@ -10,7 +10,7 @@ Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K ro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -183,12 +183,8 @@ class _ByAutograd:
         self.heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
         self.facts = logit_facts(known, situation, found, head, self.heads, shards)
-        if (name := self.facts.not_added_to) and len(shards) > 1:
-            raise ValueError(
-                f"the buffer {name} changes by other than a sum over rows, so that each of {len(shards)} devices would "
-                "have another value of it: use one device, set the module to evaluation mode (.eval()), or compute "
-                "what changes before the engine"
-            )
+        if (name := self.facts.buffers.not_added_to) and len(shards) > 1:
+            raise _no_sum_error(name)
         self.is_linear = self.facts.is_linear
         self.parameters = parts.parameters
 
@@ -221,7 +217,8 @@ class _ByAutograd:
 
     def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> Sequence[TokenLoss]:
         """Return the loss of each walk; the caller's modules have a thread for each device."""
-        with _adding_up(self.parts.buffers if self.facts.adds_up else [], self.heads):
+        buffers = self.facts.buffers
+        with _adding_up(self.parts.buffers if buffers.adds_up else [], self.heads, self.head, buffers.unproven):
             return parallel_apply(walks, arguments, devices=[shard.hidden.device for shard in self.shards])
 
 
@@ -238,14 +235,29 @@ def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
 
 
 @contextlib.contextmanager
-def _adding_up(buffers: Sequence[Tensor], replicas: Sequence[nn.ModuleDict]) -> Iterator[None]:
-    """Add to each buffer what replicas add to copies of their own: a count is that of all devices."""
+def _adding_up(
+    buffers: Sequence[Tensor], replicas: Sequence[nn.ModuleDict], head: nn.ModuleDict, unproven: Set[str]
+) -> Iterator[None]:
+    """Add to each buffer what replicas add to copies of their own: a count is that of all devices.
+
+    Raise ValueError for one that a replica has changed for the first time, and by other than adding.
+    """
     before = [buffer.clone() for buffer in buffers]
     yield
+    names = {id(buffer): name for name, buffer in head.named_buffers()} if unproven else {}
     for replica in replicas if buffers else ():
         for buffer, old, copy in zip(buffers, before, parts_of(replica).buffers, strict=True):
             if copy is not buffer and not torch.equal(copy.to(old.device), old):
+                if (name := names.get(id(buffer), "")) in unproven:
+                    raise _no_sum_error(name)
                 buffer.add_(copy.to(old.device) - old)
+
+
+def _no_sum_error(name: str) -> ValueError:
+    return ValueError(
+        f"the buffer {name} changes by other than a sum over rows, so that each device would have another value of it: "
+        "use one device, set the module to evaluation mode (.eval()), or compute what changes before the engine"
+    )
 
 
 def _match(

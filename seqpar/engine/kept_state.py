@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
+from seqpar.engine.situation import BufferChanges
 from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
 
 CLOSE = 1e-3
@@ -37,16 +38,28 @@ def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
     return own.keys() - OF_A_COPY == others.keys() and all(own[name] is value for name, value in others.items())
 
 
-def ask_about_buffers(trial: Trial) -> tuple[bool, str]:
-    """Return whether calls change buffers, and the name of one that they change by other than adding to it.
+class Buffer(NamedTuple):
+    """A buffer of a module, a copy of its numbers, and how often it had been written."""
 
-    Such a one, as the largest score so far, is right on one device, where chunks follow each other. Raise for one that
-    depends on the chunks, or that the scores depend on.
-    """
+    tensor: Tensor
+    numbers: Tensor
+    version: int
+
+    def is_same(self, other: Buffer | None) -> bool:
+        """Return whether another one has the same numbers; nan is the same as nan."""
+        return other is not None and is_same(self.numbers, other.numbers)
+
+    def is_written(self, later: Buffer) -> bool:
+        """Return whether it was replaced, or written in place, with whatever numbers."""
+        return self.tensor is not later.tensor or self.version != later.version
+
+
+def ask_about_buffers(trial: Trial) -> BufferChanges:
+    """Return how calls change buffers; raise for one that depends on the chunks, or that the scores depend on."""
     called = trial.copy()
     before = _buffers_of(called)
     if not before:
-        return False, ""
+        return BufferChanges()
     _call(trial, called, slice(0, PROBE_ROWS))
     # With other weights, as after a step of training. With these the power iteration of spectral_norm may have
     # converged, and would look like a sum that the scores do not depend on
@@ -62,8 +75,10 @@ def ask_about_buffers(trial: Trial) -> tuple[bool, str]:
         for name, old in before.items()
         if not (old.is_same(after.get(name)) and tensors[name].is_same(at_once.get(name)))
     ]
+    written = [name for name, old in before.items() if name not in changed and old.is_written(after[name])]
+    unproven = _ask_about_written(trial, written, after)
     if not changed:
-        return False, ""
+        return BufferChanges(bool(written), unproven=unproven)
     again = _call(trial, whole, rows)
     for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
         _call(trial, in_halves, some)
@@ -73,16 +88,56 @@ def ask_about_buffers(trial: Trial) -> tuple[bool, str]:
     not_added_to = ""
     for name in changed:
         kept = name in at_once and at_once[name].tensor is tensors[name].tensor
-        if kept and _close(at_once[name].numbers, added[name].numbers) and repeated:
-            if not _has_same_steps(*(each[name].numbers for each in (tensors, at_once, twice))):
-                not_added_to = name
-            continue
-        raise ValueError(
-            f"the buffer {name} changes when the {name.split('.')[0]} is called, which happens once for each chunk "
-            "and on copies, so that it would depend on the chunks: set the module to evaluation mode (.eval()), or "
-            "compute what changes before the engine"
-        )
-    return True, not_added_to
+        if not (kept and _close(at_once[name].numbers, added[name].numbers) and repeated):
+            raise _changes_error(name)
+        if not _has_same_steps(*(each[name].numbers for each in (tensors, at_once, twice))):
+            not_added_to = name
+    return BufferChanges(True, not_added_to, unproven)
+
+
+def _ask_about_written(trial: Trial, names: list[str], after: dict[str, Buffer]) -> frozenset[str]:
+    """Return which of the buffers that a call has written, and not changed, it does not add to.
+
+    A count of correct predictions keeps its number while there are none, from whatever number it starts. Raise for one
+    that is replaced by what depends on that number: the copies of chunks lose it.
+    """
+    unproven: set[str] = set()
+    for start in (0, 1) if names else ():
+        copy = trial.copy()
+        tensors = _buffers_of(copy)
+        for name in names:
+            tensors[name].tensor.copy_(_other_numbers(tensors[name].numbers)[start])
+        started = _buffers_of(copy)
+        try:
+            _call(trial, copy, slice(0, PROBE_ROWS))
+        except Exception:  # the caller's code may refuse such numbers
+            return frozenset(names)
+        ended = _buffers_of(copy)
+        for name in names:
+            if ended[name].tensor is started[name].tensor:
+                unproven |= set() if ended[name].is_same(started[name]) else {name}
+            elif not ended[name].is_same(after[name]):
+                raise _changes_error(name)
+    return frozenset(unproven)
+
+
+def _other_numbers(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers from which a buffer could also have started: below and above these, where they can be."""
+    if numbers.dtype == torch.bool:
+        return ~numbers, ~numbers
+    if numbers.is_floating_point() or numbers.is_complex():
+        far = 1_000 * (1 + numbers.abs())
+        return numbers - far, numbers + far
+    # Small ones, as they may be indices
+    return torch.zeros_like(numbers), torch.ones_like(numbers)
+
+
+def _changes_error(name: str) -> ValueError:
+    return ValueError(
+        f"the buffer {name} changes when the {name.split('.')[0]} is called, which happens once for each chunk and on "
+        "copies, so that it would depend on the chunks: set the module to evaluation mode (.eval()), or compute what "
+        "changes before the engine"
+    )
 
 
 def _has_same_steps(before: Tensor, once: Tensor, twice: Tensor) -> bool:
@@ -171,22 +226,11 @@ def _is_made_by_a_hook(trial: Trial, name: str) -> bool:
     return attribute in made
 
 
-class Buffer(NamedTuple):
-    """A buffer of a module, and a copy of its numbers."""
-
-    tensor: Tensor
-    numbers: Tensor
-
-    def is_same(self, other: Buffer | None) -> bool:
-        """Return whether another one has the same numbers; nan is the same as nan."""
-        return other is not None and is_same(self.numbers, other.numbers)
-
-
 def _buffers_of(head: nn.Module) -> dict[str, Buffer]:
     """Return all buffers but those of batch normalisation, whose fault in training mode is that it mixes rows."""
     owners = ((name, module) for name, module in head.named_modules() if not isinstance(module, _BatchNorm))
     named = ((f"{owner}.{name}", b) for owner, module in owners for name, b in module.named_buffers(recurse=False))
-    return {name: Buffer(b, b.clone()) for name, b in named}
+    return {name: Buffer(b, b.clone(), 0 if b.is_inference() else b._version) for name, b in named}
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -114,18 +114,18 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
     with trial.keep_state(), torch.no_grad():
         ask_about_padding(trial, logits_KV, common)
     with trial.keep_state(), torch.no_grad():
-        adds_up, not_added_to = ask_about_buffers(trial)
+        buffers = ask_about_buffers(trial)
     ask_about_rows(trial)
     ask_about_state(trial)
     # Once more, because a hook may change other things in backward alone
     ask_about_surroundings(trial, around, harmless)
     ask_about_iterators(trial, around)
     ask_about_graphs_left(trial, around)
-    why_once = "calls add to its buffers" if adds_up else ""
+    why_once = "calls add to its buffers" if buffers.adds_up else ""
     if is_fsdp_unit(trial.head["generator"]):
         why_once = "FSDP2 gathers its weights for forward alone"
     is_linear = ask_about_backward(trial, why_once)
-    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, adds_up, not_added_to, is_linear)
+    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, buffers, is_linear)
 
 
 def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:

@@ -12,6 +12,17 @@ from seqpar.engine.shards import Shard
 from seqpar.linear.leaves import product_dtype
 
 
+class BufferChanges(NamedTuple):
+    """How calls change buffers, found by a few rows."""
+
+    adds_up: bool = False
+    """Whether calls write buffers, so that what the replicas add must be summed."""
+    not_added_to: str = ""
+    """A buffer that is changed by other than adding to it, as the largest score so far: right on one device alone."""
+    unproven: frozenset[str] = frozenset()
+    """Buffers that are written, and by other than adding, but not changed by these rows."""
+
+
 class LogitFacts(NamedTuple):
     """What a probe has found about the logits."""
 
@@ -21,10 +32,7 @@ class LogitFacts(NamedTuple):
     """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
     keeps_nothing: bool = False
     """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
-    adds_up: bool = False
-    """Whether calls add to buffers, so that the replicas' additions must be summed."""
-    not_added_to: str = ""
-    """A buffer that calls change by other than adding to it, of which several devices would have one value each."""
+    buffers: BufferChanges = BufferChanges()
     is_linear: bool = True
     """Whether the gradient of a multiple of the loss is that multiple of its gradient."""
 

@@ -364,9 +364,7 @@ def test_a_buffer_that_is_no_sum_over_rows_is_right_on_one_device_and_refused_ov
     plain.load_state_dict({**generator.state_dict(), "kept": kept})
     hidden, target = batch()
     several = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)
-    with pytest.raises(
-        ValueError, match=r"the buffer generator.kept changes by other than a sum .* of 2 devices would"
-    ):
+    with pytest.raises(ValueError, match=r"the buffer generator.kept changes by other than a sum .* each device would"):
         several(hidden, target)
     assert torch.equal(generator.kept, kept)
     seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=2)(hidden, target)
@@ -380,6 +378,60 @@ def test_a_sum_that_was_large_before_is_one_over_several_devices(dtype: torch.dt
     hidden, target = batch()
     seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)(hidden, target)
     assert generator.kept.tolist() == [128 + len(hidden)] * 2
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_a_count_that_was_0_in_the_first_call_is_that_of_all_devices_later(devices: Any) -> None:
+    least = [1e9]
+    generator = Changing(torch.tensor(5), lambda kept, y: kept.add_((y[:, 0] > least[0]).sum()))
+    engine, (hidden, target) = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices), batch()
+    engine(hidden, target)
+    assert generator.kept == 5
+    least[0] = -1e9
+    engine(hidden, target)
+    assert generator.kept == 5 + len(hidden)
+
+
+@pytest.mark.parametrize(
+    ("kept", "later", "change"),
+    [
+        (torch.tensor(1e9), -1e9, lambda kept, y: kept.clamp_(min=y.max())),
+        (torch.tensor(-1e9), 1e9, lambda kept, y: kept.clamp_(max=y.min())),
+        (torch.tensor(9), 0, lambda kept, y: kept.clamp_(min=len(y))),
+        (torch.tensor(True), False, lambda kept, y: kept.logical_or_(torch.tensor(True))),
+    ],
+    ids=["largest", "smallest", "longest", "any"],
+)
+def test_a_buffer_that_is_no_sum_is_refused_when_several_devices_first_change_it(
+    kept: Tensor, later: float, change: Callable[[Tensor, Tensor], Any]
+) -> None:
+    generator = Changing(kept.clone(), change)
+    engine, (hidden, target) = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2), batch()
+    for _ in range(2):
+        engine(hidden, target)
+    assert torch.equal(generator.kept, kept)
+    generator.kept.fill_(later)
+    with pytest.raises(ValueError, match=r"the buffer generator.kept changes by other than a sum over rows"):
+        engine(hidden, target)
+
+
+class Replacing(nn.Linear):
+    """Replaces a buffer by a sum, to which nothing is added yet."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.rows = self.rows + (y > 1e9).sum()
+        return y
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_a_buffer_that_is_replaced_by_a_sum_is_refused_though_nothing_is_added(devices: Any) -> None:
+    with pytest.raises(ValueError, match=r"the buffer generator.rows changes when the generator is called"):
+        seqpar.LossCompute(Replacing(), seqpar.CrossEntropy(), devices)(*batch())
 
 
 def test_a_buffer_of_nan_does_not_count_as_changed() -> None:
