@@ -43,12 +43,13 @@ def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> I
     Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
     target = by_name(target)
-    check_replaceable(target)
     new = beside(target, "new")
     previous = beside(target, "previous")
+    check_itself(target, new, previous)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with claim(new, folder=True):
+            check_replaceable(target)  # here, where no other process renames it between two looks
             yield new
             # Listed before it is renamed: a folder with a manifest is complete
             _write_manifest(new, digests or {})
@@ -70,19 +71,20 @@ def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> I
 
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
-    for folder in (target, beside(target, "new"), beside(target, "previous")):
-        check_itself(folder)
-    if not target.exists():
+    check_itself(target, beside(target, "new"), beside(target, "previous"))
+    try:
+        has_files = any(target.iterdir())
+    except FileNotFoundError:
         return
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is not a folder, and was not made here: move it away")
-    if any(target.iterdir()):
+    except NotADirectoryError:
+        raise CheckpointError(f"{target} is not a folder, and was not made here: move it away") from None
+    if has_files:
         listed_files(target)
 
 
-def check_itself(path: Path) -> None:
+def check_itself(*paths: Path) -> None:
     """Raise CheckpointError for a symbolic link where a folder or a pointer is replaced."""
-    if path.is_symlink():
+    for path in filter(Path.is_symlink, paths):
         raise CheckpointError(
             f"{path} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
             "link the folder it is in"

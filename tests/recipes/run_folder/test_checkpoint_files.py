@@ -21,14 +21,17 @@ from recipes.translation import train as training
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files import atomic_folder
 from recipes.translation.files.atomic_folder import (
     MANIFEST,
+    check_replaceable,
     read_consistently,
     remove_folder,
     replaced_folder,
     sha256,
     verified_folder,
 )
+from recipes.translation.files.writing import beside
 from recipes.translation.run_folder.checkpoint import (
     load_facts,
     load_training,
@@ -275,18 +278,37 @@ def test_a_folder_that_two_processes_replace_at_once_is_that_of_one(tmp_path: Pa
 
     def write(number: int) -> None:
         for _ in range(50):
-            both.wait(20)
+            both.wait(60)
             with replaced_folder(tmp_path / "export") as folder:
                 for name in ("a", "b"):
                     (folder / name).write_text(str(number) * 10_000)
-            both.wait(20)
+            both.wait(60)
             texts = [(verified_folder(tmp_path / "export") / name).read_text() for name in ("a", "b")]
             assert texts in (["1" * 10_000] * 2, ["2" * 10_000] * 2)
             assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(write, number) for number in (1, 2)]:
-            done.result()
+        # Both have ended then: an error of one leaves the other waiting for it, whose own error is not the reason
+        raised = [done.exception() for done in [pool.submit(write, number) for number in (1, 2)]]
+        for error in sorted(filter(None, raised), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+
+
+def test_a_folder_is_looked_at_while_no_other_process_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks the other one might rename it, and it would not be a folder."""
+    claimed: list[bool] = []
+
+    def look(target: Path) -> None:
+        claimed.append(beside(target, "new").is_dir())
+        check_replaceable(target)
+
+    monkeypatch.setattr(atomic_folder, "check_replaceable", look)
+    for text in "ab":
+        with replaced_folder(tmp_path / "best") as folder:
+            (folder / "a").write_text(text)
+    assert claimed == [True, True]
 
 
 def test_every_file_is_on_the_disk_before_the_folder_is_renamed(
