@@ -49,6 +49,11 @@ class Buffer(NamedTuple):
         """Return whether another one has the same numbers; nan is the same as nan."""
         return other is not None and is_same(self.numbers, other.numbers)
 
+    def has_memory_of(self, other: Buffer) -> bool:
+        """Return whether a buffer is the other one, or a view of it, as `detach` gives one."""
+        mine, theirs = self.tensor.untyped_storage(), other.tensor.untyped_storage()
+        return mine.data_ptr() == theirs.data_ptr()
+
     def is_written(self, later: Buffer) -> bool:
         """Return whether it was replaced, or written in place, with whatever numbers."""
         return self.tensor is not later.tensor or self.version != later.version
@@ -105,16 +110,16 @@ def _ask_about_written(trial: Trial, names: list[str], after: dict[str, Buffer])
     for start in (0, 1) if names else ():
         copy = trial.copy()
         tensors = _buffers_of(copy)
-        for name in names:
-            tensors[name].tensor.copy_(_other_numbers(tensors[name].numbers)[start])
-        started = _buffers_of(copy)
         try:
+            for name in names:
+                tensors[name].tensor.copy_(_other_numbers(tensors[name].numbers)[start])
+            started = _buffers_of(copy)
             _call(trial, copy, slice(0, PROBE_ROWS))
-        except Exception:  # the caller's code may refuse such numbers
+        except Exception:  # the caller's code may refuse such numbers, and a sparse tensor has none
             return frozenset(names)
         ended = _buffers_of(copy)
         for name in names:
-            if ended[name].tensor is started[name].tensor:
+            if ended[name].has_memory_of(started[name]):
                 unproven |= set() if ended[name].is_same(started[name]) else {name}
             elif not ended[name].is_same(after[name]):
                 raise _changes_error(name)

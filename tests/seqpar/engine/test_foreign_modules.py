@@ -415,6 +415,23 @@ def test_a_buffer_that_is_no_sum_is_refused_when_several_devices_first_change_it
         engine(hidden, target)
 
 
+class Detaching(nn.Linear):
+    """Replaces a buffer by a view of itself."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.register_buffer("state", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.state.detach()
+        return super().forward(x) * self.state
+
+
+def test_a_buffer_that_is_replaced_by_itself_is_no_sum() -> None:
+    assert_plain(Detaching(), seqpar.CrossEntropy())
+    seqpar.LossCompute(Detaching(), seqpar.CrossEntropy(), ["cpu"] * 2)(*batch())
+
+
 class Replacing(nn.Linear):
     """Replaces a buffer by a sum, to which nothing is added yet."""
 
