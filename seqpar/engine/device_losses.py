@@ -41,6 +41,7 @@ from seqpar.engine.formula_match import (
     match_inputs,
     what_formulas_replace,
 )
+from seqpar.engine.kept_state import refuse_lost_numbers
 from seqpar.engine.module_calls import Parts, parts_of, refuse_cached
 from seqpar.engine.pair import counts_itself, criterion_loss, project, takers_of
 from seqpar.engine.probe import gives_formula, logit_facts
@@ -208,7 +209,10 @@ class _ByAutograd:
             shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
             logits_KV = project(bound["generator"], names, shape, rows[: 1 + len(names)])
             own = dict(zip(weights, rows[1 + len(names) :], strict=True))
-            return criterion_loss(bound["criterion"], logits_KV, target_N[chunk], own)
+            loss = criterion_loss(bound["criterion"], logits_KV, target_N[chunk], own)
+            if not call_itself:
+                refuse_lost_numbers(bound, self.parts.modules, self.facts.written)
+            return loss
 
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(replica["criterion"]))
         rows = (*rows_of(shard), *criterion_rows_of(shard))

@@ -8,6 +8,7 @@ Shape suffixes: K probed rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
 
 CLOSE = 1e-3
 """The relative difference of a buffer's sum that rounding may make, in any dtype."""
+NUMBERS = (bool, int, float, complex)
 
 
 def has_same_attributes(called: nn.Module, original: nn.Module) -> bool:
@@ -35,7 +37,60 @@ def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
     """Return whether a structural copy has the attributes of the module, and no others."""
     own = vars(copy)
     others = {name: value for name, value in vars(module).items() if name not in OF_A_COPY}
-    return own.keys() - OF_A_COPY == others.keys() and all(own[name] is value for name, value in others.items())
+    return own.keys() - OF_A_COPY == others.keys() and all(
+        own[name] is value or (type(value) in NUMBERS and own[name] == value) for name, value in others.items()
+    )
+
+
+def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
+    """Raise ValueError for a tensor that a call replaces by a sum, to which the probed rows add nothing.
+
+    It has the same numbers from whatever numbers it starts; what is computed anew has those of the call.
+    """
+    pairs = list(zip(parts_of(called).modules, parts_of(trial.head).modules, strict=False))
+    renewed = [
+        (place, name)
+        for place, (copy, module) in enumerate(pairs)
+        for name, value in vars(copy).items()
+        if isinstance(value, Tensor) and value is not vars(module).get(name) and is_same(value, vars(module).get(name))
+    ]
+    if not renewed:
+        return
+    other = trial.copy()
+    modules = parts_of(other).modules
+    starts = {(place, name): _other_numbers(vars(modules[place])[name].detach())[1] for place, name in renewed}
+    for (place, name), start in starts.items():
+        vars(modules[place])[name] = start
+    try:
+        _call(trial, other, slice(0, PROBE_ROWS))
+    except Exception:  # the caller's code may refuse such numbers
+        return
+    for (place, name), start in starts.items():
+        value = vars(modules[place]).get(name)
+        if isinstance(value, Tensor) and is_same(value, start) and not _share_memory(value, start):
+            raise _evolves_error(f"{type(modules[place]).__name__}.{name}")
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether a tensor is another one or a view of it, as `detach` gives one."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], written: Set[str]) -> None:
+    """Raise ValueError if a copy has another number in an attribute than the original: it goes with the copy.
+
+    The probe has not seen it change, as a count of correct predictions while there are none.
+
+    Args:
+        written: attributes that the probe has seen change, and that are not read again.
+    """
+    for copy, module in zip(parts_of(called).modules, originals, strict=True):
+        before = vars(module)
+        for name, value in vars(copy).items():
+            if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY or name in written:
+                continue
+            if value != before.get(name):
+                raise _evolves_error(f"{type(module).__name__}.{name}")
 
 
 class Buffer(NamedTuple):
@@ -48,11 +103,6 @@ class Buffer(NamedTuple):
     def is_same(self, other: Buffer | None) -> bool:
         """Return whether another one has the same numbers; nan is the same as nan."""
         return other is not None and is_same(self.numbers, other.numbers)
-
-    def has_memory_of(self, other: Buffer) -> bool:
-        """Return whether a buffer is the other one, or a view of it, as `detach` gives one."""
-        mine, theirs = self.tensor.untyped_storage(), other.tensor.untyped_storage()
-        return mine.data_ptr() == theirs.data_ptr()
 
     def is_written(self, later: Buffer) -> bool:
         """Return whether it was replaced, or written in place, with whatever numbers."""
@@ -119,7 +169,7 @@ def _ask_about_written(trial: Trial, names: list[str], after: dict[str, Buffer])
             return frozenset(names)
         ended = _buffers_of(copy)
         for name in names:
-            if ended[name].has_memory_of(started[name]):
+            if _share_memory(ended[name].tensor, started[name].tensor):
                 unproven |= set() if ended[name].is_same(started[name]) else {name}
             elif not ended[name].is_same(after[name]):
                 raise _changes_error(name)
@@ -186,11 +236,11 @@ def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
         return outcome, Held(copy, trial.original)
 
 
-def ask_about_state(trial: Trial) -> None:
-    """Raise ValueError if the pair changes what it reads again, or keeps a graph: the copies of chunks lose both.
+def ask_about_state(trial: Trial) -> frozenset[str]:
+    """Return which attributes calls change; raise ValueError for one that is read again, or keeps a graph.
 
-    What is written and never read, such as attention that is kept for a picture, is the same after a second call
-    with the same rows.
+    The copies of chunks would lose it. What is written and never read, such as attention that is kept for a picture,
+    is the same after a second call with the same rows.
     """
     _, before = _observe(trial, 0)
     outcome, first = _observe(trial, 1)
@@ -203,7 +253,7 @@ def ask_about_state(trial: Trial) -> None:
     if graphs := [name for name in names_of_new_graphs(before, first) if not _is_made_by_a_hook(trial, name)]:
         raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
     if not before.changed_names(first):
-        return
+        return frozenset()
     second, settled = _observe(trial, 2)
     assert second is not None
     evolving = sorted(first.changed_names(settled))
@@ -216,11 +266,16 @@ def ask_about_state(trial: Trial) -> None:
         depends = depends and outcome.is_same(fresh)
     if evolving or depends:
         name = evolving[0] if evolving else before.changed_names(first)[0]
-        raise ValueError(
-            f"{name} changes with every call and is not a buffer that adds up; the pair is called once for each "
-            "chunk, on copies, so that it would depend on the chunks or be lost: change it outside, once a step, "
-            "or register it as a buffer if it is a sum over rows"
-        )
+        raise _evolves_error(name)
+    return frozenset(name.rpartition(".")[2] for name in before.changed_names(first))
+
+
+def _evolves_error(name: str) -> ValueError:
+    return ValueError(
+        f"{name} changes with every call and is not a buffer that adds up; the pair is called once for each chunk, on "
+        "copies, so that it would depend on the chunks or be lost: change it outside, once a step, or register it as a "
+        "buffer if it is a sum over rows"
+    )
 
 
 def _is_made_by_a_hook(trial: Trial, name: str) -> bool:

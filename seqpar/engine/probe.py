@@ -34,7 +34,7 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight
-from seqpar.engine.kept_state import ask_about_buffers, ask_about_state, has_same_attributes
+from seqpar.engine.kept_state import ask_about_buffers, ask_about_renewed, ask_about_state, has_same_attributes
 from seqpar.engine.linear_backward import ask_about_backward
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.row_mixing import ask_about_rows
@@ -116,7 +116,7 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
     with trial.keep_state(), torch.no_grad():
         buffers = ask_about_buffers(trial)
     ask_about_rows(trial)
-    ask_about_state(trial)
+    written = ask_about_state(trial)
     # Once more, because a hook may change other things in backward alone
     ask_about_surroundings(trial, around, harmless)
     ask_about_iterators(trial, around)
@@ -125,7 +125,7 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
     if is_fsdp_unit(trial.head["generator"]):
         why_once = "FSDP2 gathers its weights for forward alone"
     is_linear = ask_about_backward(trial, why_once)
-    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, buffers, is_linear)
+    return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing, buffers, written, is_linear)
 
 
 def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:
@@ -141,7 +141,10 @@ def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Ten
     check_class_weight(trial.head["criterion"], logits_KV.size(-1))
     # Refuses a number that is not a tensor
     criterion_loss(copy["criterion"], logits_KV, trial.target_K, trial.of_criterion)
-    return logits_KV, has_same_attributes(copy, trial.head)
+    keeps_nothing = has_same_attributes(copy, trial.head)
+    if not keeps_nothing:
+        ask_about_renewed(trial, copy)
+    return logits_KV, keeps_nothing
 
 
 def _facts_while_capturing(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:

@@ -33,6 +33,8 @@ class LogitFacts(NamedTuple):
     keeps_nothing: bool = False
     """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
     buffers: BufferChanges = BufferChanges()
+    written: frozenset[str] = frozenset()
+    """Attributes that calls change and do not read again, such as attention that is kept for a picture."""
     is_linear: bool = True
     """Whether the gradient of a multiple of the loss is that multiple of its gradient."""
 

@@ -451,6 +451,69 @@ def test_a_buffer_that_is_replaced_by_a_sum_is_refused_though_nothing_is_added(d
         seqpar.LossCompute(Replacing(), seqpar.CrossEntropy(), devices)(*batch())
 
 
+class Hits(nn.Module):
+    """Counts correct predictions in an attribute."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        hits = (logits.argmax(-1) == target).sum()
+        self.kept = self.kept + (hits if isinstance(self.kept, Tensor) else type(self.kept)(hits))
+        return F.cross_entropy(logits, target, reduction="sum")
+
+
+def without_and_with_hits(generator: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, _ = batch()
+    best = generator(hidden).argmax(-1)
+    return hidden, (best + 1) % V, best
+
+
+@pytest.mark.parametrize("kept", [0, 5, 0.0, 5.5])
+def test_a_number_that_changes_after_the_first_call_is_kept_on_one_device_and_refused_over_several(kept: Any) -> None:
+    generator = nn.Linear(4, V).double()
+    hidden, wrong, right = without_and_with_hits(generator)
+    alone, several = Hits(kept), Hits(kept)
+    engine = seqpar.LossCompute(generator, alone, chunk_tokens=2)
+    for target in (wrong, right):
+        engine(hidden, target)
+    assert alone.kept == kept + len(hidden)
+    engine = seqpar.LossCompute(generator, several, ["cpu"] * 2)
+    for _ in range(2):
+        engine(hidden, wrong)
+    with pytest.raises(ValueError, match=r"Hits\.kept changes with every call and is not a buffer that adds up"):
+        engine(hidden, right)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("kept", [torch.zeros(()), torch.tensor(7), torch.zeros(3, dtype=torch.bfloat16)])
+def test_a_tensor_that_is_replaced_by_a_sum_is_refused_though_nothing_is_added(kept: Tensor, devices: Any) -> None:
+    generator = nn.Linear(4, V).double()
+    hidden, wrong, _ = without_and_with_hits(generator)
+    with pytest.raises(ValueError, match=r"Hits\.kept changes with every call and is not a buffer that adds up"):
+        seqpar.LossCompute(generator, Hits(kept), devices)(hidden, wrong)
+
+
+class Deriving(nn.Linear):
+    """Computes a tensor anew in each call, as it was before, and looks at another one without its graph."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.scale = torch.full((), 2.0)
+        self.looked_at = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = torch.full((), 2.0)
+        self.looked_at = self.looked_at.detach()
+        return super().forward(x) * self.scale
+
+
+def test_a_tensor_that_is_computed_anew_or_replaced_by_itself_is_no_sum() -> None:
+    assert_plain(Deriving(), seqpar.CrossEntropy())
+    seqpar.LossCompute(Deriving(), seqpar.CrossEntropy(), ["cpu"] * 2)(*batch())
+
+
 def test_a_buffer_of_nan_does_not_count_as_changed() -> None:
     """Buffers that have changed would be looked into, with further calls."""
     calls: list[float] = []
