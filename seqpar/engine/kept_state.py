@@ -89,7 +89,8 @@ def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], writt
         for name, value in vars(copy).items():
             if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY or name in written:
                 continue
-            if value != before.get(name):
+            # nan is the same as nan, and 0 as 0.0
+            if value != before.get(name) and not is_same(value, before.get(name)):
                 raise _evolves_error(f"{type(module).__name__}.{name}")
 
 

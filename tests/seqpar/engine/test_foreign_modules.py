@@ -496,15 +496,17 @@ def test_a_tensor_that_is_replaced_by_a_sum_is_refused_though_nothing_is_added(k
 
 
 class Deriving(nn.Linear):
-    """Computes a tensor anew in each call, as it was before, and looks at another one without its graph."""
+    """Computes a tensor and a mean of nothing anew in each call, and looks at another one without its graph."""
 
     def __init__(self) -> None:
         super().__init__(4, V, dtype=torch.float64)
         self.scale = torch.full((), 2.0)
         self.looked_at = torch.ones(3)
+        self.mean = float("nan")
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale = torch.full((), 2.0)
+        self.mean = self.mean * 1
         self.looked_at = self.looked_at.detach()
         return super().forward(x) * self.scale
 
