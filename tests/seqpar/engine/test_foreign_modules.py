@@ -511,6 +511,27 @@ class Deriving(nn.Linear):
         return super().forward(x) * self.scale
 
 
+class Growing(nn.Linear):
+    """Adds a module in the first call of each copy, before one that has other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drop = self._modules.pop("drop")
+        self.also = nn.Dropout(0.25).eval()
+        self.drop = drop
+        return drop(self.also(super().forward(x)))
+
+
+def test_a_call_that_adds_a_module_compares_none_with_another() -> None:
+    generator, (hidden, target) = Growing(), batch()
+    found = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)(hidden, target).total
+    plain = F.cross_entropy(F.linear(hidden, generator.weight, generator.bias), target, reduction="sum")
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=0)
+
+
 def test_a_tensor_that_is_computed_anew_or_replaced_by_itself_is_no_sum() -> None:
     assert_plain(Deriving(), seqpar.CrossEntropy())
     seqpar.LossCompute(Deriving(), seqpar.CrossEntropy(), ["cpu"] * 2)(*batch())
