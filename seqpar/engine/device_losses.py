@@ -222,7 +222,8 @@ class _ByAutograd:
     def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> Sequence[TokenLoss]:
         """Return the loss of each walk; the caller's modules have a thread for each device."""
         buffers = self.facts.buffers
-        with _adding_up(self.parts.buffers if buffers.adds_up else [], self.heads, self.head, buffers.unproven):
+        written = self.parts.buffers if buffers.adds_up or buffers.unproven else []
+        with _adding_up(written, self.heads, self.head, buffers.unproven):
             return parallel_apply(walks, arguments, devices=[shard.hidden.device for shard in self.shards])
 
 

@@ -9,12 +9,13 @@ Shape suffixes: K probed rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from seqpar.core.checks import is_dense
 from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
@@ -28,9 +29,14 @@ NUMBERS = (bool, int, float, complex)
 
 def has_same_attributes(called: nn.Module, original: nn.Module) -> bool:
     """Return whether the modules of a copy that was called have the original's attributes still, object by object."""
+    pairs = _with_originals(called, parts_of(original).modules)
+    return bool(pairs) and all(_has_attributes_of(copy, module) for copy, module in pairs)
+
+
+def _with_originals(called: nn.Module, originals: Sequence[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
+    """Return each module of a copy with the original's; none if a call has added one, which moves the others."""
     copies = parts_of(called).modules
-    originals = parts_of(original).modules
-    return len(copies) == len(originals) and all(map(_has_attributes_of, copies, originals))
+    return list(zip(copies, originals, strict=True)) if len(copies) == len(originals) else []
 
 
 def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
@@ -38,8 +44,15 @@ def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
     own = vars(copy)
     others = {name: value for name, value in vars(module).items() if name not in OF_A_COPY}
     return own.keys() - OF_A_COPY == others.keys() and all(
-        own[name] is value or (type(value) in NUMBERS and own[name] == value) for name, value in others.items()
+        own[name] is value or _is_same_number(own[name], value) for name, value in others.items()
     )
+
+
+def _is_same_number(one: Any, other: Any) -> bool:
+    """Return whether both are numbers, and the same; nan is the same as nan, and 0 as 0.0."""
+    if type(one) not in NUMBERS or type(other) not in NUMBERS:
+        return False
+    return bool(one == other or (one != one and other != other))
 
 
 def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
@@ -47,12 +60,11 @@ def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
 
     It has the same numbers from whatever numbers it starts; what is computed anew has those of the call.
     """
-    pairs = list(zip(parts_of(called).modules, parts_of(trial.head).modules, strict=False))
     renewed = [
         (place, name)
-        for place, (copy, module) in enumerate(pairs)
+        for place, (copy, module) in enumerate(_with_originals(called, parts_of(trial.head).modules))
         for name, value in vars(copy).items()
-        if isinstance(value, Tensor) and value is not vars(module).get(name) and is_same(value, vars(module).get(name))
+        if value is not vars(module).get(name) and _have_same_numbers(value, vars(module).get(name))
     ]
     if not renewed:
         return
@@ -67,8 +79,14 @@ def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
         return
     for (place, name), start in starts.items():
         value = vars(modules[place]).get(name)
-        if isinstance(value, Tensor) and is_same(value, start) and not _share_memory(value, start):
+        if _have_same_numbers(value, start) and not _share_memory(value, start):
             raise _evolves_error(f"{type(modules[place]).__name__}.{name}")
+
+
+def _have_same_numbers(one: Any, other: Any) -> bool:
+    """Return whether both are tensors whose numbers can be compared, and are the same."""
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return both and is_dense(one) and is_dense(other) and is_same(one, other)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
@@ -84,15 +102,12 @@ def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], writt
     Args:
         written: attributes that the probe has seen change, and that are not read again.
     """
-    copies = parts_of(called).modules
-    # A call that adds a module changes which of them belong together
-    for copy, module in zip(copies, originals, strict=True) if len(copies) == len(originals) else ():
+    for copy, module in _with_originals(called, originals):
         before = vars(module)
         for name, value in vars(copy).items():
             if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY or name in written:
                 continue
-            # nan is the same as nan, and 0 as 0.0
-            if value != before.get(name) and not is_same(value, before.get(name)):
+            if not _is_same_number(value, before.get(name)):
                 raise _evolves_error(f"{type(module).__name__}.{name}")
 
 
@@ -134,9 +149,9 @@ def ask_about_buffers(trial: Trial) -> BufferChanges:
         if not (old.is_same(after.get(name)) and tensors[name].is_same(at_once.get(name)))
     ]
     written = [name for name, old in before.items() if name not in changed and old.is_written(after[name])]
-    unproven = _ask_about_written(trial, written, after)
+    added_to, unproven = _ask_about_written(trial, written, after)
     if not changed:
-        return BufferChanges(bool(written), unproven=unproven)
+        return BufferChanges(bool(added_to), unproven=unproven)
     again = _call(trial, whole, rows)
     for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
         _call(trial, in_halves, some)
@@ -153,12 +168,15 @@ def ask_about_buffers(trial: Trial) -> BufferChanges:
     return BufferChanges(True, not_added_to, unproven)
 
 
-def _ask_about_written(trial: Trial, names: list[str], after: dict[str, Buffer]) -> frozenset[str]:
-    """Return which of the buffers that a call has written, and not changed, it does not add to.
+def _ask_about_written(
+    trial: Trial, names: list[str], after: dict[str, Buffer]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return to which of the buffers that a call has written, and not changed, it adds, and to which it may not.
 
     A count of correct predictions keeps its number while there are none, from whatever number it starts. Raise for one
     that is replaced by what depends on that number: the copies of chunks lose it.
     """
+    added_to = set(names)
     unproven: set[str] = set()
     for start in (0, 1) if names else ():
         copy = trial.copy()
@@ -169,14 +187,16 @@ def _ask_about_written(trial: Trial, names: list[str], after: dict[str, Buffer])
             started = _buffers_of(copy)
             _call(trial, copy, slice(0, PROBE_ROWS))
         except Exception:  # the caller's code may refuse such numbers, and a sparse tensor has none
-            return frozenset(names)
+            return frozenset(), frozenset(names)
         ended = _buffers_of(copy)
         for name in names:
             if _share_memory(ended[name].tensor, started[name].tensor):
                 unproven |= set() if ended[name].is_same(started[name]) else {name}
-            elif not ended[name].is_same(after[name]):
+            elif ended[name].is_same(after[name]):
+                added_to.discard(name)
+            else:
                 raise _changes_error(name)
-    return frozenset(unproven)
+    return frozenset(added_to - unproven), frozenset(unproven)
 
 
 def _other_numbers(numbers: Tensor) -> tuple[Tensor, Tensor]:

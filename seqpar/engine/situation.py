@@ -16,7 +16,7 @@ class BufferChanges(NamedTuple):
     """How calls change buffers, found by a few rows."""
 
     adds_up: bool = False
-    """Whether calls write buffers, so that what the replicas add must be summed."""
+    """Whether calls add to buffers, so that what the replicas add must be summed."""
     not_added_to: str = ""
     """A buffer that is changed by other than adding to it, as the largest score so far: right on one device alone."""
     unproven: frozenset[str] = frozenset()

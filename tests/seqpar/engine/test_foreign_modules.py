@@ -511,6 +511,34 @@ class Deriving(nn.Linear):
         return super().forward(x) * self.scale
 
 
+LOOKED_AT: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
+    "a tensor where a number was": (0, lambda logits: logits.detach()),
+    "an array where a number was": (0.0, lambda logits: logits.detach().numpy()),
+    "a tensor without memory": (torch.empty(3, device="meta"), lambda logits: torch.empty(3, device="meta")),
+    "a sparse tensor": (torch.eye(3).to_sparse(), lambda logits: torch.eye(3).to_sparse()),
+}
+
+
+@pytest.mark.unswitched
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_what_is_kept_to_be_looked_at_and_has_no_comparable_numbers_passes(name: str, devices: Any) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = LOOKED_AT[name][0]
+
+        def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+            self.kept = LOOKED_AT[name][1](logits)
+            return F.cross_entropy(logits, target, reduction="sum")
+
+    generator, (hidden, target) = nn.Linear(4, V).double(), batch()
+    engine = seqpar.LossCompute(generator, Keeping(), devices, chunk_tokens=2)
+    for _ in range(2):
+        plain = F.cross_entropy(generator(hidden), target, reduction="sum")
+        torch.testing.assert_close(engine(hidden, target).total, plain, rtol=1e-12, atol=0)
+
+
 class Growing(nn.Linear):
     """Adds a module in the first call of each copy, before one that has other numbers."""
 
