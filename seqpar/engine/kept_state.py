@@ -79,7 +79,7 @@ def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
         return
     for (place, name), start in starts.items():
         value = vars(modules[place]).get(name)
-        if _have_same_numbers(value, start) and not _share_memory(value, start):
+        if isinstance(value, Tensor) and _have_same_numbers(value, start) and not _share_memory(value, start):
             raise _evolves_error(f"{type(modules[place]).__name__}.{name}")
 
 
