@@ -515,7 +515,7 @@ LOOKED_AT: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
     "a tensor where a number was": (0, lambda logits: logits.detach()),
     "an array where a number was": (0.0, lambda logits: logits.detach().numpy()),
     "a tensor without memory": (torch.empty(3, device="meta"), lambda logits: torch.empty(3, device="meta")),
-    "a sparse tensor": (torch.eye(3).to_sparse(), lambda logits: torch.eye(3).to_sparse()),
+    "a sparse tensor": (torch.eye(3, device="cpu").to_sparse(), lambda logits: torch.eye(3, device="cpu").to_sparse()),
 }
 
 
