@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest.mock import patch
-
-RELEASE_FROM = 2**20
-"""Bytes from which on freed blocks go back to the system at once in a new process: what is resident is live."""
 
 
 class EndedError(Exception):
@@ -23,12 +18,14 @@ def apart(function: Callable[..., Any], x: Any, *, is_fork: bool = False, silenc
 
     Raises EndedError if the process ends without a result, or is silent for so many seconds.
     """
-    context: Any = multiprocessing.get_context("fork" if is_fork else "spawn")
+    # The fork server has computed nothing, and has imported torch once for all new processes
+    context: Any = multiprocessing.get_context("fork" if is_fork else "forkserver")
+    if not is_fork:
+        context.set_forkserver_preload(["conformance"])
     ours, theirs = context.Pipe(duplex=False)
     sent = (function, x) if is_fork else pickle.dumps((function, x))
     process = context.Process(target=_call, args=(theirs, sent), daemon=True)
-    with patch.dict(os.environ, {} if is_fork else {"MALLOC_MMAP_THRESHOLD_": str(RELEASE_FROM)}):
-        process.start()
+    process.start()
     theirs.close()
     said = f"gave nothing: a new process does not find {getattr(x, 'adapter', x)!r}; name it as module:object"
     said += ' (a script also needs the usual if __name__ == "__main__":)'

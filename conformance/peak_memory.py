@@ -18,6 +18,9 @@ RESET = Path("/proc/self/clear_refs")
 """Linux forgets a process's peak when "5" is written here."""
 STATUS = Path("/proc/self/status")
 FORGET_PEAK = "5"
+M_MMAP_THRESHOLD = -3
+"""The number by which glibc's mallopt knows the size from which on a block goes back to the system when it is freed."""
+RELEASE_FROM = 2**20
 
 
 def can_measure_cpu() -> bool:
@@ -31,8 +34,10 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     gc.collect()
     if device != "cpu":
         return _allocated_peak(call)
-    # Return freed memory to the system, or its reuse would not show as a rise of the peak; only glibc can
+    # Return freed memory to the system, or its reuse would not show as a rise of the peak, and what is freed during the
+    # call would; only glibc can
     with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RELEASE_FROM)
         ctypes.CDLL(None).malloc_trim(0)
     RESET.write_text(FORGET_PEAK)
     before = process_peak_bytes()

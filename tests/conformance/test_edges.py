@@ -94,12 +94,15 @@ def test_half_of_the_rows_may_need_six_tenths_of_the_products(work, verdict, mon
     assert (finding.verdict, finding.figure) == (verdict, f"{share:.0%} of the products for 50% of the rows")
 
 
+SLEEPING = Adapter("sleeps", lambda *_: time.sleep(60))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_call_that_gives_no_answer_in_time_is_a_failure(device, monkeypatch):
     """In a fork, and in a new process, as beside a GPU."""
     monkeypatch.setattr(bad_target, "DEVICE", device)
     monkeypatch.setattr(bad_target, "SILENCE", 0.1)
-    finding = BY_NAME["target out of range"](Adapter("sleeps", lambda *_: time.sleep(60)))
+    finding = BY_NAME["target out of range"](adapter_of("losses", f"{__name__}:SLEEPING"))
     assert finding.verdict == "fail"
     assert finding.figure == "target 128 of 128 classes gave no answer in 0.1 s, in silence"
 
