@@ -1,13 +1,8 @@
-"""The plan against the peaks of fresh processes, measured as Linux counts them, and against the code's own chunks.
-
-`python -m tests.seqpar.test_memory_plan '[["ddp", 1, "plain", "float32", 2048, 256, 16000, 0]]'` prints one peak.
-"""
+"""The plan against the peaks of forked processes, measured as Linux counts them, and against the code's own chunks."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,10 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import seqpar
+from conformance.apart import apart
 from conformance.peak_memory import can_measure_cpu, peak_bytes
 from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
-from tests.seqpar.fresh_process import run_in_fresh_process
+from seqpar.testing.forks import autograd_works_in_a_fork
 
 CASES = [
     ("ddp", 1, "plain", "float32", 1024, 256, 16_000, 0),
@@ -74,13 +70,14 @@ class Head(nn.Module):
         return seqpar.linear_cross_entropy(hidden, weight, target, **options).total
 
 
-def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: int, vocab: int, chunk: int) -> int:
+def own_peak(case: tuple[Any, ...]) -> int:
     """This process's peak during one step of one rank, above weight and hidden; the other ranks are not there."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     from benchmarks.scale import Wire, data_parallel, world_of
 
+    layout, devices, loss, dtype, tokens, d, vocab, chunk = case
     torch.set_num_threads(1)
 
     def measured(tokens: int, vocab: int) -> int:
@@ -110,10 +107,10 @@ def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: i
 @pytest.fixture(scope="module")
 def peaks() -> dict[tuple[Any, ...], int]:
     """The peak of each case that this CPU can measure."""
+    for loaded in ("torch.distributed.fsdp", "benchmarks.scale"):
+        import_module(loaded)  # before the forks, each of which would load it
     cases = [case for case in CASES if BFLOAT16 or "bfloat16" not in case]
-    done = run_in_fresh_process("-m", "tests.seqpar.test_memory_plan", json.dumps(cases))
-    assert done.returncode == 0, done.stderr
-    return dict(zip(cases, map(int, done.stdout.split()), strict=True))
+    return {case: apart(own_peak, case, is_fork=autograd_works_in_a_fork()) for case in cases}
 
 
 def planned(case: tuple[Any, ...]) -> LossBytes:
@@ -289,18 +286,3 @@ def test_the_advice_is_the_simplest_layout_within_a_quarter_of_the_smallest() ->
 
     assert said(tokens=16384, d=4096, vocab=256_000, devices=8).startswith("Choose vocab with linear_cross_entropy")
     assert said(tokens=65536, d=64, vocab=32_000, devices=1).startswith("Choose ddp with")
-
-
-if __name__ == "__main__":
-    import torch.distributed.fsdp
-
-    import benchmarks.scale  # noqa: F401
-
-    # Each in a fork of its own, which has loaded the code already
-    for each in json.loads(sys.argv[1]):
-        if (child := os.fork()) == 0:
-            print(own_peak(*each), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            sys.exit(f"{each} ended with {os.waitstatus_to_exitcode(status)}")

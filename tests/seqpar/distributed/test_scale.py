@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+import torch
+
+from conformance.apart import apart
+from seqpar.testing.forks import autograd_works_in_a_fork
 
 WORLDS = (8, 512)
 CHUNKS = ("1", "4", "16")
@@ -20,11 +20,14 @@ ONE_NUMBER = 8
 @functools.cache
 def counts() -> dict[str, Any]:
     """layout -> world -> chunks -> collectives and bytes."""
-    command = [sys.executable, "-c", f"import json, benchmarks.scale as s; print(json.dumps(s.counts({WORLDS})))"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return apart(counts_on_one_thread, WORLDS, is_fork=autograd_works_in_a_fork())  # type: ignore[no-any-return]
+
+
+def counts_on_one_thread(worlds: tuple[int, ...]) -> dict[str, Any]:
+    from benchmarks import scale  # here, for it loads FSDP
+
+    torch.set_num_threads(1)  # those of the parent did not survive the fork
+    return scale.counts(worlds)
 
 
 def sent(layout: str, world: int, chunks: str) -> tuple[dict[str, int], int]:

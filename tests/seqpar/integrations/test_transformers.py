@@ -15,11 +15,12 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
+from conformance.apart import apart
 from conformance.peak_memory import can_measure_cpu, peak_bytes
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_trainer import facts_of
+from seqpar.testing.forks import autograd_works_in_a_fork
 from seqpar.testing.ranks import ranks
-from tests.seqpar.fresh_process import run_in_fresh_process
 from tests.seqpar.integrations.tiny_models import (
     MODELS,
     batch_of,
@@ -478,11 +479,11 @@ def test_under_autocast_the_loss_is_as_near_to_float64_as_the_stock_one(name):
     assert abs(ours - truth) <= 2 * abs(stock - truth) + 1e-2 * truth
 
 
-def own_peaks():
+def own_peaks(sentences):
     """This process's peaks above model and batch during one step at a vocabulary of 30,000: ours, the stock one."""
     torch.set_num_threads(1)
     model = tiny("marian", torch.float32, vocab_size=30_000, max_position_embeddings=64)
-    batch, peaks = batch_of(model, [64] * 8), []
+    batch, peaks = batch_of(model, [64] * sentences), []
     applied = apply_seqpar_loss(model, chunk_tokens=64)
     model(**batch_of(model, [2, 2])).loss.backward()
     for _ in range(2):
@@ -493,10 +494,7 @@ def own_peaks():
 
 @pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
 def test_a_training_step_takes_a_small_part_of_the_memory():
-    code = "from tests.seqpar.integrations.test_transformers import own_peaks; print(*own_peaks())"
-    done = run_in_fresh_process("-c", code)
-    assert done.returncode == 0, done.stderr
-    ours, stock = map(int, done.stdout.split()[-2:])
+    ours, stock = apart(own_peaks, 8, is_fork=autograd_works_in_a_fork())
     logits = 8 * 64 * 30_000 * 4
     assert stock > 2 * logits
     assert ours < stock / 8, f"stock {stock / 2**20:.0f} MiB, ours {ours / 2**20:.0f} MiB"
