@@ -10,7 +10,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test pytest test-recipe test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-newest test-trainers mutants docs release check bench bench-gpu clean
+.PHONY: help demo test pytest test-long test-launched test-accelerator test-kernels test-faults test-formats test-tutorial test-hf test-browser test-newest test-trainers mutants docs release check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -43,10 +43,10 @@ pytest: .venv/dev
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 --ignore tests/browser
 
-# One collection for four suites, and while one waits for its processes or for its last test, another one works
-test-recipe: .venv/dev  ## test-launched, test-faults, test-formats and test-tutorial in one run, which takes less time than the four (about 15 minutes on 2 cores)
-	@echo "[test-recipe] pytest, the recipe's suites beside make test, and the tutorials"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'launched or faults or formats or tutorial' -q --durations=10 tests/test_documents.py tests/tutorials tests/examples tests/benchmarks tests/recipes
+# One collection for six suites, and while one waits for its processes or for its last test, another one works
+test-long: .venv/dev  ## test-launched, test-faults, test-formats, test-tutorial, test-kernels and test-hf in one run, which takes less time than the six (about 15 minutes on 2 cores)
+	@echo "[test-long] pytest, the long suites beside make test"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'launched or faults or formats or tutorial or kernels or hf_models' -q --durations=10 tests/test_documents.py tests/tutorials tests/examples tests/benchmarks tests/recipes tests/seqpar/kernels tests/seqpar/integrations
 
 test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service, and with compiled layers (5 to 9 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
@@ -64,10 +64,13 @@ test-formats: .venv/dev  ## check imports from and exports to other programs' fo
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes
 
-test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams, and Triton's kernels with every option (about 6 minutes on 2 cores)
+test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams (about 5 minutes on 2 cores)
 	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
 	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations=5 -m accelerator tests/seqpar/kernels
+
+test-kernels: .venv/dev  ## compile Triton's kernels, and interpret them with every option (a minute or two)
+	@echo "[test-kernels] pytest, Triton's kernels compiled and interpreted"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations=5 -m kernels tests/seqpar/kernels
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 3 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"

@@ -114,6 +114,7 @@ BEGUN_FIRST = (
     "test_examples",
     "test_recipe",
     "test_tutorials",
+    "test_hf_models",
 )
 """The files that take longest: one that began last would run alone in the end, and leave a core idle."""
 

@@ -12,8 +12,8 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 CI = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
 ELSEWHERE = {"test-newest", "test-trainers"}
 """Suites with environments of their own, of packages that change without a commit here."""
-TOGETHER = {"test-recipe"}
-"""What runs four of the others on one machine."""
+TOGETHER = {"test-long"}
+"""What runs six of the others on one machine."""
 
 
 def test_every_suite_of_the_makefile_runs():

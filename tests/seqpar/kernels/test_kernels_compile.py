@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.accelerator
+pytestmark = pytest.mark.kernels
 PROGRAM = Path(__file__).with_name("compile_kernel.py")
 ROOT = PROGRAM.parents[3]
 

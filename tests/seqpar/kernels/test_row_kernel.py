@@ -33,7 +33,7 @@ EXAMPLES = 20 if DEVICE == "cpu" else 15  # every other vocabulary is another ke
 pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 @settings(max_examples=EXAMPLES)
 @given(linear_cases(), BLOCKS)
 def test_every_option_has_the_gradient_of_its_published_formula(case, block):
@@ -48,7 +48,7 @@ def test_every_option_has_the_gradient_of_its_published_formula(case, block):
     assert launched or not (tensors["target"] != case.padding).any()
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 @settings(max_examples=EXAMPLES // 2)
 @given(linear_cases(), st.booleans(), BLOCKS)
 def test_counts_are_those_of_the_plain_predictions(case, grad, block):
@@ -86,7 +86,7 @@ def test_each_convention_with_and_without_class_weights(case):
         )
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 def test_each_convention_with_and_without_class_weights_in_a_shard():
     per_rank = ranks(2, losses_by_kernel, [(case, [4, 7], [0, 1], False) for case in EACH], 4)
     for i, case in enumerate(EACH):

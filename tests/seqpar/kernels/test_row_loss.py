@@ -177,7 +177,7 @@ def test_chunks_cover_all_rows_if_they_are_adjacent_slices_from_the_first_to_the
     assert cover([], 0)
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 @pytest.mark.unswitched
 def test_a_chunk_takes_at_most_12_dispatches_and_a_call_14_and_the_logits_are_passed_over_four_times():
     """On the emulated accelerator with CUDA's branches: three products and one kernel touch all logits of a chunk."""
@@ -191,7 +191,7 @@ def test_a_chunk_takes_at_most_12_dispatches_and_a_call_14_and_the_logits_are_pa
     assert {row[-2].strip() for row in rows[2:]} == {"4"}
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 def test_a_training_step_at_d128_has_at_most_455_launches_and_385_with_compiled_layers():
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.dispatches", "--training"]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

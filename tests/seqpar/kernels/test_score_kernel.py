@@ -42,7 +42,7 @@ def on_device(case):
     return moved(case.tensors()), options
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 @settings(max_examples=EXAMPLES)
 @given(kernel_cases(), USED, st.sampled_from([None, 1, 3]), BLOCKS, st.booleans())
 def test_scores_and_gradients_are_the_plain_ones(case, used, chunk_tokens, block, frozen):
@@ -207,7 +207,7 @@ def scores_by_kernel(rank, world, drawn, block):
         return scores(rank, world, drawn), launched
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 @settings(max_examples=EXAMPLES // 3)
 @given(st.data())
 def test_a_vocabulary_shard_has_its_part_of_the_gradient(data):
@@ -346,7 +346,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.accelerator
+@pytest.mark.kernels
 @settings(max_examples=EXAMPLES // 2, derandomize=True)
 @given(
     LOW,
