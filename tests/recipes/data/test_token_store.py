@@ -9,8 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +35,7 @@ from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
+from tests.recipes.processes.started import forked
 from tests.recipes.tiny import options, tiny
 
 CHANGES: dict[str, Any] = {"data.builtin_pairs": 100, "training.steps": 6, "training.batch_tokens": 300}
@@ -265,14 +264,16 @@ def test_a_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def killed_in_writing(folder: Path) -> None:
+    token_store.sha256 = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    load_corpus(stored(folder))
+
+
 @pytest.mark.faults
 def test_a_store_takes_the_place_of_one_that_was_killed_while_it_was_written(tmp_path: Path) -> None:
-    killed = (
-        "import os; from pathlib import Path; from recipes.translation.data import token_store; "
-        "from tests.recipes.data.test_token_store import load_corpus, stored; "
-        f"token_store.sha256 = lambda _: os.kill(os.getpid(), 9); load_corpus(stored(Path({str(tmp_path)!r})))"
-    )
-    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    killed = forked(killed_in_writing, tmp_path)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert [path.name[:16] for path in (tmp_path / "cache").iterdir()] == [".unfinished-text"]
     load_corpus(stored(tmp_path))
     assert len(list((tmp_path / "cache").iterdir())) == 2

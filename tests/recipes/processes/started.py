@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from seqpar.testing.ranks import _context
 
 
 def recipe(*words: str, environment: Mapping[str, str], **keywords: Any) -> subprocess.Popen[str]:
@@ -20,6 +25,18 @@ def recipe(*words: str, environment: Mapping[str, str], **keywords: Any) -> subp
         env=environment,
         **keywords,
     )
+
+
+def forked(work: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """Call a function in a process of its own, which is a test's to kill, and has torch without importing it."""
+    process: BaseProcess = _context().Process(target=_with_one_thread, args=(work, *arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _with_one_thread(work: Callable[..., object], *arguments: Any) -> None:
+    torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded differently
+    work(*arguments)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:

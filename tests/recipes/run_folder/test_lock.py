@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.train import train
+from tests.recipes.processes.started import forked
 from tests.recipes.tiny import options, tiny
 
 pytestmark = pytest.mark.faults
@@ -26,22 +28,20 @@ ENDLESS = {"training.steps": 1_000_000, "training.validate_every": 5}
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def training(tmp_path: Path) -> Iterator[BaseProcess]:
     """A process that trains in `tmp_path / "run"` and has saved."""
-    run = tmp_path / "run"
-    words = [sys.executable, "-m", "recipes.translation", "train", *options(run, ENDLESS)]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, text=True) as process:
-        deadline = time.monotonic() + 90
-        while not (run / "last").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        yield process
-        process.kill()
+    process = forked(train, tiny(tmp_path / "run", ENDLESS))
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "last").exists():
+        assert time.monotonic() < deadline
+        assert process.is_alive()
+        time.sleep(0.05)
+    yield process
+    process.kill()
 
 
 def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten_at_once(
-    training: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    training: BaseProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match=rf"^process {training.pid} on \S+ is writing into {run}: wait until"):
@@ -52,10 +52,10 @@ def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten
     ):
         assert main(words) == 2
         assert capsys.readouterr().err.startswith(f"error: process {training.pid} on ")
-    assert training.poll() is None  # and it goes on
+    assert training.is_alive()  # and it goes on
 
-    training.send_signal(signal.SIGKILL)
-    training.wait()
+    training.kill()
+    training.join()
     assert (run / ".lock").exists()
     began = time.monotonic()
     saved = load_facts(run / "last")["step"]

@@ -7,8 +7,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,10 +31,11 @@ from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.training import TrainingConfig, save_interval
 from recipes.translation.train import train
 from recipes.translation.training.progress import StepNumbers
+from tests.recipes.processes.started import forked
 from tests.recipes.random_translator import fingerprint, random_translator
 from tests.recipes.run_folder.made import MADE, contents
 from tests.recipes.saved import saved_file
-from tests.recipes.tiny import options, tiny
+from tests.recipes.tiny import tiny
 
 EVERY: dict[str, Any] = {
     **MADE,
@@ -455,26 +454,25 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_old_checkpoint_or_the_n
 @pytest.mark.faults
 def test_a_run_killed_at_any_time_goes_on_and_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     changes = {**EVERY, "training.steps": 30, "training.validate_every": 2}
-    words = [sys.executable, "-m", "recipes.translation", "train", *options(tmp_path / "run", changes)]
-    through = [*words[:4], *options(tmp_path / "through", changes)]
-    subprocess.run(through, check=True, capture_output=True, timeout=300)
+    train(tiny(tmp_path / "through", changes))
     draw = random.Random(3)
     run = tmp_path / "run"
     for _ in range(4):
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            begun = (run / "last").read_text() if (run / "last").exists() else ""
-            deadline = time.monotonic() + 120
-            while process.poll() is None and time.monotonic() < deadline:
-                if (run / "last").exists() and (run / "last").read_text() != begun:
-                    break
-                time.sleep(0.005)
-            time.sleep(draw.uniform(0.0, 0.15))
-            process.send_signal(signal.SIGKILL)
+        begun = (run / "last").read_text() if (run / "last").exists() else ""
+        process = forked(train, tiny(run, changes))
+        deadline = time.monotonic() + 120
+        while process.is_alive() and time.monotonic() < deadline:
+            if (run / "last").exists() and (run / "last").read_text() != begun:
+                break
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0.0, 0.15))
+        process.kill()
+        process.join()
         for name in ("last", "best"):
             if (run / name).exists():
                 load_translator(run / name)
         load_training(run / "last")
-    subprocess.run(words, check=True, capture_output=True, timeout=300)
+    train(tiny(run, changes))
     ours, theirs = (contents(each / "checkpoints") for each in (run, tmp_path / "through"))
     assert ours.keys() == theirs.keys()
     assert {name for name in ours if name.endswith(".safetensors") and ours[name] != theirs[name]} == set()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,13 @@ import torch
 from recipes.translation import train as training
 from recipes.translation.report.draw import report, write_report
 from recipes.translation.report.records import read_run
+from recipes.translation.run_folder import saving
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from recipes.translation.training import journal, machine
 from recipes.translation.training.journal import sample_rows
+from tests.recipes.processes.started import forked
 from tests.recipes.tiny import tiny, tiny_decoder_only
 
 CHANGES: dict[str, Any] = {
@@ -77,42 +78,37 @@ def test_every_validation_keeps_the_same_sentences_and_the_newest_keeps_all(run:
     assert [sample["translation"] for sample in records[1]["samples"]] == translations
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from recipes.translation import train as training
-from recipes.translation.run_folder import saving
-from tests.recipes.training.test_journal import CHANGES
-from tests.recipes.tiny import tiny
-
-torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded differently
-point_at, when = saving.point_at, sys.argv[2]
-
-def deadly(run, step, **how):
-    if step == 4 and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    point_at(run, step, **how)
-    if step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-saving.point_at = deadly
-training.train(tiny(Path(sys.argv[1]), {**CHANGES, "training.steps": 6, "training.report": False}))
-"""
+SIX = {**CHANGES, "training.steps": 6, "training.report": False}
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+def killed_in_training(run: Path, when: str) -> None:
+    """Train, and die just before or after the state of the fourth step is the last one."""
+    point_at = saving.point_at
+
+    def deadly(run: Path, step: int, **how: Any) -> None:
+        if step == 4 and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        point_at(run, step, **how)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saving.point_at = deadly
+    train(tiny(run, SIX))
+
+
 @pytest.mark.faults
-def test_a_kill_around_the_saving_of_a_state_loses_no_validation_and_doubles_none(when: str, tmp_path: Path) -> None:
-    changes = {**CHANGES, "training.steps": 6, "training.report": False}
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "killed", when], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert load_facts(tmp_path / "killed" / "last")["step"] == {"before": 2, "after": 4}[when]
-    train(tiny(tmp_path / "killed", changes))
-    train(tiny(tmp_path / "whole", changes))
-    for name in ("samples.jsonl", "validation.json", "metrics.jsonl"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert [record["step"] for record in read_metrics(tmp_path / "killed" / "samples.jsonl")] == [2, 4, 6]
+def test_a_kill_around_the_saving_of_a_state_loses_no_validation_and_doubles_none(tmp_path: Path) -> None:
+    train(tiny(tmp_path / "whole", SIX))
+    for when, step in (("before", 2), ("after", 4)):
+        run = tmp_path / when
+        killed = forked(killed_in_training, run, when)
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL
+        assert load_facts(run / "last")["step"] == step
+        train(tiny(run, SIX))
+        for name in ("samples.jsonl", "validation.json", "metrics.jsonl"):
+            assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert [record["step"] for record in read_metrics(run / "samples.jsonl")] == [2, 4, 6]
 
 
 def test_kept_rows_are_spread_over_the_sentences_and_distinct() -> None:
