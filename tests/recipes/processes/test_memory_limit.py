@@ -60,7 +60,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def at_import() -> int:
+@pytest.fixture(scope="module")
+def base() -> int:
     """The bytes of data of a process that has imported what training needs."""
     read = "print(next(line for line in open('/proc/self/status') if line.startswith('VmData')).split()[1])"
     said = subprocess.run(
@@ -88,10 +89,9 @@ def assert_died_of_memory(status: int, errors: str) -> None:
 
 
 def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_translates(
-    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], base: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    base = at_import()
     # Weights, gradient and two moments are 4 x 95 MiB, and what is copied to be saved 3 x 95: together 665 for one
     # process, 332 for each of two and 166 for each of four, which gather a layer of up to 18 MiB a few times
     four, two = base + 430 * MIB, base + 560 * MIB
@@ -129,7 +129,7 @@ def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_transl
     assert said[0] == said[1]
 
 
-def test_a_model_that_fits_no_process_is_evaluated_by_four(tmp_path: Path) -> None:
+def test_a_model_that_fits_no_process_is_evaluated_by_four(base: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sizes = {"model.d_model": 384, "model.d_ff": 1536, "model.encoder_layers": 25, "model.decoder_layers": 25}
     config = tiny(run, {**sizes, "layout.shard": 4, "decoding.beam": 2, "decoding.max_length": 3})
@@ -142,11 +142,12 @@ def test_a_model_that_fits_no_process_is_evaluated_by_four(tmp_path: Path) -> No
     words = ["--run", str(run), "--sources", str(tmp_path / "source"), "--references", str(tmp_path / "target")]
     # One process needs 390 MiB and more; each of four has 100, a few layers of 9, and what it needs to talk to the
     # others
-    limit = at_import() + 360 * MIB
+    limit = base + 360 * MIB
     status, _, errors = ended(limited(limit, "evaluate", *words))
     assert_died_of_memory(status, errors)
-    status, _, errors = ended(limited(limit, "evaluate", *words, "--processes", "4"))
+    status, output, errors = ended(limited(limit, "evaluate", *words, "--processes", "4"))
     assert status == 0, errors
+    assert output.count("chrF") == 1
     results = [run / "source.translations.txt", run / "source.scores.json"]
     found = [path.read_text() for path in results]
     assert main(["evaluate", *words]) == 0

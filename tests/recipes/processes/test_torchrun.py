@@ -1,33 +1,41 @@
-"""The recipe as a person starts it over several processes: torchrun, mp.spawn, signals, processes that die."""
+"""The recipe over several processes that torchrun or another program starts, interrupts, stops and kills."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from recipes.translation import train as training
 from recipes.translation.commands import main
-from recipes.translation.errors import CheckpointError
+from recipes.translation.errors import CheckpointError, OtherRankError
+from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
+from recipes.translation.training.optimizer import update
+from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import EXACT, assert_same_weights
-from tests.recipes.processes.started import ended, wait_for_steps, workers_of
+from tests.recipes.processes.started import ended, forked, wait_for_steps, workers_of
+from tests.recipes.random_translator import random_translator
 from tests.recipes.saved import saved_file
-from tests.recipes.tiny import LEARNS, options, tiny
+from tests.recipes.tiny import options, tiny
 
 pytestmark = pytest.mark.launched
 
-ENDLESS = {"training.steps": 100_000, "training.validate_every": 5, "training.devices": "auto"}
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -45,95 +53,100 @@ def torchrun(command: str, *words: str, launcher: Sequence[str] = (), **keywords
     )
 
 
-def test_training_and_evaluation_under_torchrun_are_those_of_one_process(tmp_path: Path) -> None:
-    changes = {**EXACT, **LEARNS, "training.steps": 20, "decoding.beam": 2, "decoding.max_length": 5}
-    status, output, errors = ended(torchrun("train", *options(tmp_path / "two", changes)))
-    assert status == 0, errors
-    assert output.count("[valid] step") == 1
-    assert "2 processes (data 2), here cpu" in output
-    assert main(["train", *options(tmp_path / "one", {**changes, "training.devices": "cpu"})]) == 0
-    assert_same_weights(tmp_path / "two", tmp_path / "one", 1e-10)
-
-    status, output, errors = ended(torchrun("evaluate", "--run", str(tmp_path / "two")))
-    assert status == 0, errors
-    assert output.count("BLEU, lower-cased") == 1
-    assert main(["evaluate", "--run", str(tmp_path / "one")]) == 0
-    found = [(tmp_path / run / "test.translations.txt").read_text() for run in ("two", "one")]
-    assert found[0] == found[1]
-    scores = [json.loads((tmp_path / run / "test.scores.json").read_text()) for run in ("two", "one")]
-    for each in scores:
-        each.pop("weights")  # which are equal up to rounding
-    assert scores[0] == scores[1]
-    assert scores[0]["sentences"] == 25
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_torchrun_saves_the_step_at_hand(number: signal.Signals, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = torchrun("train", *options(run, {**ENDLESS, "training.validate_every": 7}), start_new_session=True)
+def test_training_until_an_interrupt_and_evaluation_under_torchrun_are_those_of_one_process(tmp_path: Path) -> None:
+    run = tmp_path / "two"
+    changes = {**EXACT, "training.steps": 100_000, "training.validate_every": 7, "training.validate_bleu": 0}
+    process = torchrun("train", *options(run, changes), start_new_session=True)
     wait_for_steps(run, process, 10)
-    if number == signal.SIGINT:  # as a terminal does it: to the launcher and to every rank
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    _, output, _ = ended(process)
-    assert output.count("stopping after this step and saving") == 1
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the launcher and to every rank
+    _, output, errors = ended(process)
+    assert output.count("stopping after this step and saving") == 1, errors
+    assert "2 processes (data 2), here cpu" in output
     (line,) = [line for line in output.splitlines() if "resume with: " in line]
     python, *words = shlex.split(line.partition("resume with: ")[2])
     assert Path.cwd() / python == Path(sys.executable)
     assert words == [*LAUNCHER, "-m", "recipes.translation", "train", "--folder", str(run)]
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == steps[-1] == len(steps)
+    assert output.count("[valid] step") == len(steps) // 7
+    usual = {**changes, "training.devices": "cpu", "training.steps": len(steps)}
+    assert main(["train", *options(tmp_path / "one", usual)]) == 0
+    assert_same_weights(run, tmp_path / "one", 1e-10)
+
+    made = tmp_path / "random"
+    save_model(made / "best", random_translator(tmp_path), {"step": 1})
+    status, output, errors = ended(torchrun("evaluate", "--run", str(made), "--beam", "2"))
+    assert status == 0, errors
+    assert output.count("BLEU, lower-cased") == 1
+    results = [made / "test.translations.txt", made / "test.scores.json"]
+    found = [path.read_text() for path in results]
+    assert main(["evaluate", "--run", str(made), "--beam", "2"]) == 0
+    assert found == [path.read_text() for path in results]
+    assert json.loads(found[1])["sentences"] == 25
+    assert len(set(found[0].splitlines())) > 5
 
 
-def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = torchrun("train", *options(run, ENDLESS))
-    wait_for_steps(run, process, 8)
-    (first,) = workers_of(process, rank=0)
-    with pytest.raises(CheckpointError, match=rf"^process {first} on \S+ is writing into"):
-        train(tiny(run, ENDLESS))
-    (worker,) = workers_of(process)
-    os.kill(worker, signal.SIGKILL)
-    began = time.monotonic()
-    status, _, errors = ended(process)
-    assert status != 0
-    assert time.monotonic() - began < 40
-    (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert line.startswith("error: rank 0 lost another one, which ended or never joined:")
-    step = json.loads(saved_file(run, "last", "training.json").read_text())["step"]
-    assert step % 5 == 0
-    assert main(["train", *options(run, {**ENDLESS, "training.steps": step + 1, "training.devices": "[cpu]"})]) == 0
-
-
-def test_a_rank_that_hangs_is_waited_for_as_long_as_the_layout_says(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = torchrun("train", *options(run, {**ENDLESS, "layout.timeout": 4}))
-    wait_for_steps(run, process, 8)
-    (worker,) = workers_of(process)
-    os.kill(worker, signal.SIGSTOP)
-    began = time.monotonic()
-    while workers_of(process, rank=0) and time.monotonic() - began < 60:
-        time.sleep(0.1)
-    assert 3 < time.monotonic() - began < 40
-    os.kill(worker, signal.SIGKILL)  # torchrun would wait half a minute for it to answer
-    status, _, errors = ended(process)
-    assert status != 0
-    (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert line.startswith("error: rank 0 lost another one, which ended or never joined: ")
-    assert "imed out" in line
-
-
-def test_a_group_that_torchrun_starts_again_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_the_other_says_so_in_a_line_and_a_new_group_goes_on_from_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
     run, changes = tmp_path / "run", {**EXACT, "training.steps": 60, "training.validate_every": 10}
     process = torchrun("train", *options(run, changes), launcher=["--max-restarts", "1"])
     wait_for_steps(run, process, 15)
-    os.kill(workers_of(process)[0], signal.SIGKILL)
+    (first,), (worker,) = (workers_of(process, rank) for rank in (0, 1))
+    with pytest.raises(CheckpointError, match=rf"^process {first} on \S+ is writing into"):
+        train(tiny(run, changes))
+    os.kill(worker, signal.SIGKILL)
+    began = time.monotonic()
+    while Path(f"/proc/{first}").exists():
+        assert time.monotonic() - began < 40
+        time.sleep(0.05)
     status, output, errors = ended(process)
     assert status == 0, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: rank 0 lost another one, which ended or never joined:")
     assert "resuming from step" in output
     assert main(["train", *options(tmp_path / "one", {**changes, "training.devices": "cpu"})]) == 0
     assert_same_weights(run, tmp_path / "one", 1e-9)  # 60 steps
+
+
+def left_waiting(rank: int, world: int, config: RunConfig) -> tuple[str, str, float]:
+    """The error of a training whose rank 1 stops in the first step until rank 0 has given it up, and when it came."""
+    numbers = [0] * world
+    dist.all_gather_object(numbers, os.getpid())
+    began = time.monotonic()
+
+    def stopped(*given: Any) -> None:
+        nonlocal began
+        began = time.monotonic()
+        if rank == 1:
+            signal.raise_signal(signal.SIGSTOP)
+        update(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "update", stopped)
+        try:
+            train(config)
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        finally:
+            if rank == 0:
+                os.kill(numbers[1], signal.SIGCONT)
+    return "", "no error", time.monotonic() - began
+
+
+def test_a_rank_that_hangs_is_waited_for_as_long_as_the_layout_says(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", {"training.devices": "auto", "layout.timeout": 4})
+    (kind, text, seconds), _ = ranks(2, left_waiting, config)
+    assert kind == OtherRankError.__name__
+    assert text.startswith("rank 0 lost another one, which ended or never joined: ")
+    assert "imed out" in text
+    assert 3 < seconds < 40
+
+
+def said(rank: int, world: int, *words: str) -> tuple[int, str]:
+    """The status and the errors of a command."""
+    with redirect_stderr(io.StringIO()) as errors:
+        return main(words), errors.getvalue()
 
 
 def test_the_rank_that_fails_first_is_named_with_its_cause(tmp_path: Path) -> None:
@@ -152,45 +165,27 @@ def test_the_rank_that_fails_first_is_named_with_its_cause(tmp_path: Path) -> No
         "data.valid": "[valid.en, valid.de]",
         "subwords.vocab_size": 280,
     }
-    status, _, errors = ended(torchrun("train", *options(tmp_path / "run", changes)))
-    assert status != 0
-    (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
+    (status, line), (other, nothing) = ranks(2, said, "train", *options(tmp_path / "run", changes))
+    assert (status, other, nothing) == (2, 2, "")
     assert line.startswith(f"error: rank 1: there is no file {tmp_path}/1/valid.en")
+    assert line.count("\n") == 1
 
 
-SPAWN = """
-import os, sys
-import torch.multiprocessing as mp
-from recipes.translation.settings.config import load_config
-from recipes.translation.train import train
-
-def work(rank, world, port, words):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
-    settings = dict(word.lstrip("-").split("=", 1) for word in words)
-    # One write: two processes that print share this pipe
-    os.write(1, f"{train(load_config(None, settings)).state.step}\\n".encode())
-
-if __name__ == "__main__":
-    mp.spawn(work, (2, sys.argv[1], sys.argv[2:]), nprocs=2)
-"""
+def trained(rank: int, world: int, port: int, config: RunConfig) -> None:
+    """Train in one of several processes that are told no more than this."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    assert train(config).state.step == 5
 
 
-def test_processes_that_mp_spawn_starts_train_together(tmp_path: Path) -> None:
-    import socket
-
+def test_processes_that_another_program_starts_train_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    (tmp_path / "spawn.py").write_text(textwrap.dedent(SPAWN))
-    words = options(tmp_path / "run", {**EXACT, "training.steps": 5, "training.devices": "auto"})
-    settings = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
-    found = subprocess.run(
-        [sys.executable, tmp_path / "spawn.py", str(port), *settings],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**QUIET, "PYTHONPATH": str(Path.cwd())},
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("[valid] step") == 1
-    assert found.stdout.splitlines().count("5") == 2
+    config = tiny(tmp_path / "run", {**EXACT, "training.steps": 5, "training.devices": "auto"})
+    processes = [forked(trained, rank, 2, port, config) for rank in (0, 1)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert capfd.readouterr().out.count("[valid] step") == 1
