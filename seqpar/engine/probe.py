@@ -105,6 +105,17 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
             is, which on an accelerator would fail with a device-side assertion.
     """
     around = Surroundings(trial.head)
+    try:
+        return _asked(trial, around, common, check_classes)
+    finally:
+        # A count that a hook or a closure keeps is of the caller's rows alone
+        around.put_back(keeps_made=True)
+
+
+def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: Callable[[int], None]) -> LogitFacts:
+    """Return the facts about the logits; what stands around the pair's code changes."""
+    # First of all: what is taken from an iterator stays taken, and the results may change in the first calls alone
+    ask_about_iterators(trial, around)
     with trial.keep_state(), torch.no_grad():
         logits_KV, keeps_nothing = _first_call(trial, check_classes)
     harmless = ask_about_surroundings(trial, around)

@@ -51,8 +51,9 @@ class Surroundings(Held):
             return self._look((value.__func__, value.__self__))
         if code := value if isinstance(value, type) else function_in(value):
             self._todo.append(code)
-        # Too much hangs on them, or it may be large
-        if isinstance(value, nn.Module) or hasattr(value, "__array_interface__"):
+        # Too much hangs on a module, and the numbers of a data set are many
+        is_large = hasattr(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE
+        if isinstance(value, nn.Module) or is_large:
             return type(value)
         return super()._look(value)
 
@@ -62,10 +63,15 @@ class Surroundings(Held):
             return id(tensor), tensor._version
         return super()._look_at_tensor(tensor)
 
-    def put_back(self) -> None:
-        """Let names stand for what they stood for, and containers hold what they held."""
+    def put_back(self, *, keeps_made: bool = False) -> None:
+        """Let names stand for what they stood for, and containers hold what they held.
+
+        Args:
+            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file.
+        """
         for place in self.places:
-            place.write(place.value)
+            if not (keeps_made and place.value is None):
+                place.write(place.value)
         for undo in self.undo:
             undo()
 
@@ -128,8 +134,11 @@ def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
     names = [name for held in (trial.held, before) for name, _ in named_values(Iterator, held)]
     if not names:
         return
-    first = _call(trial)
-    if not all(first.is_same(_call(trial)) for _ in range(REPEATS)):
+    try:
+        first, *later = (_call(trial) for _ in range(1 + REPEATS))
+    except Exception:  # the first call of the probe says what does not fit
+        return
+    if not all(map(first.is_same, later)):
         raise ValueError(
             f"{names[0]} is an iterator, and the results change from call to call; the pair is called once for each "
             "chunk, so that what is taken from it would depend on the chunks: take from it outside, once a step"

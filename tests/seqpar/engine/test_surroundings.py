@@ -407,21 +407,77 @@ def test_results_that_depend_on_how_often_the_pair_was_called_are_refused_by_nam
     assert "\n" not in str(error.value)
 
 
-def counting(self: Any, z: Tensor, y: Tensor) -> Tensor:
-    global NUMBER
-    NUMBER += 1
-    COUNTS["calls"] += 1
-    LEFT.append(float(z.detach().sum()))
-    return F.cross_entropy(z, y, reduction="sum")
+class Meter:
+    """What a program counts with."""
+
+    everywhere = 0
+
+    def __init__(self) -> None:
+        self.rows = 0
 
 
-def test_what_counts_calls_around_the_code_passes_where_nothing_depends_on_it() -> None:
+METER = Meter()
+ARRAY = np.zeros(2)
+ROWS = torch.zeros(())
+
+
+class Counting(Calling):
+    """A criterion that counts its rows in every place around its code."""
+
+    of_the_class = 0
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        global NUMBER
+        NUMBER += len(y)
+        COUNTS["rows"] += len(y)
+        LEFT.extend([0.0] * len(y))
+        METER.rows += len(y)
+        Meter.everywhere += len(y)
+        Counting.of_the_class += len(y)
+        ARRAY[1] += len(y)
+        ROWS.add_(len(y))
+        return F.cross_entropy(z, y, reduction="sum")
+
+
+def counts() -> list[float]:
+    around = (NUMBER, COUNTS["rows"], len(LEFT), METER.rows, Meter.everywhere)
+    return [float(number) for number in (*around, Counting.of_the_class, ARRAY[1], ROWS)]
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_what_is_counted_around_the_code_is_of_the_callers_rows_alone(devices: Any) -> None:
+    """Not of those on which the pair is asked in the first call, whether it then goes on or is refused."""
     hidden, target = batch()
     generator = nn.Linear(4, V)
-    before = NUMBER, COUNTS["calls"], len(LEFT)
-    loss = seqpar.LossCompute(generator, Calling(counting), chunk_tokens=5)(hidden, target)
+    hooked = [0]
+    generator.register_forward_hook(lambda module, given, scores: hooked.__setitem__(0, hooked[0] + len(scores)))
+    before = counts()
+    loss = seqpar.LossCompute(generator, Counting(None), devices, chunk_tokens=5)(hidden, target)
     assert torch.allclose(loss.total, F.cross_entropy(generator(hidden), target, reduction="sum"))
-    assert all(new > old for new, old in zip((NUMBER, COUNTS["calls"], len(LEFT)), before, strict=True))
+    assert {after - old for after, old in zip(counts(), before, strict=True)} == {target.numel()}
+    assert hooked[0] == 2 * target.numel()  # and those of the plain loss
+    with pytest.raises(ValueError, match="mixes rows"):
+        seqpar.LossCompute(nn.Sequential(nn.BatchNorm1d(4), generator), Counting(None), devices)(hidden, target)
+    assert {after - old for after, old in zip(counts(), before, strict=True)} == {target.numel()}
+
+
+def test_what_a_first_call_makes_around_the_code_is_made_once() -> None:
+    """Such as a file, or a run of a tracker: it stood for None."""
+    opened: Any = None
+    times: list[str] = []
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        nonlocal opened
+        if opened is None:
+            opened = object()
+            times.append("opened")
+        return F.cross_entropy(z, y, reduction="sum")
+
+    engine = seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)
+    for _ in range(2):
+        engine(*batch())
+    assert opened is not None
+    assert times == []  # it was put back, and nothing was made again
 
 
 EFFECTS = {
@@ -446,6 +502,7 @@ def within(taken_from: Any, effect: Any) -> nn.Module:
 
 ITERATORS = {
     "a cycle": lambda: itertools.cycle([0.0] * 5 + [0.1] * 5),
+    "a warm-up of two calls": lambda: itertools.chain([0.1, 0.2], itertools.repeat(0.3)),
     "a list's": lambda: iter([number // 9 / 100 for number in range(900)]),
     "a generator": lambda: (number // 9 / 100 for number in itertools.count()),
 }
@@ -503,7 +560,7 @@ class Large(np.ndarray[Any, Any]):
 
 def test_what_a_pair_may_reach_around_its_code_is_neither_copied_nor_in_its_way() -> None:
     """A graph of the caller's, a data set, another module, a name without a value, and a count in a 250th function."""
-    graph, array, other = torch.ones(3, requires_grad=True).sum(), np.zeros(3).view(Large), nn.Linear(4, V)
+    graph, array, other = torch.ones(3, requires_grad=True).sum(), np.zeros(2**16 + 1).view(Large), nn.Linear(4, V)
     count = counter()
     for _ in range(250):
         count = functools.partial(lambda inner: inner(), count)
