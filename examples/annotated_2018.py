@@ -61,15 +61,15 @@ class NoamOpt:
 torch.manual_seed(0)
 config = TransformerConfig(d_model=WIDTH, d_ff=128, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
 model = make_transformer(config, VOCAB, VOCAB, PAD)
-model_opt = NoamOpt(WIDTH, 60, torch.optim.Adam(model.parameters(), lr=0, betas=(0.9, 0.98), eps=1e-9))
+model_opt = NoamOpt(WIDTH, 200, torch.optim.Adam(model.parameters(), lr=0, betas=(0.9, 0.98), eps=1e-9))
 criterion = seqpar.LabelSmoothing(0.1, "harvard", ignore_index=PAD)
 model_par = seqpar.DataParallel(model, DEVICES, gather_outputs=False)
 loss_compute = seqpar.MultiGPULossCompute(model.generator, criterion, DEVICES, opt=model_opt)
 
-for epoch in range(4):
+for epoch in range(3):
     total_loss = 0.0
     total_tokens = 0
-    for batch in data(50):
+    for batch in data(25):
         out = model_par(batch.src, batch.trg)
         total_loss += loss_compute(out, batch.trg_y, batch.ntokens)  # steps the optimizer, returns the summed loss
         total_tokens += int(batch.ntokens)

@@ -61,7 +61,7 @@ optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
 mask = (torch.arange(1, 2 * LENGTH) >= LENGTH).expand(PROMPTS * GROUP, -1)
 ids = o.padded_segments(mask)
 
-for step in range(45):
+for step in range(30):
     prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
     tokens = policy.sampled(prompts)
     rewards = (tokens[:, LENGTH:] == prompts.flip(1)).float().mean(1)
@@ -77,6 +77,6 @@ for step in range(45):
         # All responses have three tokens, so that a mean over tokens is one over responses
         (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
         optimizer.step()
-    if step in (0, 15, 44):
+    if step in (0, 10, 29):
         nats = scores.entropy[mask].mean()
         print(f"step {step}: reward {rewards.mean():.3f}, entropy {nats:.2f} nats per token")

@@ -92,7 +92,7 @@ with tempfile.TemporaryDirectory() as folder:
         folder,
         per_device_train_batch_size=32,
         gradient_accumulation_steps=2,
-        max_steps=100,
+        max_steps=60,
         learning_rate=1e-2,
         logging_steps=10,
         save_strategy="no",

@@ -6,12 +6,11 @@ An example whose package is not installed keeps the output that the page has of 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.programs import output_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
@@ -35,17 +34,6 @@ def command_of(example: Path) -> str:
     """Return the command that an example's docstring says to run it with."""
     (command,) = re.findall(r"Run it with `((?:python|torchrun) [^`]*)`", example.read_text())
     return command
-
-
-def output_of(example: Path) -> str:
-    """Run an example and return what it prints; AssertionError if it fails."""
-    program, *arguments = command_of(example).split()
-    launch = [] if program == "python" else ["-m", "torch.distributed.run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, *launch, *arguments]
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2_000:]
-    return done.stdout.strip()
 
 
 def last_lines(output: str) -> str:
@@ -96,7 +84,7 @@ def entry(example: Path, output: str) -> str:
 def shown(example: Path) -> str:
     """Return what an example prints or, if its package is missing, what the page has of it."""
     if runs_here(example):
-        return output_of(example)
+        return output_of(command_of(example))
     return output_on_page(example) or f"not run: it needs the package {NOT_INSTALLED[example.stem]}"
 
 

@@ -2,11 +2,13 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.examples.gallery import last_lines, output_of, output_on_page, runs_here, without_numbers
+from tests.examples.gallery import command_of, last_lines, output_on_page, runs_here, without_numbers
+from tests.programs import output_of
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -16,9 +18,14 @@ RISING = {"grpo": "reward", "minimum_risk": "chrF"}
 """Examples whose figure rises, and its name; those of the others are losses, and fall."""
 
 
+@cache
+def output_of_example(name: str) -> str:
+    return output_of(command_of(ROOT / "examples" / f"{name}.py"))
+
+
 def printed(example: Path, name: str) -> list[float]:
     """Run an example and return the figures that it prints after that name."""
-    output = output_of(example)
+    output = output_of_example(example.stem)
     on_page = output_on_page(example) or ""
     assert without_numbers(last_lines(output)) == without_numbers(on_page), "python -m tests.examples.gallery"
     figures = [float(found) for found in re.findall(rf"{name} (\d+\.\d+)", output)]
@@ -43,9 +50,7 @@ def test_an_example_runs_as_it_says_and_its_reward_or_quality_rises(name: str) -
 @pytest.mark.tutorial
 def test_time_steps_over_ranks_have_the_gradient_of_one_process() -> None:
     """At the first step and at the last; of two ranks as the example says, which each have two pieces."""
-    apart = [
-        float(each) for each in re.findall(r"one process's by (\S+)", output_of(ROOT / "examples/sequence_split.py"))
-    ]
+    apart = [float(each) for each in re.findall(r"one process's by (\S+)", output_of_example("sequence_split"))]
     assert len(apart) == 2
     assert max(apart) < 1e-12
 
