@@ -50,7 +50,7 @@ def test_two_text_files_become_a_service_by_the_commands_as_printed(tmp_path: Pa
     scores = json.loads((run / "test.scores.json").read_text())
     assert "averaged" in {path.name for path in run.iterdir()}
     assert scores
-    assert len((tmp_path / "test.translated").read_text().splitlines()) == 200
+    assert len((tmp_path / "test.translated").read_text().splitlines()) == 100
     small = (run / "ctranslate2/model.bin").stat().st_size
     assert small < 0.5 * saved_file(run, "best", "model.safetensors").stat().st_size
 
