@@ -161,8 +161,9 @@ def try_page(page, base, tmp_path, monkeypatch, *, train):
         try_out(call, base, train=train)
 
 
-LONG = [ROOT / "docs" / name for name in ("export.md", "training.md", "results/translation.md")]
-"""Pages whose commands take half of the time of all of them: test-tutorial runs those."""
+LONG = [ROOT / "docs" / name for name in ("export.md", "training.md")]
+"""Pages whose commands take long: test-tutorial runs those, and with its trainings the page in the test below."""
+WITH_TRAININGS = ROOT / "docs/results/translation.md"
 
 
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses:UserWarning")
@@ -171,6 +172,7 @@ LONG = [ROOT / "docs" / name for name in ("export.md", "training.md", "results/t
     [
         pytest.param(page, marks=pytest.mark.tutorial if page in LONG else (), id=page.relative_to(ROOT).as_posix())
         for page in pages_with("bash", "console")
+        if page != WITH_TRAININGS
     ],
 )
 def test_the_commands_of_a_page_are_accepted_and_run(page, base, tmp_path, monkeypatch, capsys):
