@@ -51,9 +51,9 @@ class Surroundings(Held):
             return self._look((value.__func__, value.__self__))
         if code := value if isinstance(value, type) else function_in(value):
             self._todo.append(code)
-        # Too much hangs on a module, and the numbers of a data set are many
-        is_large = hasattr(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE
-        if isinstance(value, nn.Module) or is_large:
+        # Too much hangs on a model, unlike a metric, which has no parameters; and the numbers of a data set are many
+        is_model = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+        if is_model or (hasattr(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
             return type(value)
         return super()._look(value)
 

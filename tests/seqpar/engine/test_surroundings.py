@@ -416,7 +416,21 @@ class Meter:
         self.rows = 0
 
 
+class Metric(nn.Module):
+    """A metric as torchmetrics has them: a module without parameters, that replaces its sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.zeros(())
+        self.register_buffer("sum", torch.zeros(()))
+
+    def update(self, rows: int) -> None:
+        self.rows = self.rows + rows
+        self.sum += rows
+
+
 METER = Meter()
+METRIC = Metric()
 ARRAY = np.zeros(2)
 ROWS = torch.zeros(())
 
@@ -432,6 +446,7 @@ class Counting(Calling):
         COUNTS["rows"] += len(y)
         LEFT.extend([0.0] * len(y))
         METER.rows += len(y)
+        METRIC.update(len(y))
         Meter.everywhere += len(y)
         Counting.of_the_class += len(y)
         ARRAY[1] += len(y)
@@ -440,7 +455,7 @@ class Counting(Calling):
 
 
 def counts() -> list[float]:
-    around = (NUMBER, COUNTS["rows"], len(LEFT), METER.rows, Meter.everywhere)
+    around = (NUMBER, COUNTS["rows"], len(LEFT), METER.rows, METRIC.rows, METRIC.sum, Meter.everywhere)
     return [float(number) for number in (*around, Counting.of_the_class, ARRAY[1], ROWS)]
 
 
