@@ -44,7 +44,7 @@ pytest: .venv/dev
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 --ignore tests/browser
 
 # One collection for six suites, and while one waits for its processes or for its last test, another one works
-test-long: .venv/dev  ## test-launched, test-faults, test-formats, test-tutorial, test-kernels and test-hf in one run, which takes less time than the six (about 15 minutes on 2 cores)
+test-long: .venv/dev  ## test-launched, test-faults, test-formats, test-tutorial, test-kernels and test-hf in one run, which takes less time than the six (18 to 23 minutes on 2 cores)
 	@echo "[test-long] pytest, the long suites beside make test"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'launched or faults or formats or tutorial or kernels or hf_models' -q --durations=10 tests/test_documents.py tests/tutorials tests/examples tests/benchmarks tests/recipes tests/seqpar/kernels tests/seqpar/integrations
 
@@ -64,7 +64,7 @@ test-formats: .venv/dev  ## check imports from and exports to other programs' fo
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes
 
-test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams (about 5 minutes on 2 cores)
+test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory and report races of streams (5 to 7 minutes on 2 cores)
 	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
 	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
 
