@@ -19,6 +19,8 @@ class Place(NamedTuple):
     value: Any
     write: Callable[[Any], object]
     """Lets it stand for something else."""
+    read: Callable[[], Any]
+    """Returns what it stands for now."""
 
 
 def is_of_library(code: Any) -> bool:
@@ -34,11 +36,14 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
         # A name that has no value yet
         with contextlib.suppress(ValueError):
             yield Place(
-                f"{variable} in the closure of {name}", cell.cell_contents, partial(setattr, cell, "cell_contents")
+                f"{variable} in the closure of {name}",
+                cell.cell_contents,
+                partial(setattr, cell, "cell_contents"),
+                partial(getattr, cell, "cell_contents"),
             )
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         # Only what is in it can change
-        yield Place(f"a default of {name}", default, lambda value: None)
+        yield Place(f"a default of {name}", default, lambda value: None, lambda: None)
     yield from _entries(vars(function), {*vars(function)}, f"{name}.")
     names = names_in(function.__code__)
     around = function.__globals__
@@ -51,7 +56,7 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
 def _entries(owner: dict[str, Any], names: set[str], prefix: str) -> Iterator[Place]:
     """Yield what stands under these names in a dict of attributes or globals."""
     for name in sorted(names & owner.keys()):
-        yield Place(f"{prefix}{name}", owner[name], partial(owner.__setitem__, name))
+        yield Place(f"{prefix}{name}", owner[name], partial(owner.__setitem__, name), partial(owner.get, name))
 
 
 def names_in(code: CodeType) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, Held, named_values, names_of_new_graphs
+from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, PLAIN, Held, named_values, names_of_new_graphs
 from seqpar.engine.module_calls import HOOKS
 from seqpar.engine.trial import REPEATS, Outcome, Trial
 
@@ -67,10 +67,12 @@ class Surroundings(Held):
         """Let names stand for what they stood for, and containers hold what they held.
 
         Args:
-            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file.
+            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file; but not a
+                number or a tensor, which may be the first of a sum.
         """
         for place in self.places:
-            if not (keeps_made and place.value is None):
+            is_made = place.value is None and not isinstance(place.read(), (*PLAIN, Tensor))
+            if not (keeps_made and is_made):
                 place.write(place.value)
         for undo in self.undo:
             undo()
@@ -92,7 +94,8 @@ def _places_of(code: Any) -> Iterator[Place]:
         return
     for name, value in list(vars(code).items()):
         if not name.startswith("__") or function_in(value):
-            yield Place(f"{code.__name__}.{name}", value, partial(_set_on_class, code, name, value))
+            write = partial(_set_on_class, code, name, value)
+            yield Place(f"{code.__name__}.{name}", value, write, partial(vars(code).get, name))
 
 
 def _set_on_class(kind: type, name: str, old: object, value: object) -> None:

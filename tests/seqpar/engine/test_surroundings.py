@@ -429,6 +429,7 @@ class Metric(nn.Module):
         self.sum += rows
 
 
+SUM: Tensor | None = None
 METER = Meter()
 METRIC = Metric()
 ARRAY = np.zeros(2)
@@ -441,8 +442,9 @@ class Counting(Calling):
     of_the_class = 0
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        global NUMBER
+        global NUMBER, SUM
         NUMBER += len(y)
+        SUM = torch.tensor(len(y)) if SUM is None else SUM + len(y)
         COUNTS["rows"] += len(y)
         LEFT.extend([0.0] * len(y))
         METER.rows += len(y)
@@ -455,7 +457,16 @@ class Counting(Calling):
 
 
 def counts() -> list[float]:
-    around = (NUMBER, COUNTS["rows"], len(LEFT), METER.rows, METRIC.rows, METRIC.sum, Meter.everywhere)
+    around = (
+        NUMBER,
+        0 if SUM is None else SUM,
+        COUNTS["rows"],
+        len(LEFT),
+        METER.rows,
+        METRIC.rows,
+        METRIC.sum,
+        Meter.everywhere,
+    )
     return [float(number) for number in (*around, Counting.of_the_class, ARRAY[1], ROWS)]
 
 
