@@ -84,7 +84,8 @@ def calls(page: Path, folder: Path) -> list[list[str]]:
     bin_, log = folder / "bin", folder / "calls"
     bin_.mkdir()
     for name in PROGRAMS:
-        (bin_ / name).write_text(f"#!/bin/bash\nprintf '%s\\0' {name} \"$@\" >> {log}\nprintf '\\1\\0' >> {log}\n")
+        # One write, which a call in the background cannot come between
+        (bin_ / name).write_text(f"#!/bin/bash\nprintf '%s\\0' {name} \"$@\" $'\\1' >> {log}\n")
     for name in AROUND:
         (bin_ / name).write_text('#!/bin/bash\n"$@"\n')
     for file in bin_.iterdir():
