@@ -31,14 +31,16 @@ COMPANY_BYTES = CPU_BUDGET
 BESIDE = "a loss that joins rows (CTC, contrastive, the hardest of a batch) is a second term beside the engine's"
 
 
-def criterion_adds_up(trial: Trial, logits_KV: Tensor) -> bool:
+def criterion_adds_up(trial: Trial, logits_KV: Tensor, common: set[int]) -> bool:
     """Raise ValueError unless the loss is a sum over rows; return False if these rows cannot show it.
 
     That is so if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
     be asked, and passes.
     """
-    criterion, rows = _widen(trial.copy()["criterion"], _criterion_rows(trial, logits_KV), trial.of_criterion)
+    classes = usual_targets(trial, logits_KV, common)
+    criterion, rows = _widen(trial.copy()["criterion"], _criterion_rows(trial, logits_KV, classes), trial.of_criterion)
     rows[0].requires_grad_(trial.wanted)
+    own = len(rows[1]) - len(classes)
     least = product_dtype(rows[0])
 
     def total(rows: Sequence[Tensor]) -> Tensor:
@@ -47,7 +49,11 @@ def criterion_adds_up(trial: Trial, logits_KV: Tensor) -> bool:
     # Once as it is, and if it is random, for example by dropout, once more without that
     for _ in range(2):
         alone = ask_alone(total, rows, least)
-        for company_K in _companies(len(rows[1]), rows[0]):
+        # A mean over rows of which all are padding is not a number
+        can_be_asked_K = alone.values.isfinite()
+        can_be_asked_K[:own] = True
+        place_K = can_be_asked_K.nonzero().squeeze(1)
+        for company_K in _companies(own, place_K, rows[0]):
             some = [t[company_K] for t in rows]
             together = ask(total, some, least)
             if not together.values.isfinite() or not any(t.any() for t in (together.values, *together.gradients)):
@@ -65,16 +71,41 @@ def criterion_adds_up(trial: Trial, logits_KV: Tensor) -> bool:
     return True
 
 
-def _criterion_rows(trial: Trial, logits_KV: Tensor) -> list[Tensor]:
+def _criterion_rows(trial: Trial, logits_KV: Tensor, classes: Sequence[int]) -> list[Tensor]:
     """Return different rows for the criterion, of which some have the same target: it may join just those.
 
-    The others are between two rows each, and nearer to 0: of a batch of one token they differ as well.
+    The others are between two rows each, and nearer to 0: of a batch of one token they differ as well. The last ones
+    have each of `classes` as target, because a criterion may count its padding.
     """
     nearer_1 = torch.linspace(0.9, 0.5, PROBE_ROWS - 1, device=logits_KV.device).to(logits_KV).unsqueeze(1)
     between_KV = (logits_KV[1:] + logits_KV[:-1]) / 2 * nearer_1
-    targets_K = [trial.target_K, trial.target_K[:1].expand(len(between_KV))]
-    others = [torch.cat([t, t[: len(between_KV)]]) for t in trial.of_criterion.values()]
-    return [torch.cat([logits_KV, between_KV]), torch.cat(targets_K), *others]
+    class_M = torch.tensor(classes, dtype=trial.target_K.dtype, device=logits_KV.device)
+    row_M = torch.arange(len(classes), device=logits_KV.device) % len(logits_KV)
+    targets_K = [trial.target_K, trial.target_K[:1].expand(len(between_KV)), class_M]
+    others = [torch.cat([t, t[: len(between_KV)], t[row_M]]) for t in trial.of_criterion.values()]
+    return [torch.cat([logits_KV, between_KV, _likely_rows(logits_KV[row_M], class_M)]), torch.cat(targets_K), *others]
+
+
+def usual_targets(trial: Trial, logits_KV: Tensor, common: set[int]) -> list[int]:
+    """Return the targets that may be padding, of those in the vocabulary: the first, the rows' own and the common ones.
+
+    Without the one that the criterion says it ignores, with which no rows are computed.
+    """
+    seen = {*trial.target_K.tolist(), *common}
+    # Scores may be wider than the vocabulary, as those of two dropout masks side by side
+    usual = {*range(min(4, max(seen) + 1)), *seen} - {ignored_target(trial.head["criterion"])}
+    return [target for target in sorted(usual) if 0 <= target < logits_KV.size(1)]
+
+
+def _likely_rows(logits_MV: Tensor, class_M: Tensor) -> Tensor:
+    """Return rows in which each target has the least score instead of its own, so that it has a loss.
+
+    The numbers stay those of the row, which may be probabilities.
+    """
+    class_M1 = class_M.long().unsqueeze(1)
+    lowest_M1 = logits_MV.where(logits_MV.isfinite(), torch.inf).argmin(1, keepdim=True)
+    swapped_MV = logits_MV.scatter(1, class_M1, logits_MV.gather(1, lowest_M1))
+    return swapped_MV.scatter_(1, lowest_M1, logits_MV.gather(1, class_M1))
 
 
 def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
@@ -82,17 +113,12 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
     rows = [logits_KV, trial.target_K, *trial.of_criterion.values()]
     criterion, (logits_KV, *_) = _widen(trial.copy()["criterion"], rows, trial.of_criterion)
     named = ignored_target(criterion)
-    classes = logits_KV.size(1)
-    lowest_K1 = logits_KV.where(logits_KV.isfinite(), torch.inf).argmin(1, keepdim=True)
 
     def answer(class_M: Tensor) -> Answer:
         """Return loss and gradient of as many rows, each with its target, which has the least score."""
         row_M = torch.arange(len(class_M), device=class_M.device) % len(logits_KV)
         own = {name: t[row_M] for name, t in trial.of_criterion.items()}
-        rows_MV, lowest_M1, class_M1 = logits_KV[row_M], lowest_K1[row_M], class_M.unsqueeze(1)
-        # The numbers stay those of the row, which may be probabilities
-        swapped_MV = rows_MV.scatter(1, class_M1, rows_MV.gather(1, lowest_M1))
-        swapped_MV.scatter_(1, lowest_M1, rows_MV.gather(1, class_M1))
+        swapped_MV = _likely_rows(logits_KV[row_M], class_M)
         with torch.set_grad_enabled(trial.wanted), graph_of_its_own():
             return ask(
                 lambda rows: criterion_loss(criterion, rows[0], class_M, own).total.sum(),
@@ -106,15 +132,12 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
             return None
         return not any(t.any() for t in (values, *gradients))
 
-    if named is not None and 0 <= named < classes and is_ignored(named) is False:
+    if named is not None and 0 <= named < logits_KV.size(1) and is_ignored(named) is False:
         raise ValueError(
             f"the criterion's ignore_index is {named}, but its loss of target {named} is not 0; rows with that "
             "target are left out, so set the attribute to the target that it ignores, or to -100"
         )
-    seen = {*trial.target_K.tolist(), *common}
-    # Scores may be wider than the vocabulary, as those of two dropout masks side by side
-    usual = {*range(min(4, max(seen) + 1)), *seen} - {named}
-    ignored = dict.fromkeys(target for target in sorted(usual) if 0 <= target < classes)
+    ignored: dict[int, bool | None] = dict.fromkeys(usual_targets(trial, logits_KV, common))
     class_M = torch.tensor([*ignored], dtype=torch.int64, device=trial.target_K.device)
     # All of them in one call first: a row with a gradient is not ignored
     for grad in answer(class_M).gradients if ignored else ():
@@ -136,14 +159,13 @@ def _counts_none(trial: Trial, criterion: nn.Module, logits_KV: Tensor, target: 
     return not loss.tokens
 
 
-def _companies(rows: int, logits_KV: Tensor) -> list[Tensor]:
-    """Return the companies in which `rows` different rows are asked: each of them once, and each many times.
+def _companies(own: int, place_K: Tensor, logits_KV: Tensor) -> list[Tensor]:
+    """Return the companies in which rows are asked: the first `own` ones once, and those at `place_K` many times.
 
     In the one no quantile is a row's own; in the other there are enough for a share of the rows.
     """
-    place_K = torch.arange(MOST_COMPANY, device=logits_KV.device)
-    many = min(MOST_COMPANY, max(2 * rows, COMPANY_BYTES // (4 * logits_KV.size(1))))
-    return [place_K[:rows], place_K[:many] % rows]
+    many = min(MOST_COMPANY, max(2 * len(place_K), COMPANY_BYTES // (4 * logits_KV.size(1))))
+    return [torch.arange(own, device=place_K.device), place_K[torch.arange(many, device=place_K.device) % len(place_K)]]
 
 
 def _loss_of_rows(criterion: nn.Module, rows: Sequence[Tensor], names: Iterable[str]) -> TokenLoss:

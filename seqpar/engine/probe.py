@@ -121,7 +121,7 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
     harmless = ask_about_surroundings(trial, around)
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     with trial.keep_state(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
-        is_checked = criterion_adds_up(trial, logits_KV)
+        is_checked = criterion_adds_up(trial, logits_KV, common)
     with trial.keep_state(), torch.no_grad():
         ask_about_padding(trial, logits_KV, common)
     with trial.keep_state(), torch.no_grad():
