@@ -122,7 +122,7 @@ def scored_loss(
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
     prepared = call.prepared
     prepared.projection.ask_for(RowFunction(entropy, correct=True, split=prepared.split))
-    own_loss = _LossByAutograd(loss, list(per_token), wanted)
+    own_loss = _LossByAutograd(loss, list(per_token), tensors, wanted)
     score_loss = ScoreLoss(prepared.projection, own_loss, call.ids_NJ, call.temperature_N)
     return differentiable_sum(*prepared.job(score_loss, tensors), loss_scale)
 
@@ -133,26 +133,31 @@ class _LossByAutograd:
     Args:
         function: the caller's loss.
         names: of the per-token tensors.
+        per_token: these tensors, of all rows.
         wanted: which of them want a gradient.
     """
 
-    def __init__(self, function: Loss, names: Sequence[str], wanted: Sequence[bool]) -> None:
+    def __init__(
+        self, function: Loss, names: Sequence[str], per_token: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> None:
         self.function = function
         self.names = names
+        self.per_token = per_token
         self.wanted = wanted
         self.is_checked = False
 
     def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
         """Return the loss of each row; if `wanted`, with its derivatives."""
         scores = each(lambda t: t.detach().requires_grad_(wanted), scores)
-        rows = [t.detach().requires_grad_(wanted and w) for t, w in zip(per_token, self.wanted, strict=True)]
+        rows = self._leaves(per_token, wanted)
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
         # A graph that begins and ends here is not the caller's
         with torch.set_grad_enabled(wanted), graph_of_its_own():
             loss_K = self._call(scores, rows)
             # One row cannot be mixed with others; while a CUDA graph is captured no number can be read
             if not self.is_checked and len(loss_K) > 1 and not is_capturing(loss_K.device):
-                self._check(loss_K, scores, rows, leaves)
+                self._check(loss_K, leaves)
+                self._refuse_mixing(scores)
                 self.is_checked = True
         if not wanted:
             return RowLosses(loss_K, Upstream())
@@ -173,15 +178,26 @@ class _LossByAutograd:
         check_shapes(loss_K.shape == scores.log_prob.shape, wanted, **{"what loss returned": loss_K})
         return loss_K.to(scores.log_prob.dtype)
 
-    def _check(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> None:
-        """Raise for a loss that loses a gradient or mixes rows, as far as these rows show it."""
+    def _leaves(self, per_token: Sequence[Tensor], wanted: bool) -> list[Tensor]:
+        """Return rows of the per-token tensors, of which those that want a gradient may have one."""
+        return [t.detach().requires_grad_(wanted and w) for t, w in zip(per_token, self.wanted, strict=True)]
+
+    def _check(self, loss_K: Tensor, leaves: list[Tensor]) -> None:
+        """Raise for a loss that loses a gradient."""
         if leaves and not loss_K.requires_grad and bool((loss_K != 0).any()):
             raise RuntimeError(
                 "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
                 "tensor (.detach(), torch.no_grad())"
             )
         refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
-        mixed = self._row_mixing(loss_K, scores, rows, leaves)
+
+    def _refuse_mixing(self, scores: Scores) -> None:
+        """Raise for a loss that mixes rows, as far as these scores show it.
+
+        The per-token tensors beside them are those of rows from all of the batch: the first chunk may have no padding.
+        """
+        rows = _varied_rows(self.per_token, len(scores.log_prob))
+        mixed = self._row_mixing(scores, self._leaves(rows, torch.is_grad_enabled()))
         if mixed:
             raise ValueError(
                 f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
@@ -189,8 +205,10 @@ class _LossByAutograd:
                 "token_scores"
             )
 
-    def _row_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> str:
+    def _row_mixing(self, scores: Scores, rows: list[Tensor]) -> str:
         """Return how the loss of a row depends on other rows, in words; "" if it does not."""
+        leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
+        loss_K = self._call(scores, rows)
         grads: tuple[Tensor, ...] = ()
         if loss_K.requires_grad:
             grads = _gradients(loss_K, leaves, torch.ones_like(loss_K))
@@ -217,6 +235,16 @@ class _LossByAutograd:
             if change.is_rounding or largest_difference(loss_K, self._call(scores, rows)) > change.rounding:
                 return ""
         return str(change)
+
+
+def _varied_rows(per_token: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return some rows of all: the least and the largest of each tensor, and others spread over the batch."""
+    if not per_token:
+        return []
+    size_N = torch.stack([t.detach().float().unsqueeze(1).flatten(1).sum(1) for t in per_token])
+    spread_K = torch.arange(count, device=size_N.device) * size_N.size(1) // count
+    place_K = torch.cat([size_N.argmin(1), size_N.argmax(1), spread_K])[:count]
+    return [t[place_K] for t in per_token]
 
 
 def _rows(scores: Scores, rows: list[Tensor], which_K: Tensor) -> tuple[Scores, list[Tensor]]:

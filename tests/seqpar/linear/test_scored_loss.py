@@ -299,6 +299,24 @@ def test_a_loss_that_mixes_rows_is_found_and_refused(name, grad, rows):
         seqpar.scored_loss(hidden, weight, torch.arange(rows), MIXING[name], entropy=True, **given)
 
 
+@pytest.mark.parametrize("padding", [slice(47, 48), slice(20, 22), slice(0, 1), slice(8, 48)])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_weight_by_the_share_of_padding_is_found_wherever_the_padding_is(padding, wide, dtype):
+    """In the first chunk, of 8 rows, there may be none, or nothing else."""
+    torch.manual_seed(0)
+    hidden, weight, mask = torch.randn(48, 4, requires_grad=True), torch.randn(9, 4), torch.ones(48).to(dtype)
+    mask[padding] = 0
+
+    def loss(scores, mask):
+        mask = mask.double().reshape(len(mask), -1)[:, 0]
+        return scores.log_prob * mask * mask.mean()
+
+    mask = mask.unsqueeze(1).expand(48, 2) if wide else mask
+    with pytest.raises(ValueError, match=r"^loss mixes rows"):
+        seqpar.scored_loss(hidden, weight, torch.arange(48) % 9, loss, mask=mask, chunk_tokens=8)
+
+
 def test_a_difference_is_relative_to_the_largest_number_that_is_finite_in_both():
     inf = float("inf")
     assert largest_difference(torch.tensor([inf, 2.0, 4.0]), torch.tensor([inf, 2.0, 3.0])) == 0.25
