@@ -31,7 +31,7 @@ from seqpar.linear.leaves import product_dtype
 from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.multi_device.devices import Device, check_devices, refuse_capturing
-from seqpar.multi_device.replicas import check_replicable, gather, needs_no_replica
+from seqpar.multi_device.replicas import check_replicable, gather, needs_no_replica, refuse_scripted
 from seqpar.multi_device.sent_weights import send
 from seqpar.rows.criteria import LabelSmoothing
 
@@ -317,6 +317,8 @@ def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
     for name, module in (("generator", generator), ("criterion", criterion)):
         check_module(module, name)
         refuse_data_parallel(module, name)
+        for part in module.modules():
+            refuse_scripted(part)
     _check_roles(generator, criterion)
     _check_reduction(criterion)
 

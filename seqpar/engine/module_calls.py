@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from seqpar.distributed.torch_private import is_fsdp_unit
+from seqpar.multi_device.replicas import refuse_scripted
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its hooks; torch keeps those of all modules under the same names, beginning with _global."""
@@ -42,6 +43,8 @@ def parts_of(module: nn.Module) -> Parts:
         if id(part) in modules:
             continue
         modules[id(part)] = part
+        # Which has its parts elsewhere
+        refuse_scripted(part)
         own = vars(part)
         if children := own["_modules"]:
             todo += [child for child in children.values() if child is not None]

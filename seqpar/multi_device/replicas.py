@@ -98,11 +98,17 @@ def _rebuild_flat_weights(replica: Any) -> None:
     replica._flat_weight_refs = [w if w is None else weakref.ref(w) for w in replica._flat_weights]
 
 
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise TypeError, with the remedy, if the module itself was compiled by TorchScript."""
+    if isinstance(module, torch.jit.ScriptModule):
+        wrong = "is scripted or traced and cannot be replicated"
+        raise TypeError(f"{type(module).__name__} {wrong}; pass the module as it was before torch.jit")
+
+
 def _refuse(module: nn.Module) -> None:
     """Raise TypeError, with the remedy, unless the module itself (not its submodules) can be replicated."""
     kind = type(module).__name__
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{kind} is scripted and cannot be replicated; pass the module before torch.jit.script")
+    refuse_scripted(module)
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
         instead = "pass the module as it was before torch.compile (module._orig_mod)"
         raise TypeError(f"{kind} is compiled, and the compiled code keeps the original's parameters; {instead}")

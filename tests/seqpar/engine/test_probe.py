@@ -288,9 +288,14 @@ UNFIT_LATER = {
     "on the meta device": (with_weight_on_meta, r"Linear\.weight is on the meta device"),
     "a buffer on the meta device": (with_statistics_on_meta, r"BatchNorm1d\.running_mean is on the meta device"),
     "lazy": (lambda g: setattr(g, "linear", nn.LazyLinear(V)), r"LazyLinear\.weight is lazy"),
+    "scripted": (
+        lambda g: setattr(g, "linear", torch.jit.trace(g.linear, torch.randn(2, 4))),
+        "TracedModule is scripted or traced",
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
 @pytest.mark.parametrize("name", UNFIT_LATER)
 def test_a_generator_that_cannot_be_replicated_after_a_change_is_refused_in_the_next_call(name):
     generator, hidden, target = Switched(), torch.randn(12, 4), torch.randint(V, (12,))
@@ -300,6 +305,20 @@ def test_a_generator_that_cannot_be_replicated_after_a_change_is_refused_in_the_
     change(generator)
     with pytest.raises(TypeError, match=said):
         engine(hidden, target)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda linear: torch.jit.trace(linear, torch.randn(2, 4))])
+def test_a_scripted_module_is_refused_with_the_way_out(make):
+    scripted = make(nn.Linear(4, V))
+    said = "is scripted or traced and cannot be replicated; pass the module as it was before torch.jit"
+    for generator, criterion in (
+        (scripted, seqpar.CrossEntropy()),
+        (nn.Sequential(scripted), seqpar.CrossEntropy()),
+        (nn.Linear(4, V), scripted),
+    ):
+        with pytest.raises(TypeError, match=said):
+            seqpar.LossCompute(generator, criterion)
 
 
 def test_a_projection_that_is_compiled_after_the_first_call_is_refused_as_before_it():
