@@ -32,7 +32,15 @@ from seqpar.core.checks import (
 )
 from seqpar.core.chunks import Chunk, is_capturing, note_rows
 from seqpar.core.graphs import graph_of_its_own, is_asked_for
-from seqpar.core.row_independence import ask, ask_alone, change_in_company, keep_torch_random_states
+from seqpar.core.row_independence import (
+    Answer,
+    OfRows,
+    ask,
+    ask_alone,
+    change_in_company,
+    join_answers,
+    keep_torch_random_states,
+)
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.streams import select_streams
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
@@ -116,7 +124,8 @@ def chunked_gradient(
     Raises:
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
-            inf; a `per_chunk`, called for the first time, whose loss of a few rows is not the sum of each row's own.
+            inf; a `per_chunk`, called for the first time, whose loss of a few rows is not the sum of each row's own, or
+            that of a chunk not the sum of those of its halves.
         RuntimeError: in backward, if it is the second one for one of the tensors (the first has freed its gradient), if
             `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
@@ -169,32 +178,46 @@ _asked: dict[object, None] = {}
 def _refuse_joined_rows(
     per_chunk: PerChunk, chunks: Sequence[Chunk], per_token: Sequence[Tensor], params: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once."""
+    """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once.
+
+    Nor may that of the first chunk, or of the last, be another one than that of its halves: a few rows may be without
+    padding.
+    """
     asked = (_code_of(per_chunk), torch.is_grad_enabled())
-    chunk = next((chunk for chunk in chunks if not isinstance(chunk, slice) or chunk.stop - chunk.start > 1), None)
-    if asked in _asked or chunk is None or is_capturing(per_token[0].device):
+    several = [chunk for chunk in chunks if (chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)) > 1]
+    if asked in _asked or not several or is_capturing(per_token[0].device):
         return
-    row_K = torch.arange(len(per_token[0]), device=per_token[0].device)[chunk][:ASKED_ROWS]
+    every_N = torch.arange(len(per_token[0]), device=per_token[0].device)
     ends = tuple(p.detach() for p in params)
 
-    def total(given: Sequence[Tensor]) -> Tensor:
+    def total(given: Sequence[Tensor], is_slice: bool) -> Tensor:
         *rows, row_K = given
-        some = slice(int(row_K[0]), int(row_K[-1]) + 1) if isinstance(chunk, slice) else row_K
+        some = slice(int(row_K[0]), int(row_K[-1]) + 1) if is_slice else row_K
         return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
 
-    with keep_torch_random_states(row_K.device), graph_of_its_own():
-        rows = [*(t[row_K] for t in per_token), row_K]
-        together = ask(total, rows)
-        change = change_in_company(together, ask_alone(total, rows))
-        # A random loss cannot be compared with itself
-        if not change.is_rounding and change_in_company(together, ask(total, rows)).is_rounding:
-            raise ValueError(
-                f"per_chunk joins rows: {change}. It is called on some rows at a time, so its loss must be a sum of "
-                "one term per row that depends on that row alone; add what joins rows to the loss afterwards"
-            )
+    with keep_torch_random_states(every_N.device), graph_of_its_own():
+        for chunk in (several[0], several[-1]):
+            own = partial(total, is_slice=isinstance(chunk, slice))
+            rows = [t[chunk] for t in (*per_token, every_N)]
+            few = [t[:ASKED_ROWS] for t in rows]
+            _refuse_change(own, few, ask_alone(own, few))
+            halves = zip(*(t.tensor_split(2) for t in rows), strict=True)
+            _refuse_change(own, rows, join_answers([ask(own, half) for half in halves]))
     for earliest in list(_asked)[: 1 - MOST_ASKED]:
         del _asked[earliest]
     _asked[asked] = None
+
+
+def _refuse_change(total: OfRows, rows: Sequence[Tensor], apart: Answer) -> None:
+    """Raise ValueError if the loss of rows in company is not the one of the same rows apart."""
+    together = ask(total, rows)
+    change = change_in_company(together, apart)
+    # A random loss cannot be compared with itself
+    if not change.is_rounding and change_in_company(together, ask(total, rows)).is_rounding:
+        raise ValueError(
+            f"per_chunk joins rows: {change}. It is called on some rows at a time, so its loss must be a sum of one "
+            "term per row that depends on that row alone; add what joins rows to the loss afterwards"
+        )
 
 
 def _code_of(function: Any) -> object:

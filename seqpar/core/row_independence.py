@@ -82,7 +82,11 @@ def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.flo
 
 def ask_alone(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.float32) -> Answer:
     """Return what the function gives for each of these rows by itself, one after the other."""
-    answers = [_alone(function, [t[i : i + 1] for t in rows], least) for i in range(len(rows[0]))]
+    return join_answers([_alone(function, [t[i : i + 1] for t in rows], least) for i in range(len(rows[0]))])
+
+
+def join_answers(answers: Sequence[Answer]) -> Answer:
+    """Return what a function gave for rows that it was asked about one after the other."""
     values = torch.stack([answer.values for answer in answers])
     gradients = tuple(map(torch.cat, zip(*(answer.gradients for answer in answers), strict=True)))
     return Answer(values, gradients, max(answer.rounding for answer in answers))

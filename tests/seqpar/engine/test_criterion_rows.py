@@ -262,6 +262,25 @@ def test_a_function_of_chunks_that_joins_rows_is_refused_after_one_that_does_not
         seqpar.chunked_gradient(by_chunk(joining, target), chunks, [hidden], [weight], empty)
 
 
+@pytest.mark.parametrize("kind", ["slices", "indices", "both"])
+@pytest.mark.parametrize("padding", [slice(6, 8), slice(17, 18)])
+def test_a_function_of_chunks_that_weighs_by_its_share_of_padding_is_refused(padding, kind):
+    """Neither the first rows of a chunk nor the last have any."""
+    hidden, target = torch.randn(20, 4, requires_grad=True), torch.ones(20).long()
+    target[padding] = 0
+    as_slices = [slice(0, 10), slice(10, 11), slice(11, 20)]
+    as_indices = [torch.arange(20)[chunk] for chunk in as_slices]
+    chunks = {"slices": as_slices, "indices": as_indices, "both": [*as_slices[:2], *as_indices[2:]]}[kind]
+
+    def per_chunk(params, rows, chunk):
+        counted = (target[chunk] != 0).float()
+        return seqpar.TokenLoss((rows[0].square().sum(1) * counted).sum() * counted.mean(), counted.sum().long())
+
+    empty = seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+    with pytest.raises(ValueError, match="per_chunk joins rows"):
+        seqpar.chunked_gradient(per_chunk, chunks, [hidden], [], empty)
+
+
 @pytest.mark.parametrize("joined", [0, 1])
 def test_rows_that_are_joined_in_the_gradient_of_one_of_several_tensors_are_found(joined):
     """The value of what joins them is 0."""
