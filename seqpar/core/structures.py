@@ -67,6 +67,19 @@ def map_tensors(function: Callable[[Tensor], Tensor], structure: object) -> Any:
     return rebuild(structure, iter(mapped))
 
 
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return what an object holds in attributes; nothing if it has none, as a number."""
+    own = getattr(value, "__dict__", None)
+    return {**(own if isinstance(own, dict) else {}), **slots_of(value)}
+
+
+def slots_of(value: object) -> dict[str, Any]:
+    """Return what an object holds in attributes that its class has named, as a dataclass with slots does."""
+    named = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
+    names = [name for each in named for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
 def copy_containers(structure: object) -> Any:
     """Return the structure in containers of its own, with the same leaves: what is taken out of the copy stays here."""
     if isinstance(structure, (list, MutableMapping)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
 from seqpar.core.device_facts import is_on_host
-from seqpar.core.structures import leaves
+from seqpar.core.structures import attributes_of, leaves
 
 MicroBatch = TypeVar("MicroBatch")
 
 MOST_ENTRIES = 1024
 """How many entries of a tensor are compared, spread evenly over a larger one."""
+
+MOST_LEAVES = 1024
+"""How many tensors and others are looked at in an object that another object holds."""
 
 REMEDY = "give each its own memory (batch.clone() for a tensor, copy.deepcopy(batch) for any other)"
 
@@ -93,11 +97,20 @@ class _Record(NamedTuple):
 
 
 def _contents(micro_batch: object) -> Iterator[object]:
-    """Yield what is in the containers of a micro-batch, and the tensors and arrays of objects of other kinds."""
+    """Yield what is in the containers of a micro-batch, and the tensors and arrays of objects of other kinds.
+
+    Of an object in such an object, which may be a data set, `MOST_LEAVES` are looked at.
+    """
     for leaf in leaves(micro_batch):
         yield leaf
-        if not isinstance(leaf, (Tensor, nn.Module, type)) and hasattr(leaf, "__dict__"):
-            yield from (inner for inner in leaves(vars(leaf)) if _has_memory(inner))
+        for inner in _attributes(leaf):
+            yield from (own for own in (inner, *islice(_attributes(inner), MOST_LEAVES)) if _has_memory(own))
+
+
+def _attributes(leaf: object) -> Iterator[object]:
+    """Yield what is in the attributes of an object, and in their containers."""
+    if not isinstance(leaf, (Tensor, nn.Module, type, Number, str, bytes)):
+        yield from leaves(attributes_of(leaf))
 
 
 def _has_memory(leaf: object) -> bool:

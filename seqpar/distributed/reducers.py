@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.graphs import leaves_of_graph
 from seqpar.core.reach import is_of_library, places_used_by
+from seqpar.core.structures import attributes_of
 from seqpar.distributed.collectives import gather_numbers, world_size
 from seqpar.distributed.torch_private import (
     ddp_parameters,
@@ -236,8 +237,8 @@ def _contents(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (list, tuple)):
         yield from value
-    elif not isinstance(value, (type, ModuleType, Tensor)) and isinstance(getattr(value, "__dict__", None), dict):
-        yield from vars(value).values()
+    elif not isinstance(value, (type, ModuleType, Tensor)):
+        yield from attributes_of(value).values()
         if callable(value):
             yield type(value).__call__
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from seqpar.core.checks import is_dense
 from seqpar.core.reach import is_of_library
 from seqpar.core.row_independence import keep_torch_random_states
+from seqpar.core.structures import slots_of
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes that a structural copy has for itself."""
@@ -127,7 +128,7 @@ class Held:
         if is_of_library(type(value)) and not isinstance(value, nn.Module):
             return value
         own = getattr(value, "__dict__", None)
-        slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        slots = slots_of(value)
         if not isinstance(own, dict) and not slots:
             return value
         if isinstance(own, dict):
@@ -182,12 +183,6 @@ class Held:
         names = {**self.values, **other.values}
         missing = object()
         return [n for n, i in names if not is_same(self.values.get((n, i), missing), other.values.get((n, i), missing))]
-
-
-def _slots(kind: type) -> list[str]:
-    """Return the attributes of a class that has named them, as a dataclass with slots does."""
-    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return [name for names in named for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
 
 
 def _is_unchanged(value: Any, old: Any) -> bool:

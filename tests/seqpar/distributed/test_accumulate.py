@@ -478,6 +478,16 @@ def test_several_ranks_need_a_group_or_a_model_or_the_word_that_this_process_is_
         assert alone == [(rank + 1) / 3] * 3
 
 
+class HolderWithSlots:
+    __slots__ = ("wrapped",)
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def __call__(self, m):
+        return of_first(self.wrapped, m)
+
+
 class Holder:
     """A trainer: its loss calls what it holds, or the module inside that."""
 
@@ -510,6 +520,7 @@ REACHED = {
     "a lambda": lambda w: lambda m: w(m[0], target=m[1]),
     "a method": lambda w: Holder(w).loss_of,
     "an object": Holder,
+    "an object with slots": HolderWithSlots,
     "a partial": lambda w: functools.partial(of_first, w),
     "a default": lambda w: lambda m, w=w: of_first(w, m),
     "a function of a function": lambda w: lambda m: (lambda m: {"w": w}["w"](m[0], target=m[1]))(m),

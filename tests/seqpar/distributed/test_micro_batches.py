@@ -27,6 +27,20 @@ class Record:
     target: object
 
 
+class SlottedObject:
+    __slots__ = ("hidden", "target")
+
+    def __init__(self, hidden, target):
+        self.hidden = hidden
+        self.target = target
+
+
+@dataclass(slots=True)
+class Slotted:
+    hidden: object
+    target: object
+
+
 CONTAINERS = {
     "a tuple": lambda h, t: (h, t),
     "a list": lambda h, t: [h, t],
@@ -34,7 +48,10 @@ CONTAINERS = {
     "a UserDict": lambda h, t: UserDict(hidden=h, target=t),
     "a NamedTuple": Pair,
     "a dataclass": Record,
+    "a dataclass with slots": Slotted,
     "an object": lambda h, t: SimpleNamespace(hidden=h, target=t),
+    "an object with slots": SlottedObject,
+    "objects in an object": lambda h, t: SimpleNamespace(source=SimpleNamespace(hidden=[h]), target=t),
     "nested": lambda h, t: {"inputs": [{"hidden": h}], "target": (t,)},
 }
 
