@@ -74,10 +74,14 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def slots_of(value: object) -> dict[str, Any]:
-    """Return what an object holds in attributes that its class has named, as a dataclass with slots does."""
-    named = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
-    names = [name for each in named for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    """Return what an object holds in attributes that its class has named."""
+    return {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
+
+
+def slot_names(kind: type) -> list[str]:
+    """Return the attributes that a class has named, as a dataclass with slots does."""
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for each in named for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
 
 
 def copy_containers(structure: object) -> Any:

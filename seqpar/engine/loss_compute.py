@@ -17,6 +17,7 @@ from torch.nn.modules.loss import _Loss
 from seqpar.core.checks import check_loss_scale, check_module, check_size, refuse_transforms
 from seqpar.core.device_sum import sum_on_first
 from seqpar.core.graphs import outside_graphs
+from seqpar.core.structures import slot_names
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -319,6 +320,9 @@ def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
         refuse_data_parallel(module, name)
         for part in module.modules():
             refuse_scripted(part)
+            if slots := slot_names(type(part)):
+                names = f"{type(part).__name__} has __slots__ ({', '.join(slots)})"
+                raise TypeError(f"{names}, which a replica would lack; remove __slots__ from its class")
     _check_roles(generator, criterion)
     _check_reduction(criterion)
 

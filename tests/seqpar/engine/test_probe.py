@@ -321,6 +321,21 @@ def test_a_scripted_module_is_refused_with_the_way_out(make):
             seqpar.LossCompute(generator, criterion)
 
 
+class WithSlots(nn.Module):
+    __slots__ = ("factor",)
+
+    def forward(self, logits, target):
+        self.factor = 2 * getattr(self, "factor", 1)
+        return self.factor * F.cross_entropy(logits, target, reduction="sum")
+
+
+@pytest.mark.parametrize("of_criterion", [WithSlots(), nn.Sequential(WithSlots())])
+def test_a_module_with_slots_is_refused_with_the_way_out(of_criterion):
+    said = r"^WithSlots has __slots__ \(factor\), which a replica would lack; remove __slots__ from its class$"
+    with pytest.raises(TypeError, match=said):
+        seqpar.LossCompute(nn.Linear(4, V), nn.ModuleList([of_criterion]))
+
+
 def test_a_projection_that_is_compiled_after_the_first_call_is_refused_as_before_it():
     linear, hidden, target = nn.Linear(4, V), torch.randn(12, 4), torch.randint(V, (12,))
     engine = seqpar.LossCompute(linear, seqpar.CrossEntropy())
