@@ -24,6 +24,9 @@ settings.register_profile("ci", max_examples=100, deadline=None, derandomize=Tru
 settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+# Nor is anything collected while tests are found, which would take a fifth of that time, in each worker
+gc.disable()
+
 SHRINKING_SECONDS = 30
 """After a failure hypothesis looks for a smaller one so long, and no longer: its own five minutes are more than a test
 has (`timeout` in pyproject.toml), which would end it before the example is shown."""
@@ -138,6 +141,7 @@ def pytest_collection_finish() -> None:
     trainer in it, asks for.
     """
     gc.freeze()
+    gc.enable()
 
 
 NOT_HERE = re.compile(r"(?:needs )?([\w-]+)(?:: not installed| is not here| \(pip install| \d+\.\d)")
