@@ -167,20 +167,25 @@ def mean_of_means(e: Evidence) -> str | None:
             counts[near] = counts.get(near, 0) + 1
         if len(counts) < 2 or min(counts) <= 0:
             continue
-        if any(_are_parts(counts, fewest) for fewest in range(1, MOST_ALIKE + 1)):
+        if any(_are_parts(counts, fewest, e.divisor) for fewest in range(1, MOST_ALIKE + 1)):
             parts = ", ".join(f"{spell(r)} times the plain one in {n} rows" for r, n in counts.items())
             return f"a mean of means: each part is divided by its own tokens, so {rows.name}'s gradient is {parts}"
     return None
 
 
-def _are_parts(counts: Mapping[float, int], fewest: int) -> bool:
-    """Return whether rows with one ratio are k parts of equally many rows; `fewest` is the smallest k of all ratios."""
+def _are_parts(counts: Mapping[float, int], fewest: int, divisor: float) -> bool:
+    """Return whether rows with one ratio are k parts of equally many rows; `fewest` is the smallest k of all ratios.
+
+    Their means are added up, or the mean of them is taken.
+    """
     smallest = min(r * n for r, n in counts.items())
+    total = 0
     for r, n in counts.items():
         parts = r * n / smallest * fewest
         if not math.isclose(parts, round(parts), rel_tol=SAME) or n % round(parts):
             return False
-    return True
+        total += round(parts)
+    return any(math.isclose(smallest / fewest, divisor / of, rel_tol=SAME) for of in (1, total))
 
 
 def counted_padding(e: Evidence) -> str | None:
@@ -188,8 +193,10 @@ def counted_padding(e: Evidence) -> str | None:
     for name, got, plain in e.pairs():
         if name not in e.per_token:
             continue
-        extra = got.flatten(0, -2).any(1) & ~plain.flatten(0, -2).any(1)
-        if not extra.any():
+        got_ND, plain_ND = got.flatten(0, -2), plain.flatten(0, -2)
+        extra = got_ND.any(1) & ~plain_ND.any(1)
+        # Padding that counts leaves the other rows right, or divides them all by one number
+        if not extra.any() or ratio(got_ND[~extra], plain_ND[~extra]) is None:
             continue
         count = int(extra.sum())
         if e.ignored is None:

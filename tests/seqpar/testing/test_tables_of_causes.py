@@ -257,16 +257,18 @@ BY_ROW = [
     (in_rows(1, 9, 1, 1, 1, 1, shape=(2, 3)), "a chunk is counted 9 times: .* in its rows 1 to 1, of 6, and right "
         "else"),
     (in_rows(1, 1, 0, 0, per_token=frozenset({"w"})), EVENLY),
-    (in_rows(0.75, 0.75, 1.5, tokens=3), f"{MEANS}3/4 times the plain one in 2 rows, 3/2 times the plain one in 1 "
-        "rows"),
+    (in_rows(1, 2, 1, 1, 2, 1, tokens=6), f"{HIDDEN}2 times the plain one in its rows 1, 4, of 6, and right elsewhere"),
+    (in_rows(1.5, 1.5, 3, tokens=3, divisor=3), f"{MEANS}3/2 times the plain one in 2 rows, 3 times the plain one in"),
+    (in_rows(0.75, 0.75, 1.5, tokens=3), EVENLY),
+    (in_rows(0.75, 0.75, 1.5, tokens=3, divisor=3), f"{MEANS}3/4 times the plain one in 2 rows, 3/2 times the plain "
+        "one in 1 rows"),
     (in_rows(0.75, 0.75, 1.5), EVENLY), (in_rows(0.75, 0.75, 1.5, tokens=3, **TWO_RANKS), EVENLY),
     (in_rows(1, 2 / 3, 2 / 3, 2 / 3, tokens=4), f"{HIDDEN}2/3 times the plain one in its rows 1 to 3, of 4, and right "
         "els"),
-    (in_rows(0, 3, 0, 3, tokens=4), EVENLY), (in_rows(-1, -1, -2, tokens=3), EVENLY),
-    (in_rows(*[4 / 3] * 16, *[2 / 3] * 34, tokens=50), f"{MEANS}4/3 times the plain one in 16 rows, 2/3 times the "
-        "plain "
-        "one in 34 rows"),
-    (in_rows(*[2 / 3] * 17, *[1 / 3] * 36, tokens=53), EVENLY),
+    (in_rows(0, 3, 0, 3, tokens=4), EVENLY), (in_rows(-1, -1, -2, tokens=3, divisor=-4), EVENLY),
+    (in_rows(*[4 / 3] * 16, *[2 / 3] * 34, tokens=50, divisor=44), f"{MEANS}4/3 times the plain one in 16 rows, 2/3 "
+        "times the plain one in 34 rows"),
+    (in_rows(*[2 / 3] * 17, *[1 / 3] * 36, tokens=53, divisor=70 / 3), EVENLY),
     (in_rows(1, 0.5, 0.5, 1, 0.5, 0.5, zero=[1], shape=(2, 3), tokens=5), f"{HIDDEN}1/2 times the plain one in its "
         "rows"),
 ]  # fmt: skip
@@ -279,6 +281,10 @@ def padded(ignored=None):
 
 BY_ROW += [
     (padded(), "ignored padding is counted, it seems: hidden has a gradient in 2 rows where the plain one is 0"),
+    (
+        unlike(padded(), 0),
+        f"{HIDDEN}no multiple of the plain one in its row 0, not 0, as the plain one is, in its rows 1 to 2, of 4",
+    ),
     (
         padded(torch.tensor([False, True, True, False])),
         "ignored padding is counted: hidden has a gradient in 2 rows whose ",
