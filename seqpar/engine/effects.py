@@ -235,7 +235,8 @@ def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
     """Return how the state of a source of random numbers is read and written; None for anything else."""
     if isinstance(source, torch.Generator) or type(source).__name__ == "RandomState":
         return source.get_state, source.set_state
-    if isinstance(source, random.Random):
+    # That of the system has none
+    if isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
         return source.getstate, source.setstate
     # numpy's Generator, without importing numpy
     if hasattr(type(source), "bit_generator"):

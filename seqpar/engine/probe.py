@@ -105,6 +105,8 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
             is, which on an accelerator would fail with a device-side assertion.
     """
     around = Surroundings(trial.head)
+    # A generator of random numbers that stands there is put back, as those of the modules and torch's own are
+    trial.held.generators += around.generators
     try:
         return _asked(trial, around, common, check_classes)
     finally:

@@ -565,6 +565,43 @@ def with_dropout(self: Any, z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.dropout(z, 0.3), y, reduction="sum")
 
 
+TORCHS, NUMPYS, LEGACY, TWISTER = (
+    torch.Generator(),
+    np.random.default_rng(1),
+    np.random.RandomState(1),
+    random.Random(1),
+)
+DRAWING = {
+    "torch's": (lambda shape: torch.rand(shape, generator=TORCHS), TORCHS.get_state, TORCHS.set_state),
+    "numpy's": (
+        lambda shape: torch.from_numpy(NUMPYS.random(shape)),
+        lambda: NUMPYS.bit_generator.state,
+        lambda state: setattr(NUMPYS.bit_generator, "state", state),
+    ),
+    "numpy's older": (lambda shape: torch.from_numpy(LEGACY.rand(*shape)), LEGACY.get_state, LEGACY.set_state),
+    "Python's": (lambda shape: torch.full(shape, TWISTER.random()), TWISTER.getstate, TWISTER.setstate),
+}
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+@pytest.mark.parametrize("kind", DRAWING)
+def test_noise_of_a_generator_around_the_code_passes_and_the_first_call_draws_none(kind: str, devices: Any) -> None:
+    draw, state, restore = DRAWING[kind]
+
+    def noisy(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        with ONE_AT_A_TIME:
+            noise = draw(z.shape)
+        return F.cross_entropy(z * (1 + noise.to(z)), y, reduction="sum")
+
+    hidden, target = torch.randn(40, 4, requires_grad=True), torch.randint(V, (40,))
+    head, criterion = nn.Linear(4, V), Calling(noisy)
+    before = state()
+    loss = seqpar.LossCompute(head, criterion, devices=devices)(hidden, target)
+    if devices is None:
+        restore(before)
+        torch.testing.assert_close(loss.total, criterion(head(hidden), target))
+
+
 UNSEEDED = random.SystemRandom()
 """Whose numbers nothing repeats."""
 
@@ -572,13 +609,15 @@ UNSEEDED = random.SystemRandom()
 def of_two_random_numbers(self: Any, z: Tensor, y: Tensor) -> Tensor:
     COUNTS["calls"] += 1
     self.when = time.perf_counter()
-    return F.cross_entropy(z, y, reduction="sum") * UNSEEDED.choice([1, 2])
+    return F.cross_entropy(z, y, reduction="sum") * self.source.choice([1, 2])
 
 
 @pytest.mark.parametrize(("function", "wanted"), [(with_dropout, True), *[(of_two_random_numbers, False)] * 10])
 def test_a_count_beside_random_numbers_is_not_taken_for_what_they_depend_on(function: Any, wanted: bool) -> None:
+    criterion: Any = Calling(function)
+    criterion.source = UNSEEDED
     with torch.set_grad_enabled(wanted):
-        assert seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch()).total.isfinite()
+        assert seqpar.LossCompute(nn.Linear(4, V), criterion, chunk_tokens=5)(*batch()).total.isfinite()
 
 
 class Large(np.ndarray[Any, Any]):
