@@ -252,10 +252,11 @@ def _adding_up(
     names = {id(buffer): name for name, buffer in head.named_buffers()} if unproven else {}
     for replica in replicas if buffers else ():
         for buffer, old, copy in zip(buffers, before, parts_of(replica).buffers, strict=True):
-            if copy is not buffer and not torch.equal(copy.to(old.device), old):
+            if copy is not buffer and not torch.equal(now := copy.to(old.device), old):
                 if (name := names.get(id(buffer), "")) in unproven:
                     raise _no_sum_error(name)
-                buffer.add_(copy.to(old.device) - old)
+                # What is infinite stays so: inf - inf is nan
+                buffer.add_((now - old).where(now != old, 0))
 
 
 def _no_sum_error(name: str) -> ValueError:

@@ -381,6 +381,15 @@ def test_a_sum_that_was_large_before_is_one_over_several_devices(dtype: torch.dt
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_what_is_infinite_or_no_number_stays_so_in_a_sum(devices: Any) -> None:
+    generator = Changing(torch.tensor([torch.inf, -torch.inf, torch.nan, 5.0]), lambda kept, y: kept.add_(len(y)))
+    hidden, target = batch()
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices)(hidden, target)
+    wanted = torch.tensor([torch.inf, -torch.inf, torch.nan, 5.0 + len(hidden)])
+    torch.testing.assert_close(generator.kept, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
 def test_a_count_that_was_0_in_the_first_call_is_that_of_all_devices_later(devices: Any) -> None:
     least = [1e9]
     generator = Changing(torch.tensor(5), lambda kept, y: kept.add_((y[:, 0] > least[0]).sum()))
