@@ -57,6 +57,18 @@ def test_a_result_that_cannot_be_loaded_is_an_error_and_the_next_call_has_a_new_
     assert [value for value, _ in ranks(2, sum_of_ranks, 2)] == [2, 2]
 
 
+def interrupted(pipes, timeout):
+    raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_the_next_call_has_a_new_pool(monkeypatch):
+    monkeypatch.setattr(module, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks(2, returns_its_rank)
+    monkeypatch.undo()
+    assert [value for value, _ in ranks(2, sum_of_ranks, 2)] == [2, 2]
+
+
 def leaves(rank, world):
     sys.exit(f"rank {rank} of {world} leaves")
 

@@ -492,6 +492,22 @@ def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused(na
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(-100, named))(*batch())
 
 
+class MeanTimesTokens(Ignoring):
+    """A sum, but of ignored targets alone 0 / 0."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        mean = F.cross_entropy(logits, target, ignore_index=self.ignored)
+        return mean * (target != self.ignored).sum()
+
+
+def test_a_criterion_whose_loss_of_the_target_that_it_names_is_no_number_passes() -> None:
+    hidden, target = batch()
+    target[15:] = 3
+    generator, criterion = nn.Linear(4, V).double(), MeanTimesTokens(3, 3)
+    loss = seqpar.LossCompute(generator, criterion, chunk_tokens=6)(hidden, target)
+    torch.testing.assert_close(loss.total, criterion(generator(hidden), target), rtol=1e-12, atol=0)
+
+
 GATED = {
     "a running sum": lambda gate, x: gate * x.cumsum(0),
     "a detached mean": lambda gate, x: gate * x.mean(0).detach().expand_as(x),
@@ -611,6 +627,14 @@ def test_a_buffer_that_counts_has_counted_every_row_over_any_devices(devices: An
     for calls in (1, 2):
         engine(*batch())
         assert generator.rows == 20 * calls
+
+
+def test_a_buffer_counts_in_inference_mode_as_well() -> None:
+    generator = CountingRows()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)
+    with torch.inference_mode():
+        engine(*batch())
+    assert generator.rows == 20
 
 
 def test_a_buffer_that_a_new_one_replaces_is_refused() -> None:

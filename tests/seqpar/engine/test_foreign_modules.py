@@ -429,11 +429,11 @@ class Detaching(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(4, V, dtype=torch.float64)
-        self.register_buffer("state", torch.ones(()))
+        self.register_buffer("state", torch.tensor([1.0, torch.nan]))
 
     def forward(self, x: Tensor) -> Tensor:
         self.state = self.state.detach()
-        return super().forward(x) * self.state
+        return super().forward(x) * self.state[0]
 
 
 def test_a_buffer_that_is_replaced_by_itself_is_no_sum() -> None:

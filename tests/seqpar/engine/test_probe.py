@@ -55,6 +55,12 @@ MIXING = {
     ),
     "a recurrence": (lambda self, x: self.part(x)[0], {"part": nn.GRU(4, 4, batch_first=True)}, 3, "other time steps"),
     "batch normalisation": (normalised, {"norm": nn.BatchNorm1d(4)}, 3, r"\(BatchNorm1d takes statistics"),
+    "batch normalisation without running statistics": (
+        normalised,
+        {"norm": nn.BatchNorm1d(4, track_running_stats=False).eval()},
+        3,
+        r"\(BatchNorm1d takes statistics",
+    ),
     "a running sum over rows": (over_the_batch(lambda x: x.cumsum(0)), {}, 2, "in other rows"),
     "the mean of the rows": (over_the_batch(lambda x: x - x.mean(0)), {}, 2, "in other rows"),
     "batch normalisation of rows": (normalised, {"norm": nn.BatchNorm1d(4)}, 2, "BatchNorm1d"),

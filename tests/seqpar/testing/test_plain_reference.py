@@ -115,6 +115,15 @@ def test_a_nan_in_an_ignored_row_does_not_matter():
     assert_same_results(plain_value_and_gradients(hidden, weight, target), (expected, gradients))
 
 
+def test_where_no_class_gets_a_share_the_reference_without_smoothing_is_torchs_cross_entropy():
+    hidden, weight = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    target = torch.tensor([1, 0, 1, 1])
+    # Of two classes one is the target and the other the padding
+    found = plain_linear_cross_entropy(hidden, weight, target, ignore_index=0, smoothing_convention="harvard")
+    wanted = F.cross_entropy(hidden @ weight.T, target, ignore_index=0, reduction="sum")
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 def test_of_many_equal_logits_the_lower_class_comes_first():
     logits = torch.zeros(3, 500)
     logits[0, 450] = logits[1, 399] = 1
