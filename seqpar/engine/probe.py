@@ -38,7 +38,7 @@ from seqpar.engine.kept_state import ask_about_buffers, ask_about_renewed, ask_a
 from seqpar.engine.linear_backward import ask_about_backward
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.row_mixing import ask_about_rows
-from seqpar.engine.shards import Shard, check_targets
+from seqpar.engine.shards import Shard, check_targets, criterion_rows_of, rows_of
 from seqpar.engine.situation import LogitFacts, Situation
 from seqpar.engine.surroundings import (
     Surroundings,
@@ -82,9 +82,10 @@ def logit_facts(
     if found is not None and found.criterion_is_checked:
         check_targets(shards, found.vocab_size)
         return found
-    # One shard is enough, because all replicas run the same code; the first may have nothing but padding
-    for head, shard in zip(heads, shards, strict=True):
-        index_K = _choose_rows(shard.counted.flatten())
+    # One shard is enough, because all replicas run the same code; the first may have nothing but padding, or none
+    replicas = zip(heads, shards, strict=True)
+    for head, shard in sorted(replicas, key=lambda replica: all(map(_is_constant, _per_token(replica[1])))):
+        index_K = _choose_rows(shard.counted.flatten(), _per_token(shard))
         if len(index_K):
             trial = Trial((head, original), shard, index_K, situation.wants_gradients)
             facts = _facts_of(trial, _padding_candidates(shard), lambda size: check_targets(shards, size))
@@ -171,15 +172,35 @@ def _facts_while_capturing(known: Mapping[Situation, LogitFacts], situation: Sit
     )
 
 
-def _choose_rows(counted_N: Tensor) -> Tensor:
-    """Return `PROBE_ROWS` rows that are not ignored, spread over the batch.
+def _choose_rows(counted_N: Tensor, per_token: Sequence[Tensor] = ()) -> Tensor:
+    """Return `PROBE_ROWS` rows that are not ignored: those where per-token tensors have an end, others over the batch.
 
     Some are repeated if there are fewer; if every row is ignored, the result is empty.
+
+    Args:
+        per_token: of which the least and the largest numbers are in some of the rows: in a mask, both. Of floating
+            ones, which come last, a gradient tells as well.
     """
     indices_K = counted_N.nonzero().squeeze(1)
     if not len(indices_K):
         return indices_K
-    return indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
+    spread_K = indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
+    sizes = [
+        t[indices_K].float().unsqueeze(1).flatten(1).sum(1) for t in sorted(per_token, key=torch.is_floating_point)
+    ]
+    ends = dict.fromkeys(int(indices_K[end]) for size in sizes for end in (size.argmin(), size.argmax()))
+    chosen = [*ends][: PROBE_ROWS - 1]
+    return torch.cat([spread_K.new_tensor(chosen), spread_K])[:PROBE_ROWS]
+
+
+def _per_token(shard: Shard) -> tuple[Tensor, ...]:
+    """Return what generator and criterion take beside hidden and target, with one row per token."""
+    return (*rows_of(shard)[1:], *criterion_rows_of(shard))
+
+
+def _is_constant(per_token: Tensor) -> bool:
+    """Return whether every row is the same, as those of a mask are where there is no padding."""
+    return not len(per_token) or bool((per_token == per_token[:1]).all())
 
 
 def _padding_candidates(shard: Shard) -> set[int]:

@@ -241,3 +241,32 @@ def test_an_error_in_a_generator_is_noted_with_its_per_token_tensors():
     with pytest.raises(RuntimeError) as caught:
         engine(torch.randn(2, 3, D), torch.ones(2, 3).long(), shift=torch.ones(2, 3, 5))
     assert "the generator (Shifted), called with hidden (1, 4, 4), shift (1, 4, 5): " in "".join(caught.value.__notes__)
+
+
+class BySharesOfMask(nn.Module):
+    """Generator or criterion whose numbers are multiplied by the share of its rows that a mask keeps."""
+
+    def __init__(self, is_generator: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, V).double() if is_generator else None
+
+    def forward(self, rows: Tensor, target: Tensor | None = None, *, mask: Tensor) -> Tensor:
+        share = mask.double().mean()
+        if self.linear is not None:
+            return self.linear(rows) * share
+        return (nn.functional.cross_entropy(rows, target, reduction="none") * mask).sum() * share
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+@pytest.mark.parametrize("padding", [slice(47, 48), slice(20, 22), slice(1, 2), slice(8, 48), slice(0, 30)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("is_generator", [True, False])
+def test_a_share_of_a_mask_is_found_wherever_its_padding_is(is_generator, dtype, padding, devices):
+    """A mask has no gradient that would tell, and most of the few rows that are asked about may not be padding."""
+    torch.manual_seed(0)
+    generator = BySharesOfMask(True) if is_generator else nn.Linear(D, V).double()
+    criterion = nn.CrossEntropyLoss(reduction="sum") if is_generator else BySharesOfMask(False)
+    hidden, target, mask = torch.randn(48, D).double(), torch.randint(V, (48,)), torch.ones(48, dtype=dtype)
+    mask[padding] = 0
+    with pytest.raises(ValueError, match="mixes rows" if is_generator else "does not add up"):
+        seqpar.LossCompute(generator, criterion, devices, chunk_tokens=8)(hidden, target, mask=mask)
