@@ -88,15 +88,20 @@ def autocast_of_now(kinds: Iterable[str]) -> Callable[[], contextlib.AbstractCon
     return enter
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place; 0 for one of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def with_version(tensor: Tensor) -> tuple[Tensor, int]:
     """Return a tensor and how often it has been changed in place."""
-    return tensor, tensor._version
+    return tensor, version_of(tensor)
 
 
 def check_unchanged(saved: tuple[Tensor, int]) -> Tensor:
     """Return the tensor; with hooks, autograd itself no longer notices that it has been changed."""
     tensor, version = saved
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that is needed for the gradient was changed in place after its "
             "use in the generator or the criterion; leave out the in-place operation"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
 from seqpar.core.device_facts import is_on_host
+from seqpar.core.graphs import version_of
 from seqpar.core.structures import attributes_of, leaves
 
 MicroBatch = TypeVar("MicroBatch")
@@ -76,7 +77,7 @@ class _Record(NamedTuple):
         if isinstance(leaf, Tensor):
             if not is_dense(leaf):
                 return _Record(leaf, 0, 0, None)
-            return _Record(leaf, leaf.untyped_storage().data_ptr(), _version(leaf), _entries(leaf))
+            return _Record(leaf, leaf.untyped_storage().data_ptr(), version_of(leaf), _entries(leaf))
         if hasattr(leaf, "__array_interface__"):
             return _Record(leaf, 0, 0, _bytes(leaf))
         return _Record(leaf, 0, 0, None)
@@ -85,7 +86,7 @@ class _Record(NamedTuple):
         """Return whether a leaf is what it was; `is_shared` says whether another micro-batch has the same memory."""
         if isinstance(leaf, Tensor) and self.entries is not None:
             # To compare contents on an accelerator is to wait for it
-            if leaf is self.value and not is_on_host(leaf) and not is_shared and _version(leaf) == self.version:
+            if leaf is self.value and not is_on_host(leaf) and not is_shared and version_of(leaf) == self.version:
                 return True
             now = _entries(leaf)
             return now.shape == self.entries.shape and torch.equal(now, self.entries)
@@ -115,11 +116,6 @@ def _attributes(leaf: object) -> Iterator[object]:
 
 def _has_memory(leaf: object) -> bool:
     return isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__")
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; 0 for one of inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _entries(tensor: Tensor) -> Tensor:
@@ -172,7 +168,7 @@ def _is_refilled(tensor: Tensor, users: int, rows: set[torch.Size]) -> bool:
 
     That is one of which all numbers are the same, or that has other rows than the micro-batch's own tensors.
     """
-    if _version(tensor) < users or (rows and tensor.shape[:1] not in rows):
+    if version_of(tensor) < users or (rows and tensor.shape[:1] not in rows):
         return False
     tensor = tensor.detach()
     return bool((tensor != tensor.flatten()[0]).any())
@@ -198,7 +194,7 @@ def _may_be_refilled(leaf: Any) -> bool:
     if not is_dense(leaf) or not leaf.numel():
         return False
     # Memory that is not torch's own is written to without its knowing
-    return _version(leaf) > 0 or not leaf.untyped_storage().resizable()
+    return version_of(leaf) > 0 or not leaf.untyped_storage().resizable()
 
 
 def _place(leaf: Any) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
+from seqpar.core.graphs import version_of
 from seqpar.core.reach import is_of_library
 from seqpar.core.row_independence import keep_torch_random_states
 from seqpar.core.structures import slots_of
@@ -143,12 +144,14 @@ class Held:
         numbers = tensor.detach().clone()
         if tensor.grad_fn is not None:
             return Graph(tensor, numbers)
-        self.tensors.append(tensor)
-        version = tensor._version
+        version = version_of(tensor)
+        if not tensor.is_inference():
+            self.tensors.append(tensor)
 
         def put_back() -> None:
-            if tensor._version != version:
-                with torch.no_grad():
+            # One of inference mode does not count its changes, and is changed in that mode alone
+            if version_of(tensor) != version or tensor.is_inference():
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(numbers)
 
         self.undo.append(put_back)

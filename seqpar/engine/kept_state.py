@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpar.core.checks import is_dense
+from seqpar.core.graphs import version_of
 from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
@@ -313,7 +314,7 @@ def _buffers_of(head: nn.Module) -> dict[str, Buffer]:
     """Return all buffers but those of batch normalisation, whose fault in training mode is that it mixes rows."""
     owners = ((name, module) for name, module in head.named_modules() if not isinstance(module, _BatchNorm))
     named = ((f"{owner}.{name}", b) for owner, module in owners for name, b in module.named_buffers(recurse=False))
-    return {name: Buffer(b, b.clone(), 0 if b.is_inference() else b._version) for name, b in named}
+    return {name: Buffer(b, b.clone(), version_of(b)) for name, b in named}
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

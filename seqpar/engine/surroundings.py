@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.core.graphs import version_of
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
 from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, PLAIN, Held, named_values, names_of_new_graphs
 from seqpar.engine.module_calls import HOOKS
@@ -60,7 +61,7 @@ class Surroundings(Held):
     def _look_at_tensor(self, tensor: Tensor) -> object:
         # Not the numbers of a data set
         if tensor.grad_fn is None and tensor.numel() > MOST_OF_A_TABLE:
-            return id(tensor), tensor._version
+            return id(tensor), version_of(tensor)
         return super()._look_at_tensor(tensor)
 
     def put_back(self, *, keeps_made: bool = False) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import refuse_reentrant
-from seqpar.core.graphs import graph_of_its_own, has_custom_nodes
+from seqpar.core.graphs import graph_of_its_own, has_custom_nodes, version_of
 from seqpar.core.row_independence import Precision, largest_difference, precision_of
 from seqpar.engine.effects import Held
 from seqpar.engine.pair import criterion_loss, project
@@ -176,7 +176,7 @@ def _write(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tup
             p.grad = torch.zeros_like(p)
         for attribute, value in {"grad": p.grad, **vars(p)}.items():
             if isinstance(value, Tensor):
-                found[f"{name}.{attribute}"] = (id(value), value._version)
+                found[f"{name}.{attribute}"] = (id(value), version_of(value))
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from seqpar.core.device_facts import accelerators_among
+from seqpar.core.graphs import version_of
 from seqpar.core.streams import current_streams, select_streams
 
 
@@ -84,4 +85,4 @@ def forget(weights: Iterable[Tensor]) -> None:
 
 def _state(weight: Tensor) -> tuple[int, int]:
     """Return what changes with a weight: where it is, and how often it has been changed in place."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version_of(weight)

@@ -341,3 +341,11 @@ def test_a_right_pair_is_never_refused_and_gives_the_plain_loss(
         leaves = {name: t for name, t in named.items() if t.requires_grad}
         expected = plain(generator, criterion, hidden, target, own, rows)
         assert_same_results(result(loss.total, leaves), result(expected, leaves))
+        # A validation before the first step, whose tensors, such as attention that is kept, are of inference mode
+        generator.eval()
+        engine = seqpar.LossCompute(generator, criterion, devices, chunk_tokens=4)
+        right = float(plain(generator, criterion, hidden, target, own, rows).detach())
+        for mode in (torch.inference_mode, torch.enable_grad):
+            with mode():
+                total = engine(hidden, target, **own, **rows).total.detach()
+                assert float(total) == pytest.approx(right, rel=1e-12)
