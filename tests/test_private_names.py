@@ -50,6 +50,7 @@ LIBRARIES = {
         "_forward_cls",
         "_input_metadata",
         "_top_saved_tensors_default_hooks",
+        "_version",
         "_will_engine_execute_node",
     },
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
