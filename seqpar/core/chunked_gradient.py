@@ -196,7 +196,7 @@ def _refuse_joined_rows(
         return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
 
     with keep_torch_random_states(every_N.device), graph_of_its_own():
-        for chunk in (several[0], several[-1]):
+        for chunk in (*several[:1], *several[1:][-1:]):
             own = partial(total, is_slice=isinstance(chunk, slice))
             rows = [t[chunk] for t in (*per_token, every_N)]
             few = [t[:ASKED_ROWS] for t in rows]

@@ -102,6 +102,12 @@ def _alone(function: OfRows, row: Sequence[Tensor], least: torch.dtype) -> Answe
     return Answer(values[0] if values.dim() else values / 2, tuple(g[:1] for g in gradients), rounding)
 
 
+def ends_of_rows(per_token: Sequence[Tensor]) -> Tensor:
+    """Return where each of these tensors has its least row and its largest: of a mask, a row of padding and another."""
+    size_N = torch.stack([t.detach().float().unsqueeze(1).flatten(1).sum(1) for t in per_token])
+    return torch.stack([size_N.argmin(1), size_N.argmax(1)], 1).flatten()
+
+
 def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = None) -> Change:
     """Return by how much rows in company differ from the same rows alone.
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from seqpar.core.chunks import is_capturing
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.row_independence import largest_difference, precision_of
+from seqpar.core.row_independence import ends_of_rows, largest_difference, precision_of
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
@@ -185,11 +185,10 @@ def _choose_rows(counted_N: Tensor, per_token: Sequence[Tensor] = ()) -> Tensor:
     if not len(indices_K):
         return indices_K
     spread_K = indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
-    sizes = [
-        t[indices_K].float().unsqueeze(1).flatten(1).sum(1) for t in sorted(per_token, key=torch.is_floating_point)
-    ]
-    ends = dict.fromkeys(int(indices_K[end]) for size in sizes for end in (size.argmin(), size.argmax()))
-    chosen = [*ends][: PROBE_ROWS - 1]
+    if not per_token:
+        return spread_K
+    ends = indices_K[ends_of_rows([t[indices_K] for t in sorted(per_token, key=torch.is_floating_point)])]
+    chosen = [*dict.fromkeys(ends.tolist())][: PROBE_ROWS - 1]
     return torch.cat([spread_K.new_tensor(chosen), spread_K])[:PROBE_ROWS]
 
 

@@ -19,6 +19,7 @@ from seqpar.core.row_independence import (
     Answer,
     ask_alone,
     change_in_company,
+    ends_of_rows,
     keep_torch_random_states,
     largest_difference,
     precision_of,
@@ -157,7 +158,7 @@ class _LossByAutograd:
             # One row cannot be mixed with others; while a CUDA graph is captured no number can be read
             if not self.is_checked and len(loss_K) > 1 and not is_capturing(loss_K.device):
                 self._check(loss_K, leaves)
-                self._refuse_mixing(scores)
+                self._refuse_mixing(loss_K, scores, rows)
                 self.is_checked = True
         if not wanted:
             return RowLosses(loss_K, Upstream())
@@ -191,13 +192,15 @@ class _LossByAutograd:
             )
         refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
 
-    def _refuse_mixing(self, scores: Scores) -> None:
+    def _refuse_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
         """Raise for a loss that mixes rows, as far as these scores show it.
 
         The per-token tensors beside them are those of rows from all of the batch: the first chunk may have no padding.
         """
-        rows = _varied_rows(self.per_token, len(scores.log_prob))
-        mixed = self._row_mixing(scores, self._leaves(rows, torch.is_grad_enabled()))
+        if any(len(t) > len(loss_K) for t in self.per_token):
+            rows = self._leaves(_varied_rows(self.per_token, len(loss_K)), torch.is_grad_enabled())
+            loss_K = self._call(scores, rows)
+        mixed = self._row_mixing(loss_K, scores, rows)
         if mixed:
             raise ValueError(
                 f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
@@ -205,10 +208,9 @@ class _LossByAutograd:
                 "token_scores"
             )
 
-    def _row_mixing(self, scores: Scores, rows: list[Tensor]) -> str:
+    def _row_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> str:
         """Return how the loss of a row depends on other rows, in words; "" if it does not."""
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
-        loss_K = self._call(scores, rows)
         grads: tuple[Tensor, ...] = ()
         if loss_K.requires_grad:
             grads = _gradients(loss_K, leaves, torch.ones_like(loss_K))
@@ -239,11 +241,9 @@ class _LossByAutograd:
 
 def _varied_rows(per_token: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return some rows of all: the least and the largest of each tensor, and others spread over the batch."""
-    if not per_token:
-        return []
-    size_N = torch.stack([t.detach().float().unsqueeze(1).flatten(1).sum(1) for t in per_token])
-    spread_K = torch.arange(count, device=size_N.device) * size_N.size(1) // count
-    place_K = torch.cat([size_N.argmin(1), size_N.argmax(1), spread_K])[:count]
+    ends = ends_of_rows(per_token)
+    spread_K = torch.arange(count, device=ends.device) * len(per_token[0]) // count
+    place_K = torch.cat([ends, spread_K])[:count]
     return [t[place_K] for t in per_token]
 
 

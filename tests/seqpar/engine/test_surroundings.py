@@ -565,12 +565,10 @@ def with_dropout(self: Any, z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.dropout(z, 0.3), y, reduction="sum")
 
 
-TORCHS, NUMPYS, LEGACY, TWISTER = (
-    torch.Generator(),
-    np.random.default_rng(1),
-    np.random.RandomState(1),
-    random.Random(1),
-)
+TORCHS = torch.Generator()
+NUMPYS = np.random.default_rng(1)
+LEGACY = np.random.RandomState(1)
+TWISTER = random.Random(1)
 DRAWING = {
     "torch's": (lambda shape: torch.rand(shape, generator=TORCHS), TORCHS.get_state, TORCHS.set_state),
     "numpy's": (
