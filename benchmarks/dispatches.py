@@ -135,18 +135,23 @@ def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
 
 
 def training_operators() -> Iterator[tuple[str, list[Operator]]]:
-    """Yield what a training step at d128 dispatches as it is, and with layers that are compiled."""
+    """Yield what a training step at d128 dispatches as it is, with layers that are compiled, and under autocast."""
     from benchmarks.generated_kernels import fused_attention, noted_launches, register_compiler
     from benchmarks.seq2seq_peers import SIZES, Compiled, Ours, batches
 
+    ways = (
+        ("training step", Ours, "float32"),
+        ("with compiled layers", Compiled, "float32"),
+        ("in bfloat16", Ours, "bf16"),
+    )
     register_compiler()
     config, vocab_size = SIZES["d128"]
     batch = next(batches(vocab_size, 300, "similar"))
     log = Log()
     noted = noted_launches(log, lambda name: log.operators.append(Operator("launch", "generated", False)))
     with noted, patch("torch.nn.functional.scaled_dot_product_attention", fused_attention()):
-        for what, kind in (("training step", Ours), ("with compiled layers", Compiled)):
-            yield what, _launched(kind(config, vocab_size, "float32", f"{NAME}:0"), batch, log)
+        for what, kind, precision in ways:
+            yield what, _launched(kind(config, vocab_size, precision, f"{NAME}:0"), batch, log)
 
 
 def _launched(model: Any, batch: Any, log: Log) -> list[Operator]:
@@ -158,7 +163,7 @@ def _launched(model: Any, batch: Any, log: Log) -> list[Operator]:
 
 
 def tell_training() -> None:
-    """Print a training step's launches and reads, and the most frequent, without and with compiled layers."""
+    """Print a training step's launches and reads, and the most frequent, in each way."""
     for what, found in training_operators():
         for (kind, name), count in Counter((operator.kind, operator.name) for operator in found).most_common(20):
             print(f"{count:5} {kind:8}{name}")

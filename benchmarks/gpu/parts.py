@@ -42,7 +42,6 @@ def out() -> Path:
 
 def parts() -> dict[str, list[Step]]:
     """Return the steps of every part, what is asked first first."""
-    cutedsl = (("LIGER_KERNEL_IMPL", "cutedsl"),)
     sanitizer = (("TORCH_CUDA_SANITIZER", "1"),)
     return {
         "products": [_own("products", 60)],
@@ -52,10 +51,10 @@ def parts() -> dict[str, list[Step]]:
         "mended": [
             Step("tests marked gpu", 60, (*PYTEST, "-n", "8", "-m", "gpu", *MARKED), ("-n", "2")),
             Step("ordered streams", 50, (*PYTEST, "-m", "gpu", "tests/seqpar/test_gpu.py"), (), sanitizer),
-            _own("ranks", 70),
+            _own("ranks", 90),
         ],
-        "scores": [_own("scores", 120)._replace(takes_only=True, variables=cutedsl)],
-        "training": [_own("training_steps", 120)._replace(takes_only=True)],
+        "scores": [_own("scores", 120)._replace(takes_only=True)],
+        "training": [_own("training_steps", 100)._replace(takes_only=True)],
         "seeds": [_own("seeds", 120)],
     }
 

@@ -96,7 +96,7 @@ def tell_kernels(chunk: Chunk, device: str) -> None:
     tell(what, kernel="two", ms=milliseconds(two, device), error=chunk.error(two))
     for block, each in SETTINGS:
         settings = patch.multiple(row_kernel, LARGEST_BLOCK=block, CLASSES_A_THREAD=each)
-        with settings, patch.object(row_loss, "ROWS_IN_CACHE", classes):
+        with settings, patch.object(row_loss, "BLOCKS_IN_CACHE", classes):
             fused = chunk.fused()
             ms = milliseconds(fused, device)
             tell(what, kernel=f"fused, {block} classes a block", ms=ms, error=chunk.error(fused))

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.scores --only quack       # or a way to compute scores
     python -m benchmarks.gpu.scores --dry-run          # small, on the CPU
 
-Liger runs with its CuTe kernel where `LIGER_KERNEL_IMPL=cutedsl` is set, which it reads.
+Liger reads `LIGER_KERNEL_IMPL`; its CuTe kernel (cutedsl) refuses a GPU that is not of Blackwell's (sm_100) in 0.8.5.
 """
 
 from __future__ import annotations

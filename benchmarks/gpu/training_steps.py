@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.training_steps --only seqpar     # or: Marian, nn.Transformer, "seqpar, compiled layers"
     python -m benchmarks.gpu.training_steps --dry-run         # the smallest model on the CPU, one step
 
-A figure is the median over batches of about 4,000 target tokens, of similar lengths, after a step of each kind.
+A figure is the median over batches of about 4,000 target tokens, of similar lengths, after a step with each of them.
 Compiled layers are measured only where they are named, because compiling takes a minute or more.
 """
 
@@ -38,7 +38,8 @@ def kinds(size: str, precision: str, device: str, only: str) -> Iterator[tuple[s
 
 def tell_steps(what: str, way: str, model: Trained, inputs: list[Batch], device: str) -> None:
     """Measure the steps of one model, then what they launch."""
-    for batch in inputs[:1] * 2:
+    # Each batch has lengths of its own, for which kernels are loaded and memory is taken once
+    for batch in inputs * 2:
         model.step(batch)
     times = [wall_seconds(partial(model.step, batch), device != "cpu") for batch in inputs]
     rate = statistics.median(batch.tokens / seconds for batch, seconds in zip(inputs, times, strict=True))

@@ -23,8 +23,8 @@ from seqpar.rows.scores import RowFunction, Sums, Upstream
 LARGEST_BLOCK = 2048
 """The most classes of a row that a program has in its registers at once; a power of 2."""
 CLASSES_A_THREAD = 8
-"""One load of 16 bytes in bfloat16. The compiler then uses 48 to 75 registers (sm_90, Triton 3.9), so that 24 to 40
-warps fit on a multiprocessor; with 16 classes it uses 96 to 134, and kernels for unaligned rows spill."""
+"""One load of 16 bytes in bfloat16. The compiler then uses 32 to 64 registers (sm_90, Triton 3.7), so that 32 to 64
+warps fit on a multiprocessor."""
 ALIGNED = 16
 """Rows begin at multiples of this many numbers. Otherwise those of an odd vocabulary (50,257) would be read one number
 at a time."""

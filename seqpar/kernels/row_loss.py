@@ -13,10 +13,11 @@ from torch import Tensor
 from seqpar.kernels import row_kernel
 from seqpar.rows.smoothing import SoftTarget
 
-ROWS_IN_CACHE = 16
-"""A vocabulary of at least this many blocks gets larger ones, up to four times as large: fewer rows are then under way
-at once, and the second reading of each still finds it in the second cache (50 MB on an H100; 64 KiB are a row of 32,768
-classes in bfloat16, of which 4 or 5 are under way on each of 132 multiprocessors)."""
+BLOCKS_IN_CACHE = 10
+"""A vocabulary of more blocks than this gets larger ones, up to four times as large: fewer rows are then under way at
+once, and the second reading of each still finds it in the second cache. On an H200, 4,096 rows of 32,768 classes take
+0.29 ms in blocks of 2,048 and 0.21 ms in blocks of 4,096; of 128,256 classes they take 0.93 ms in blocks of 2,048 and
+0.75 ms in blocks of 8,192 (docs/results/gpu.md)."""
 
 
 class RowLoss:
@@ -75,7 +76,7 @@ class RowLoss:
         rows = (target, token_weight, first, bias_V, weight_V, weight_sum, scale, out_RN, out_RN.stride(0), place)
         classes = product_KV.size(1)
         block = row_kernel.LARGEST_BLOCK
-        while block < 4 * row_kernel.LARGEST_BLOCK and block * ROWS_IN_CACHE < classes:
+        while block < 4 * row_kernel.LARGEST_BLOCK and block * BLOCKS_IN_CACHE < classes:
             block *= 2
         row_kernel.launch(self.kernel, product_KV, *rows, *self.numbers, **self.settings, GRADIENT=gradient, most=block)
 
@@ -92,5 +93,8 @@ def count_targets(target_N: Tensor, classes: int, ignored: int) -> Tensor:
 def scale_rows(x: Tensor, factor: Tensor | None, out: Tensor, beside: Tensor | None = None) -> None:
     """Write the rows of `x` times a factor into `out`, which may be `x`, and the column after out's into `beside`."""
     width = out.size(1)
+    if factor is not None:
+        # A backward that begins on the CPU brings it from there
+        factor = factor.to(x.device)
     arguments = (x, x.stride(0), factor, out, out.stride(0), beside, width)
     row_kernel.run_programs(row_kernel.compiled_kernels()._scaled_rows, x.size(0), width, x.device, *arguments)

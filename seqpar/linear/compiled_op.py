@@ -113,7 +113,8 @@ def _operator(
     return _Results(
         loss.total,
         loss.tokens,
-        loss.nll,
+        # The kernel's sums are rows of one tensor, and an operator's results may not share memory
+        loss.nll.clone(),
         loss.correct,
         hidden_grad=_reshape(gradients.hidden, hidden),
         weight_grad=_reshape(gradients.weight, weight),

@@ -20,7 +20,7 @@ from torch import Tensor
 from seqpar.core.chunked_gradient import Leaves
 from seqpar.core.chunks import Chunk, rows_in
 from seqpar.core.graphs import without_autocast
-from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient, plus_product
+from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient, in_own_precision, plus_product
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.kernels.row_kernel import align
 from seqpar.kernels.row_loss import RowLoss, count_targets, scale_rows
@@ -105,7 +105,7 @@ class FusedLoss:
         most = max(map(rows_in, chunks), default=0)
         product_KV = self._product_memory(most)
         scale = None if gradients is None else _on_device(gradients.scale, out_RN)
-        stored = None if gradients is None else _Stored(gradients, weight_VD, len(chunks), most)
+        stored = None
         place = 0
         for chunk in chunks:
             rows = rows_in(chunk)
@@ -120,9 +120,14 @@ class FusedLoss:
                 hidden_KD = zero_rows(hidden_KD, target[first : first + rows] == self.ignored)
             own_KV = None if product_KV is None else product_KV[:rows]
             grad_KV = torch.mm(hidden_KD, weight_DV, out=own_KV)
+            if gradients is not None and stored is None:
+                # While the device computes the first product, for which it has been waiting
+                stored = _Stored(gradients, weight_VD, len(chunks), most)
             self.kernel(grad_KV, target, token_weight, first, scale, out_RN, place, stored is not None)
             if stored is not None:
                 stored.add(chunk, grad_KV, hidden_KD, out_RN, place)
+            # Before the next product takes memory, which may be this
+            del grad_KV
             place += rows
 
     def _product_memory(self, most: int) -> Tensor | None:
@@ -243,7 +248,7 @@ class _ColumnGradient(SummedGradient):
         if not self.parts and self.weight.parts:
             # The weight's is not asked for, or later
             column_V = self.weight.parts[0][:, self.weight.width]
-            return (column_V if factor is None else column_V * factor).to(self.dtype)
+            return (column_V if factor is None else column_V * in_own_precision(factor, column_V)).to(self.dtype)
         if not self.parts:
             return None
         (found,) = self.parts
@@ -251,7 +256,8 @@ class _ColumnGradient(SummedGradient):
         if factor is self.factor or factor is None or self.factor is None:
             return found
         # The weight's was asked for by an earlier backward, with a factor of its own
-        return (found * (factor / self.factor).where(factor != self.factor, 1.0)).to(self.dtype)
+        ratio = (factor / self.factor).where(factor != self.factor, 1.0)
+        return (found * in_own_precision(ratio, found)).to(self.dtype)
 
 
 def _on_device(scale: float | Tensor, like: Tensor) -> Tensor | None:

@@ -118,14 +118,20 @@ def prepare(
     settings: Settings,
     given: Checked,
     dtype: torch.dtype | None = None,
-    chunks: Sequence[Chunk] | None = None,
 ) -> PreparedCall:
     """Return the projection, the tensors with one row per token, and the chunks of rows.
 
     Args:
         dtype: that of the matrix products; None is autocast's if it is on, else hidden's.
-        chunks: None cuts those rows that are not ignored.
     """
+    call = _describe_call(inputs, settings, given, dtype)
+    return call._replace(chunks=_cut_chunks(inputs, settings, given, call.projection))
+
+
+def _describe_call(
+    inputs: Inputs, settings: Settings, given: Checked, dtype: torch.dtype | None = None
+) -> PreparedCall:
+    """Return what `prepare` does, but no chunks: nothing that is on its way from the device is waited for."""
     hidden = inputs.hidden
     shard = given.shard
     target_N = inputs.target.flatten().long()
@@ -136,12 +142,6 @@ def prepare(
     split = None
     if shard.group is not None and world_size(shard.group) > 1:
         split = shard
-    if chunks is None:
-        # Every rank must cut the same chunks, also where ranks have different numbers of classes
-        kind = hidden.device.type
-        width = width_for_kernel(hidden.size(-1), kind) if projection.has_kernels else None
-        most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, kind, width)
-        chunks = _cut_chunks(inputs.target, settings.ignore_index, given, most)
     # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = settings.ignore_index if is_capturing(hidden.device) else None
     if split is not None:
@@ -151,18 +151,23 @@ def prepare(
     hidden_ND = hidden.flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
     leaves = ByLeaf(hidden_ND, inputs.weight, inputs.bias, token_weight_N)
-    return PreparedCall(leaves, chunks, projection, target_N, split, ignored)
+    return PreparedCall(leaves, (), projection, target_N, split, ignored)
 
 
-def _cut_chunks(target: Tensor, ignore_index: int, given: Checked, most: int) -> Sequence[Chunk]:
-    """Return the rows whose target is not ignored, in chunks of at most `most`; IndexError where one is no class."""
+def _cut_chunks(inputs: Inputs, settings: Settings, given: Checked, projection: Projection) -> Sequence[Chunk]:
+    """Return the rows whose target is not ignored, in chunks; IndexError where one is no class."""
+    # Every rank must cut the same chunks, also where ranks have different numbers of classes
+    classes = given.shard.largest_even_part
+    kind = inputs.hidden.device.type
+    width = width_for_kernel(inputs.hidden.size(-1), kind) if projection.has_kernels else None
+    most = settings.chunk_tokens or rows_per_chunk(classes, projection.weight_VD.dtype, kind, width)
     count = None
     if given.on_its_way is not None:
         count = given.on_its_way.read()
-        if count == target.numel():
+        if count == inputs.target.numel():
             return even_slices(count, most)
-    target = target.long()
-    counted = target != ignore_index
+    target = inputs.target.long()
+    counted = target != settings.ignore_index
     if count is not None and count < 0:
         check_range(target, counted, given.shard.vocab_size)
     return cut_rows(counted.flatten(), most, count)
@@ -174,10 +179,17 @@ def cross_entropy_job(inputs: Inputs, settings: Settings, given: Checked, chunks
     Args:
         chunks: None cuts those rows that are not ignored.
     """
-    call = prepare(inputs, settings, given, chunks=chunks)
+    call = _describe_call(inputs, settings, given)
     projection = call.projection
+    fused = None
     if call.split is None and projection.has_kernels:
-        return _fuse(given, call, settings.ignore_index), call.chunks, flatten(call.leaves, call.chunks)
+        # Before the number of rows is waited for, since the device has nothing to do from then to the first product
+        fused = _fuse(given, call, settings.ignore_index)
+    if chunks is None:
+        chunks = _cut_chunks(inputs, settings, given, projection)
+    if fused is not None:
+        return fused, chunks, flatten(call.leaves, chunks)
+    call = call._replace(chunks=chunks)
     weights, gold_weight_N = weights_of_classes(given, call.target_N, call.split, projection.wide)
     projection.ask_for(RowFunction(weights=weights, correct=True, split=call.split))
     loss = ScoreLoss(projection, CrossEntropyOfScores(given.q, weights))

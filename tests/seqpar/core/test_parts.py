@@ -126,10 +126,15 @@ def test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy(
 
 
 def test_where_a_kernel_overwrites_the_logits_a_narrow_chunk_has_twice_the_rows_at_most():
-    """512 MiB of logits as they are allocated; 2^22 / D rows if they take no more than 1 GiB; whole tiles of 128."""
+    """512 MiB of logits as they are allocated; 2^22 / D rows if they take no more than 1 GiB; whole tiles of 128.
+
+    Half of that where it has 4,096 rows and 2^22 / D.
+    """
     rows = {
+        (10_000, 512): 13_312,  # half of 26,843
+        (16_384, 2_048): 8_192,  # half of 16,384
         (32_768, 512): 8_192,  # 512 MiB have 8,192, and so have 2^22 / 512
-        (37_000, 1_024): 7_168,  # 7,255
+        (37_000, 1_024): 4_096,  # of 7,255
         (128_256, 4_096): 2_048,  # 2,093
         (128_256, 512): 4_096,  # 2^22 / 512 would be 8,192
         (256_000, 2_304): 1_792,  # 2^22 / 2,304 = 1,820
