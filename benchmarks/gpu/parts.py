@@ -44,12 +44,13 @@ def parts() -> dict[str, list[Step]]:
     """Return the steps of every part, what is asked first first."""
     sanitizer = (("TORCH_CUDA_SANITIZER", "1"),)
     return {
-        "products": [_own("products", 60)],
-        "kernels": [_own("row_kernels", 60)],
+        "products": [_own("products", 30)],
+        "kernels": [_own("row_kernels", 40)],
         "steps": [_own("loss_steps", 90)._replace(takes_only=True)],
         "gaps": [_own("trace", 30)],
         "mended": [
             Step("tests marked gpu", 60, (*PYTEST, "-n", "8", "-m", "gpu", *MARKED), ("-n", "2")),
+            Step("tests of the kernels", 50, (*PYTEST, "-n", "8", "tests/seqpar/kernels"), ("-n", "2")),
             Step("ordered streams", 50, (*PYTEST, "-m", "gpu", "tests/seqpar/test_gpu.py"), (), sanitizer),
             _own("ranks", 90),
         ],

@@ -98,8 +98,8 @@ def _divided_logits(
 
 @triton.jit
 def _finite(d):
-    """Return z - m with -1e4 in place of -inf: exp of both is 0, but 0 x -inf is nan. A nan stays."""
-    return tl.where(d < -1e4, -1e4, d)
+    """Return z - m with -1e4 in place of -inf and of nan: exp of -inf is 0, and 0 x -inf is nan; exp of nan is nan."""
+    return tl.maximum(d, -1e4)
 
 
 @triton.jit
@@ -333,28 +333,48 @@ def _row_gradient(
     every = tl.load(all_ptr + row)
     # p_k = exp(z_k - m) / S
     one_over_sum = tl.exp(-tl.load(log_sum_ptr + row))
-    for start in range(0, V, BLOCK):
+    WHOLE: constexpr = V // BLOCK * BLOCK
+    all_ = tl.full([BLOCK], True, tl.int1)
+    for start in range(0, WHOLE, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        z, derivative = _divided_logits(
-            x_ptr, bias_ptr, temperature_ptr, k, k < WIDTH, k < V, softcap, temperature, dtype
+        grad = _score_gradient(
+            x_ptr, bias_ptr, temperature_ptr, weight_ptr, index_ptr, factor_ptr, mean_ptr, entropy_ptr, weighted_ptr,
+            row, best, every, one_over_sum, k, all_, all_, softcap, temperature, PICKS, excluded, dtype
         )  # fmt: skip
-        d = _finite(z - best)
-        if mean_ptr is None:
-            grad = _exp(d, dtype) * (one_over_sum * every)
-        else:
-            # log p_k + H = z_k - m - mean
-            slope = every - tl.load(entropy_ptr + row) * (d - tl.load(mean_ptr + row))
-            grad = (_exp(d, dtype) * one_over_sum) * slope
-        if weighted_ptr is not None:
-            grad += tl.load(weighted_ptr + row) * _class_weights(weight_ptr, k, k < V, excluded, dtype)
-        for j in range(0, PICKS):
-            grad += tl.where(k == tl.load(index_ptr + j), tl.load(factor_ptr + j), 0.0)
-        grad = _through_softcap(grad, derivative, softcap, temperature)
-        if temperature_ptr is not None:
-            grad = grad / tl.load(temperature_ptr)
+        tl.store(grad_ptr + k, grad.to(grad_ptr.dtype.element_ty))
+    if WHOLE < WIDTH:
+        k = WHOLE + tl.arange(0, BLOCK)
+        grad = _score_gradient(
+            x_ptr, bias_ptr, temperature_ptr, weight_ptr, index_ptr, factor_ptr, mean_ptr, entropy_ptr, weighted_ptr,
+            row, best, every, one_over_sum, k, k < WIDTH, k < V, softcap, temperature, PICKS, excluded, dtype
+        )  # fmt: skip
         # 0 between two rows, where a product may read
         grad = tl.where(k < V, grad, 0.0)
         tl.store(grad_ptr + k, grad.to(grad_ptr.dtype.element_ty), k < WIDTH)
+
+
+@triton.jit
+def _score_gradient(
+    x_ptr, bias_ptr, temperature_ptr, weight_ptr, index_ptr, factor_ptr, mean_ptr, entropy_ptr, weighted_ptr, row, best,
+    every, one_over_sum, k, there, here, softcap: constexpr, temperature: constexpr, PICKS: constexpr,
+    excluded: constexpr, dtype: constexpr
+):  # fmt: skip
+    """Return the gradient of the products of some classes, as `_row_gradient` has it."""
+    z, derivative = _divided_logits(x_ptr, bias_ptr, temperature_ptr, k, there, here, softcap, temperature, dtype)
+    d = z - best
+    slope = every
+    if mean_ptr is not None:
+        # log p_k + H = z_k - m - mean
+        slope = every - tl.load(entropy_ptr + row) * (_finite(d) - tl.load(mean_ptr + row))
+    grad = (_exp(d, dtype) * one_over_sum) * slope
+    if weighted_ptr is not None:
+        grad += tl.load(weighted_ptr + row) * _class_weights(weight_ptr, k, here, excluded, dtype)
+    for j in range(0, PICKS):
+        grad += tl.where(k == tl.load(index_ptr + j), tl.load(factor_ptr + j), 0.0)
+    grad = _through_softcap(grad, derivative, softcap, temperature)
+    if temperature_ptr is not None:
+        grad = grad / tl.load(temperature_ptr)
+    return grad
 
 
 @triton.jit

@@ -69,10 +69,26 @@ def test_the_gradient_reads_no_product_out_of_turn(compiled) -> None:
     assert products_read_alone(compiled["ptx"]["_row_gradient"]) == []
 
 
-def test_the_loss_reads_the_targets_product_before_any_warp_may_overwrite_it(compiled) -> None:
-    """The reductions wait for all warps, and nothing is written before them."""
+def test_the_loss_reads_single_products_before_any_warp_may_overwrite_them(compiled) -> None:
+    """The target's, and those of the vector that has the best class: the reductions after them wait for all warps."""
     lines = compiled["ptx"]["_row_loss"].splitlines()
-    (alone,) = products_read_alone(compiled["ptx"]["_row_loss"])
-    barriers = [i for i, line in enumerate(lines) if "bar.sync" in line or "barrier.sync" in line]
-    written = [i for i, line in enumerate(lines) if "st.global.v4" in line]
-    assert alone < barriers[0] < written[0]
+    alone = products_read_alone(compiled["ptx"]["_row_loss"])
+    barriers, written = barriers_in(lines), vectors_written_in(lines)
+    assert len(alone) == 2
+    assert any(alone[-1] < barrier < written[0] for barrier in barriers)
+
+
+def test_the_targets_part_of_the_gradient_is_written_after_every_warp_has_written_its_vectors(compiled) -> None:
+    lines = compiled["ptx"]["_row_loss"].splitlines()
+    (alone,) = [i for i, line in enumerate(lines) if "st.global.b16" in line]
+    assert any(vectors_written_in(lines)[-1] < barrier < alone for barrier in barriers_in(lines))
+
+
+def barriers_in(lines: list[str]) -> list[int]:
+    """The lines in which a warp waits for all others of its row."""
+    return [i for i, line in enumerate(lines) if "bar.sync" in line or "barrier.sync" in line]
+
+
+def vectors_written_in(lines: list[str]) -> list[int]:
+    """The lines that write a vector of gradients."""
+    return [i for i, line in enumerate(lines) if "st.global.v4" in line]
