@@ -1,7 +1,8 @@
 """Measure the peak memory of a call, above the memory in use before it.
 
-On a CPU the figure is the resident memory that Linux counts for this process; on an accelerator, the memory allocated
-through torch. Code that is loaded or compiled at first use counts as well: run the call once before measuring it.
+On a CPU the figure is the resident memory that Linux counts for this process, without pages of files, such as code that
+a busy system had dropped and the call reads again; on an accelerator, the memory allocated through torch. What is
+compiled at first use counts as well: run the call once before measuring it.
 """
 
 from __future__ import annotations
@@ -40,15 +41,21 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RELEASE_FROM)
         ctypes.CDLL(None).malloc_trim(0)
     RESET.write_text(FORGET_PEAK)
-    before = process_peak_bytes()
+    before, files_before = process_peak_bytes(), _status_bytes("RssFile")
     call()
-    return process_peak_bytes() - before
+    read = _status_bytes("RssFile") - files_before
+    return process_peak_bytes() - before - max(0, read)
 
 
 def process_peak_bytes() -> int:
     """Return the most bytes this process has had resident, since it began or since the peak was last reset."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    """Return what Linux says of this process by that name."""
     lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _allocated_peak(call: Callable[[], object]) -> int:

@@ -159,7 +159,7 @@ def memory_plan(
         >>> from seqpar.memory_plan import memory_plan
         >>> plan = memory_plan(tokens=16384, d=4096, vocab=256000, devices=8, layout="vocab")
         >>> [(loss.loss, loss.total // 2**20) for loss in plan.losses]
-        [('plain', 3378), ('linear_cross_entropy', 1506)]
+        [('plain', 3378), ('linear_cross_entropy', 1256)]
     """
     for name, count in (("tokens", tokens), ("d", d), ("vocab", vocab), ("devices", devices)):
         check_integer(count, name, 1, wrong_kind=ValueError)

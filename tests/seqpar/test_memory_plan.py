@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +108,24 @@ def own_peak(case: tuple[Any, ...]) -> int:
         return measured(tokens, vocab)
 
 
+@pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
+def test_what_a_call_reads_of_files_is_not_its_memory(tmp_path: Path) -> None:
+    """Such as code that a busy system had dropped: two peaks were 15 and 19 % above the plan by it, and are 6 and 7."""
+    size = 32 * 2**20
+    path = tmp_path / "code"
+    path.write_bytes(bytes(size))
+
+    def read() -> None:
+        # Kept, as code is that has been read again
+        mapped.append(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
+        assert not any(mapped[0][:: mmap.PAGESIZE])
+
+    mapped: list[mmap.mmap] = []
+    with path.open("rb") as file:
+        assert peak_bytes(read) < size / 4
+    assert peak_bytes(lambda: torch.ones(size // 4)) > 3 / 4 * size
+
+
 @pytest.fixture(scope="module")
 def peaks() -> dict[tuple[Any, ...], int]:
     """The peak of each case that this CPU can measure."""
@@ -116,12 +136,8 @@ def peaks() -> dict[tuple[Any, ...], int]:
 
 
 def measured(case: tuple[Any, ...]) -> int:
-    """A case's peak; the least of three if it is too large, as code that a busy system had dropped counts as well."""
-    found = apart(own_peak, case, is_fork=autograd_works_in_a_fork())
-    for _ in range(2):
-        if found > (1 + ALLOWED) * planned(case).peak:
-            found = min(found, apart(own_peak, case, is_fork=autograd_works_in_a_fork()))
-    return found
+    """A case's peak, in a process of its own."""
+    return apart(own_peak, case, is_fork=autograd_works_in_a_fork())
 
 
 def planned(case: tuple[Any, ...]) -> LossBytes:

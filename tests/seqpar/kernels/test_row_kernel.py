@@ -30,7 +30,7 @@ from tests.seqpar.recording import recorded
 ROWS = 32 if DEVICE == "cpu" else 256  # the interpreter takes them one by one
 EXAMPLES = 20 if DEVICE == "cpu" else 15  # every other vocabulary is another kernel, which a GPU must compile
 
-pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
+pytestmark = [pytest.mark.unswitched, pytest.mark.filterwarnings(NUMPY_SAYS)]
 
 
 @pytest.mark.kernels

@@ -16,7 +16,7 @@ from seqpar.core.chunks import cover
 from seqpar.kernels import row_kernel
 from tests.seqpar.kernels.interpreted import DEVICE, NUMPY_SAYS, kernels
 
-pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
+pytestmark = [pytest.mark.unswitched, pytest.mark.filterwarnings(NUMPY_SAYS)]
 
 ROWS, WIDTH, VOCAB = 12, 4, 21
 

@@ -26,7 +26,7 @@ BLOCKS = st.sampled_from([4, row_kernel.LARGEST_BLOCK])
 """Classes at once: every row in some steps, or in one."""
 USED = st.sampled_from(["all", "all", "log_prob", "entropy", "log_probs_at"])
 
-pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
+pytestmark = [pytest.mark.unswitched, pytest.mark.filterwarnings(NUMPY_SAYS)]
 
 
 @st.composite
