@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar.core.chunks import cover
 from seqpar.kernels import row_kernel
+from seqpar.linear.fused_loss import FusedLoss
 from tests.seqpar.kernels.interpreted import DEVICE, NUMPY_SAYS, kernels
 
 pytestmark = [pytest.mark.unswitched, pytest.mark.filterwarnings(NUMPY_SAYS)]
@@ -251,3 +252,23 @@ def test_the_products_of_two_chunks_never_exist_at_the_same_time():
         seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=4).total.backward()
     assert len(alive.products) == 3
     assert alive.most == 1
+
+
+def test_the_memory_between_two_rows_is_zero_after_the_loss():
+    """A product may read whole tiles, beyond the end of a row, where new memory may hold nan."""
+    kept = []
+    allocate = FusedLoss._product_memory
+
+    def filled(self, most):
+        memory_KV = allocate(self, most)
+        kept.append(memory_KV.as_strided((most, memory_KV.stride(0)), memory_KV.stride()).fill_(torch.nan))
+        return memory_KV
+
+    hidden, weight = (torch.randn(n, 8, device=DEVICE, requires_grad=True) for n in (5, 123))
+    target = torch.randint(123, (5,), device=DEVICE)
+    with kernels(), patch.object(FusedLoss, "_product_memory", filled):
+        seqpar.linear_cross_entropy(hidden, weight, target).total.backward()
+    (padded,) = kept
+    assert padded.shape == (5, 128)
+    assert (padded[:, 123:] == 0).all()
+    assert padded[:, :123].all()
