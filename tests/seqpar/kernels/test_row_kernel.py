@@ -15,7 +15,7 @@ from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.projection import Projection
 from seqpar.rows.conventions import CONVENTIONS
-from seqpar.rows.scores import Upstream
+from seqpar.rows.scores import RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
@@ -253,8 +253,8 @@ def nan_in_new_memory():
 def test_the_memory_between_two_rows_is_zero_before_and_after_the_kernel(dtype):
     """The CPU's bfloat16 products may read whole tiles, beyond the end of a row."""
     hidden, weight = (torch.randn(n, 8, device=DEVICE, dtype=dtype) for n in (5, 123))
-    with kernels():
-        rows = Projection(weight, None, dtype, softcap=None, temperature=1.0)
+    with kernels() as launched:
+        rows = Projection(weight, None, dtype, softcap=None, temperature=1.0).ask_for(RowFunction())
         product = rows.product(hidden)
         padded = product.as_strided((5, product.stride(0)), product.stride())
         assert padded.size(1) == 128
@@ -262,6 +262,7 @@ def test_the_memory_between_two_rows_is_zero_before_and_after_the_kernel(dtype):
         picked = torch.arange(5, device=DEVICE).unsqueeze(1)
         read, sums = rows.sums(product, picked, None, again=True)
         rows.gradient_(read, product, picked, None, sums, Upstream(torch.ones_like(sums.best_N)))
+    assert launched == ["_row_sums", "_row_gradient"]
     assert (padded[:, 123:] == 0).all()
     assert padded[:, :123].any()
 
