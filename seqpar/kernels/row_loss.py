@@ -16,8 +16,8 @@ from seqpar.rows.smoothing import SoftTarget
 BLOCKS_IN_CACHE = 10
 """A vocabulary of more blocks than this gets larger ones, up to four times as large: fewer rows are then under way at
 once, and the second reading of each still finds it in the second cache. On an H200, 4,096 rows of 32,768 classes take
-0.29 ms in blocks of 2,048 and 0.21 ms in blocks of 4,096; of 128,256 classes they take 0.93 ms in blocks of 2,048 and
-0.75 ms in blocks of 8,192 (docs/results/gpu.md)."""
+0.24 ms in blocks of 2,048 and 0.19 ms in blocks of 4,096; of 128,256 classes they take 0.86 ms in blocks of 2,048 and
+0.76 ms in blocks of 8,192 (docs/results/gpu.md)."""
 
 
 class RowLoss:
