@@ -546,7 +546,7 @@ def _row_loss(
         w = _class_weights(weight_ptr, y, inside, excluded, dtype)
         grad = _product_gradient(zy, derivative, w, best, p_factor, v, softcap, temperature, SMOOTH, dtype)
         grad -= _through_softcap(gold * share * a, derivative, softcap, temperature)
-        # After all warps have written the row: to ask each class whether it is the target takes as many instructions again
+        # After all warps have written the row: asking each class whether it is the target takes as much again
         tl.debug_barrier()
         tl.store(x_ptr + y, grad.to(x_ptr.dtype.element_ty), inside & counted)
 
