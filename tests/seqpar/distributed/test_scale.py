@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from conformance.apart import apart
-from seqpar.testing.forks import autograd_works_in_a_fork
 
 WORLDS = (8, 512)
 CHUNKS = ("1", "4", "16")
@@ -20,13 +19,13 @@ ONE_NUMBER = 8
 @functools.cache
 def counts() -> dict[str, Any]:
     """layout -> world -> chunks -> collectives and bytes."""
-    return apart(counts_on_one_thread, WORLDS, is_fork=autograd_works_in_a_fork())  # type: ignore[no-any-return]
+    return apart(counts_on_one_thread, WORLDS)  # type: ignore[no-any-return]
 
 
 def counts_on_one_thread(worlds: tuple[int, ...]) -> dict[str, Any]:
     from benchmarks import scale  # here, for it loads FSDP
 
-    torch.set_num_threads(1)  # those of the parent did not survive the fork
+    torch.set_num_threads(1)
     return scale.counts(worlds)
 
 

@@ -19,7 +19,6 @@ from conformance.apart import apart
 from conformance.peak_memory import can_measure_cpu, peak_bytes
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_trainer import facts_of
-from seqpar.testing.forks import autograd_works_in_a_fork
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     MODELS,
@@ -494,7 +493,7 @@ def own_peaks(sentences):
 
 @pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
 def test_a_training_step_takes_a_small_part_of_the_memory():
-    ours, stock = apart(own_peaks, 8, is_fork=autograd_works_in_a_fork())
+    ours, stock = apart(own_peaks, 8)
     logits = 8 * 64 * 30_000 * 4
     assert stock > 2 * logits
     assert ours < stock / 8, f"stock {stock / 2**20:.0f} MiB, ours {ours / 2**20:.0f} MiB"
