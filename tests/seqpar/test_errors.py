@@ -100,7 +100,7 @@ def test_a_per_token_keyword_of_another_shape_is_named():
         engine()(hidden(6), zeros(6), teacher=hidden(5))
 
 
-@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2, ["cpu"] * 4])
 @pytest.mark.parametrize("value", [9, -1, 10**9])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_target_outside_the_vocabulary_is_named_with_its_position(devices, value, first):

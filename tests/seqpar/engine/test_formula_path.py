@@ -46,6 +46,7 @@ GENERATORS = {
     "before another layer": (lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU()), False),
     "a subclass with its own forward": (lambda: Twice(4, 7), False),
     "hooked": (lambda: with_hook(nn.Linear(4, 7)), False),
+    "hooked around a log-softmax": (lambda: with_hook(nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(-1))), False),
     "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(4, 7)), False),
 }
 WEIGHTS = torch.arange(1.0, 8.0)
@@ -75,7 +76,7 @@ def results(engine, criterion, hidden, target, parameters):
 
 @pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize("criterion", CRITERIA)
-@settings(max_examples=settings.default.max_examples // 12)  # of each of 63 pairs
+@settings(max_examples=settings.default.max_examples // 12)  # of each of 70 pairs
 @given(chunk=st.sampled_from([1, 3, 50]), seed=st.integers(0, 99))
 def test_each_pair_has_its_plain_gradient_by_the_path_that_explain_names(generator, criterion, chunk, seed):
     if generator == "before a softmax over rows":

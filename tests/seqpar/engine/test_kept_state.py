@@ -191,6 +191,20 @@ def test_what_a_pair_keeps_is_put_back_also_after_its_own_error() -> None:
     assert not generator.histogram.any()
 
 
+@torch.inference_mode()
+def of_inference_mode(self: Head, scores: Tensor) -> None:
+    self.kept += 1
+
+
+def test_a_tensor_of_inference_mode_is_put_back_in_that_mode() -> None:
+    generator = Head(after=of_inference_mode)
+    with torch.inference_mode():
+        generator.kept = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"generator\.kept changes with every call"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    assert not generator.kept.any()
+
+
 class Metric(nn.Module):
     """Counts rows by a method that is set on the instance, and so belongs to it in every copy, as torchmetrics does."""
 

@@ -644,13 +644,17 @@ def test_what_a_pair_may_reach_around_its_code_is_neither_copied_nor_in_its_way(
 
 def auxiliary(self: Any, hidden: Tensor) -> Tensor:
     scores: Tensor = self.linear(hidden)
-    LEFT.append(scores.square().mean())
+    LEFT.append(scores.square().mean().expand(self.size))
     return scores
 
 
-def test_a_tensor_with_a_graph_that_is_left_in_a_global_list_is_refused_and_taken_out() -> None:
+@pytest.mark.parametrize("size", [(), (2**16 + 1,)])
+def test_a_tensor_with_a_graph_that_is_left_in_a_global_list_is_refused_and_taken_out(size: tuple[int, ...]) -> None:
+    """Of any size, unlike a data set."""
     LEFT[:] = [torch.zeros(())]
-    engine = seqpar.LossCompute(Calling(auxiliary), seqpar.CrossEntropy())
+    generator: Any = Calling(auxiliary)
+    generator.size = size
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
     with pytest.raises(ValueError, match=r"^the global LEFT holds a tensor with a graph after a call[^\n]*$"):
         engine(*batch())
     assert len(LEFT) == 1

@@ -67,6 +67,9 @@ STEPS = [
         "2.0")}),
     ([ran(loss=2.0002, **RIGHT)], {"reference": ran(loss=2.00000001, **RIGHT)}, {}),
     ([ran(loss=float(torch.tensor(100.123451)), **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)}, {}),
+    ([ran(loss=float(torch.tensor(-100.123451)), **RIGHT)], {"reference": ran(loss=-100.123451, **RIGHT)}, {}),
+    ([ran(loss=-1e9 / 3 * (1 + 9e-13), **RIGHT)], {"reference": ran(loss=-1e9 / 3, **RIGHT)}, {}),
+    ([ran(loss=-4.01, **RIGHT)], NARROW | {"reference": ran(loss=-4.0, **RIGHT), "truth": ran(loss=-4.0, **RIGHT)}, {}),
     ([ran(loss=100.123452, **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)}, {"": (0, "the loss is reported as "
         "100")}),
     ([ran(loss=4.19, a=[1.019, -3.0], b=[1e-3, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {}),
@@ -222,6 +225,8 @@ def test_a_loss_is_frozen_if_all_are_the_same_to_a_billionth_and_not_0():
     _refuse_frozen([ran(0.9e-6)] * 3)
     with pytest.raises(AssertionError, match=r"the loss is 2\.5 with other weights as well"):
         _refuse_frozen([ran(2.5), ran(2.5), ran(2.5 * (1 + 0.9e-9))])
+    with pytest.raises(AssertionError, match=r"the loss is -2\.5 with other weights as well"):
+        _refuse_frozen([ran(-2.5)] * 3)
 
 
 def test_a_tolerance_and_a_builder_of_a_wrong_kind_are_refused_before_anything_runs():
