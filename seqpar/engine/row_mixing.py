@@ -24,16 +24,25 @@ from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
 
 def ask_about_rows(trial: Trial) -> None:
     """Raise ValueError if a row's scores depend on other rows, by gradient or by value."""
-    with trial.keep_state():
-        mixed = _mixing_by_gradient(trial)
-    with trial.keep_state():
-        mixed = mixed or _mixing_by_value(trial)
+    mixed = _mixing(trial)
+    if not mixed and (masked := trial.with_other_masks()):
+        # The caller's code may refuse such numbers
+        with contextlib.suppress(Exception):
+            mixed = _mixing(masked)
     if mixed:
         raise ValueError(
             f"the generator mixes rows: {mixed}{_usual_culprit(trial.head['generator'])}. It is called on a few "
             "tokens at a time, so a token's scores must depend only on that token; compute anything that mixes "
             "tokens before the engine, and pass the result as hidden or as a per-token keyword"
         )
+
+
+def _mixing(trial: Trial) -> str:
+    """Return how scores depend on other rows, in words; "" if they do not."""
+    with trial.keep_state():
+        mixed = _mixing_by_gradient(trial)
+    with trial.keep_state():
+        return mixed or _mixing_by_value(trial)
 
 
 def _mixing_by_value(trial: Trial) -> str:

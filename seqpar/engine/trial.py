@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy as shallow_copy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -93,6 +94,17 @@ class Trial:
             copies[id(p)] = own
         return bind(self.head, copies)
 
+    def with_other_masks(self) -> Trial | None:
+        """Return the trial with another number in each mask that is the same in every row; None if there is no such.
+
+        A mask without padding, or a weight of 1, shows nothing; and no later call asks again because of its numbers.
+        """
+        other = shallow_copy(self)
+        other.rows = [self.rows[0], *map(_masked, self.rows[1:])]
+        other.of_criterion = {name: _masked(t) for name, t in self.of_criterion.items()}
+        pairs = zip((*other.rows, *other.of_criterion.values()), (*self.rows, *self.of_criterion.values()), strict=True)
+        return None if all(mine is theirs for mine, theirs in pairs) else other
+
     @contextlib.contextmanager
     def keep_state(self) -> Iterator[None]:
         """Put back after the block what calls change; each block draws the same random numbers."""
@@ -140,6 +152,17 @@ class Trial:
             if (grad := found.pop(name)) is not None:
                 gradients[name] = _in_short(grad) if name in params else grad
         return Outcome(total.detach(), gradients, precision, written)
+
+
+def _masked(rows: Tensor) -> Tensor:
+    """Return a mask of which all is 1, or False, with another number in the second row; anything else as it is."""
+    if not rows.numel() or not ((rows == 1).all() or (rows.dtype == torch.bool and not rows.any())):
+        return rows
+    other = rows.clone()
+    # Of what a row attends to, the last place alone: where nothing is left there is no number to compare
+    place = other[1].view(-1)[-1:]
+    place.copy_(1 - place.long())
+    return other
 
 
 def _open(gate: Tensor) -> Tensor:

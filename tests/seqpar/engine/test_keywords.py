@@ -270,3 +270,52 @@ def test_a_share_of_a_mask_is_found_wherever_its_padding_is(is_generator, dtype,
     mask[padding] = 0
     with pytest.raises(ValueError, match="mixes rows" if is_generator else "does not add up"):
         seqpar.LossCompute(generator, criterion, devices, chunk_tokens=8)(hidden, target, mask=mask)
+
+
+class Masking(nn.Module):
+    """A generator or a criterion that is a function of its inputs and of a mask or weight of each token."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(D, V)
+
+    def forward(self, first, *second, mask):
+        if second:
+            losses = nn.functional.cross_entropy(first, *second, reduction="none")
+            return self.function(losses, mask.to(first.dtype)).sum()
+        return self.linear(self.function(first, mask.to(first.dtype).unsqueeze(-1)))
+
+
+def refusing_zeros(x, mask):
+    if not mask.all():
+        raise NotImplementedError
+    return x * mask
+
+
+JOINING = {
+    "by the mean": lambda x, mask: x * mask / mask.mean(),
+    "by the spread": lambda x, mask: x * (1 + (mask - mask.mean()).abs().mean()),
+}
+EACH = {
+    "a product": torch.mul,
+    "a loss that refuses zeros": refusing_zeros,
+    "the row's own": lambda x, mask: x / (1 + mask),
+}
+ONES = [torch.ones(12), torch.ones(12).bool(), torch.ones(12).long(), torch.ones(3, 4)]
+MASKED = [(name, mask) for name in [*JOINING, *EACH] for mask in ONES]
+MASKED += [(name, torch.zeros(12).bool()) for name in ("by the spread", "the row's own")]
+
+
+@pytest.mark.parametrize("role", ["generator", "criterion"])
+@pytest.mark.parametrize(("name", "mask"), MASKED)
+def test_rows_joined_by_a_mask_are_found_in_a_batch_without_padding(name, role, mask):
+    torch.manual_seed(0)
+    masking = Masking((JOINING | EACH)[name])
+    pair = (masking, seqpar.CrossEntropy()) if role == "generator" else (nn.Linear(D, V), masking)
+    engine = seqpar.LossCompute(*pair)
+    hidden, target = torch.randn(*mask.shape, D, requires_grad=True), torch.randint(V, mask.shape)
+    if name in EACH:
+        assert engine(hidden, target, mask=mask).total.isfinite()
+        return
+    with pytest.raises(ValueError, match=r"does not add up|takes a mean|mixes rows"):
+        engine(hidden, target, mask=mask)
