@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ KEEPS_A_GRAPH = (
 
 @dataclass(eq=False)
 class Graph:
-    """A tensor that a module holds with its graph, and a copy of its numbers."""
+    """A tensor that a module holds with its graph, and its numbers: a copy, unless they are too many."""
 
     tensor: Tensor
     numbers: Tensor
@@ -102,7 +102,8 @@ class Held:
             return type(value), *self._look_at_each(value)
         if isinstance(value, (dict, set)):
             self._keep(value, type(value).copy, value.update)
-            items = value.items() if isinstance(value, dict) else value
+            # Not its pairs, each of which would count as an object: a vocabulary has thousands
+            items = (*value, *value.values()) if isinstance(value, dict) else value
             return type(value), *self._look_at_each(items)
         if isinstance(value, (tuple, frozenset)):
             return type(value), *self._look_at_each(value)
@@ -135,15 +136,19 @@ class Held:
         if isinstance(own, dict):
             self._keep(own, dict, own.update)
         self.undo += [functools.partial(object.__setattr__, value, name, old) for name, old in slots.items()]
-        return type(value), *self._look_at_each((*(own or {}).items(), *slots.items()))
+        attributes = {**(own or {}), **slots}
+        return type(value), *self._look_at_each((*attributes, *attributes.values()))
 
     def _look_at_tensor(self, tensor: Tensor) -> object:
         self._numbers += tensor.numel()
-        if self._numbers > MOST_NUMBERS or not is_dense(tensor) or not tensor.untyped_storage().size():
+        if not is_dense(tensor) or not tensor.untyped_storage().size():
             return id(tensor)
-        numbers = tensor.detach().clone()
+        is_copied = self._numbers <= MOST_NUMBERS
+        numbers = tensor.detach().clone() if is_copied else tensor.detach()
         if tensor.grad_fn is not None:
             return Graph(tensor, numbers)
+        if not is_copied:
+            return id(tensor)
         version = version_of(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
@@ -158,15 +163,17 @@ class Held:
         return numbers
 
     def _keep(self, value: Any, copied: Callable[[Any], Any], fill: Callable[[Any], object]) -> None:
-        """Remember to empty and fill a container again, if its items are others by then."""
+        """Remember to empty and fill a container again, if its items are others by then; with what was opened since."""
         old = copied(value)
         # An attributes' dict may be freed, too
         self._seen[id(value)] = value, type(value)
 
         def put_back() -> None:
             if not _is_unchanged(value, old):
+                opened = _opened_since(value, old)
                 value.clear()
                 fill(old)
+                fill(opened)
 
         self.undo.append(put_back)
 
@@ -195,6 +202,18 @@ def _is_unchanged(value: Any, old: Any) -> bool:
     if isinstance(value, (list, deque)):
         return _are_the_same(value, old)
     return isinstance(value, set) and value == old
+
+
+def _opened_since(value: Any, old: Any) -> Any:
+    """Return the new items that are open, such as a file or the run of a tracker: made anew, they would be two."""
+    if isinstance(value, dict):
+        return {name: item for name, item in value.items() if old.get(name) is None and _is_open(item)}
+    return [item for item in value if _is_open(item) and not any(item is other for other in old)]
+
+
+def _is_open(value: Any) -> bool:
+    """Return whether it is something that its owner closes; a generator has a `close`, too, and is not opened."""
+    return hasattr(type(value), "close") and not isinstance(value, GeneratorType)
 
 
 def _are_the_same(values: Collection[Any], old: Collection[Any]) -> bool:

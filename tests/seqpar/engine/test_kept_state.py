@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -253,6 +254,15 @@ def test_what_is_too_large_or_has_no_memory_is_not_looked_into(monkeypatch: Any)
     # The second alone is too much beside the first
     generator.after = lambda self, scores: self.parts[1].add_(1)
     assert seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch()).total.isfinite()
+
+
+def test_a_graph_is_found_beside_a_vocabulary_and_beside_more_numbers_than_are_copied(monkeypatch: Any) -> None:
+    monkeypatch.setattr(effects, "MOST_NUMBERS", 600)
+    generator = Head(after=auxiliary)
+    generator.parts, generator.vocab = [torch.zeros(601)], {str(i): i for i in range(3_000)}
+    generator.config = SimpleNamespace(**generator.vocab)
+    with pytest.raises(ValueError, match=r"generator\.aux holds a tensor with a graph"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
 
 
 def test_a_graph_that_was_there_before_the_call_is_no_fault_and_one_beside_a_weight_of_a_hook_is() -> None:

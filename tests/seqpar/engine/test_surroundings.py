@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import random
@@ -508,6 +509,30 @@ def test_what_a_first_call_makes_around_the_code_is_made_once() -> None:
         engine(*batch())
     assert opened is not None
     assert times == []  # it was put back, and nothing was made again
+
+
+@pytest.mark.parametrize("held", [{}, [], {"log": None}, set()])
+def test_what_a_first_call_opens_in_a_container_is_opened_once(held: Any, tmp_path: Any) -> None:
+    """Around the code, and in an attribute."""
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        for files in (held, self.held):
+            if not (any(files.values()) if isinstance(files, dict) else files):
+                file = (tmp_path / f"{len([*tmp_path.iterdir()])}").open("w")
+                if isinstance(files, dict):
+                    files["log"] = file
+                else:
+                    files.append(file) if isinstance(files, list) else files.add(file)
+        return F.cross_entropy(z, y, reduction="sum")
+
+    criterion: Any = Calling(function)
+    criterion.held = copy.copy(held)
+    engine = seqpar.LossCompute(nn.Linear(4, V), criterion, chunk_tokens=5)
+    engine(*batch())
+    assert len([*tmp_path.iterdir()]) == 2
+    for files in (held, criterion.held):
+        (file,) = files.values() if isinstance(files, dict) else files
+        file.close()
 
 
 EFFECTS = {
