@@ -106,6 +106,8 @@ OF_THE_BATCH = {
     "the batch's norm": lambda g: g / g.norm(),
     "a quantile of all": lambda g: g * (g.abs() >= g.abs().quantile(0.5)),
     "what no sum over a row shows": lambda g: g + g.abs().max(0).values - g.abs().max(0).values.mean(),
+    "one number more": lambda g: g + g.square().sum(),
+    "one number less": lambda g: g - g.square().sum(),
     "the batch's norm, where it is small": lambda g: g / g.norm() if g.norm() < 0.5 else g,
 }
 """The last one alone joins no rows at factor 1, where the probe's gradient is larger."""

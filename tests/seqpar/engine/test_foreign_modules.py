@@ -372,12 +372,13 @@ def test_a_buffer_that_is_no_sum_over_rows_is_right_on_one_device_and_refused_ov
     torch.testing.assert_close(generator.kept, plain.kept)
 
 
+@pytest.mark.parametrize("start", [128, -128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_a_sum_that_was_large_before_is_one_over_several_devices(dtype: torch.dtype) -> None:
-    generator = Changing(torch.full((2,), 128, dtype=dtype), lambda kept, y: kept.add_(len(y)))
+def test_a_sum_that_was_large_before_is_one_over_several_devices(dtype: torch.dtype, start: int) -> None:
+    generator = Changing(torch.full((2,), start, dtype=dtype), lambda kept, y: kept.add_(len(y)))
     hidden, target = batch()
     seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)(hidden, target)
-    assert generator.kept.tolist() == [128 + len(hidden)] * 2
+    assert generator.kept.tolist() == [start + len(hidden)] * 2
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
@@ -406,10 +407,11 @@ def test_a_count_that_was_0_in_the_first_call_is_that_of_all_devices_later(devic
     [
         (torch.tensor(1e9), -1e9, lambda kept, y: kept.clamp_(min=y.max())),
         (torch.tensor(-1e9), 1e9, lambda kept, y: kept.clamp_(max=y.min())),
+        (torch.tensor(-1.0), -1e9, lambda kept, y: kept.clamp_(min=y.max() - 100)),
         (torch.tensor(9), 0, lambda kept, y: kept.clamp_(min=len(y))),
         (torch.tensor(True), False, lambda kept, y: kept.logical_or_(torch.tensor(True))),
     ],
-    ids=["largest", "smallest", "longest", "any"],
+    ids=["largest", "smallest", "largest from -1 on", "longest", "any"],
 )
 def test_a_buffer_that_is_no_sum_is_refused_when_several_devices_first_change_it(
     kept: Tensor, later: float, change: Callable[[Tensor, Tensor], Any]
