@@ -465,6 +465,15 @@ class Wider(Strict):
         return super().forward(hidden.double())
 
 
+class Picky(Strict):
+    """The same, which takes zeros alone."""
+
+    def forward(self, hidden):
+        if hidden.any():
+            raise RuntimeError("too large")
+        return super().forward(hidden)
+
+
 PRODUCT = "(?:addmm: )?mat1 and mat2 shapes cannot be multiplied"
 """How torch refuses; since 2.15 the operator's name comes first."""
 
@@ -475,6 +484,7 @@ PRODUCT = "(?:addmm: )?mat1 and mat2 shapes cannot be multiplied"
         (Strict(inner=3), {}, rf"^{PRODUCT} \(4x4 and 3x9\)\nraised in the generator"),
         (Strict(width=3), {}, rf"^the generator does not take hidden's last size 4; it takes 3 \({PRODUCT}"),
         (Strict(), {"shift": torch.randn(3, 5, 3)}, "^The size of tensor a"),
+        (Picky(), {}, "^too large\nraised in the generator"),
         (
             Strict(dtype=torch.float64),
             {},

@@ -156,6 +156,18 @@ def of_what_a_partial_holds() -> nn.Module:
     return Calling(lambda self, z, y: smoothed(z, y, step()))
 
 
+def of_a_method_in_a_partial() -> nn.Module:
+    class Schedule:
+        calls = 0
+
+        def step(self) -> int:
+            self.calls += 1
+            return self.calls
+
+    step = functools.partial(Schedule().step)
+    return Calling(lambda self, z, y: smoothed(z, y, step()))
+
+
 def of_an_object() -> nn.Module:
     class Schedule:
         def __init__(self) -> None:
@@ -288,6 +300,9 @@ REACHED = {
         (nn.Module,),
         {"calls": property(lambda self: count()), "forward": lambda self, z, y: smoothed(z, y, self.calls)},
     )(),
+    "a method of an object": lambda count, forward: of_what_is_called(
+        type("Schedule", (), {"step": lambda self: count()})().step
+    ),
     "a wrapper": lambda count, forward: of_what_is_called(functools.lru_cache(maxsize=0)(count)),
 }
 """By where the code of a pair reaches a count in a closure."""
@@ -387,6 +402,7 @@ CHANGING = [
     (of_a_partial, "criterion.function"),
     (of_a_method, "step in the closure of <lambda>"),
     (of_what_a_partial_holds, "step in the closure of <lambda>"),
+    (of_a_method_in_a_partial, "step in the closure of <lambda>"),
     (of_an_object, "schedule in the closure of <lambda>"),
     (of_slots, "criterion.config"),
     (of_a_hook("forward_pre_hook"), "calls in the closure of hook"),
@@ -434,6 +450,7 @@ class Metric(nn.Module):
 ONE_AT_A_TIME = threading.Lock()
 """Each device has a thread, and sums of tensors let others run between reading and writing."""
 SUM: Tensor | None = None
+EACH: tuple[int, ...] = ()
 METER = Meter()
 METRIC = Metric()
 ARRAY = np.zeros(2)
@@ -446,10 +463,11 @@ class Counting(Calling):
     of_the_class = 0
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        global NUMBER, SUM
+        global NUMBER, SUM, EACH
         with ONE_AT_A_TIME:
             NUMBER += len(y)
             SUM = torch.tensor(len(y)) if SUM is None else SUM + len(y)
+            EACH = (*EACH, *y.tolist())
             COUNTS["rows"] += len(y)
             LEFT.extend([0.0] * len(y))
             METER.rows += len(y)
@@ -465,6 +483,7 @@ def counts() -> list[float]:
     around = (
         NUMBER,
         0 if SUM is None else SUM,
+        len(EACH),
         COUNTS["rows"],
         len(LEFT),
         METER.rows,
@@ -683,3 +702,17 @@ def test_a_tensor_with_a_graph_that_is_left_in_a_global_list_is_refused_and_take
     with pytest.raises(ValueError, match=r"^the global LEFT holds a tensor with a graph after a call[^\n]*$"):
         engine(*batch())
     assert len(LEFT) == 1
+
+
+def test_a_tensor_with_a_graph_that_is_left_under_a_name_for_nothing_is_refused_and_taken_out() -> None:
+    kept: Any = None
+
+    def function(self: Any, hidden: Tensor) -> Tensor:
+        nonlocal kept
+        scores: Tensor = self.linear(hidden)
+        kept = [scores.mean()]
+        return scores
+
+    with pytest.raises(ValueError, match="kept in the closure of function holds a tensor with a graph"):
+        seqpar.LossCompute(Calling(function), seqpar.CrossEntropy())(*batch())
+    assert kept is None
