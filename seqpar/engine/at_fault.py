@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from seqpar.engine.pair import Project
@@ -58,10 +57,7 @@ def _hidden_at_fault(
     hidden, *extra = rows
     width = hidden.size(-1)
     parameters = [p for p in generator.parameters() if p.is_floating_point()]
-    # Autocast casts hidden itself
     dtypes = {hidden.dtype, *(p.dtype for p in parameters)}
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtypes = {hidden.dtype}
     sizes = sorted({size for p in parameters for size in p.shape} - {width})
     for dtype in dtypes - {hidden.dtype}:
         if takes([hidden.to(dtype), *extra]):

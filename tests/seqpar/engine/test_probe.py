@@ -501,6 +501,14 @@ def test_hidden_is_blamed_for_a_generators_failure_only_where_another_hidden_wou
         engine(torch.randn(3, 5, 4), torch.randint(V, (3, 5)), **per_token)
 
 
+@pytest.mark.parametrize(("of_hidden", "of_generator"), [("float64", "float32"), ("float32", "float64")])
+def test_float64_that_autocast_leaves_as_it_is_is_named(of_hidden, of_generator):
+    engine = seqpar.LossCompute(Strict(dtype=getattr(torch, of_generator)), seqpar.CrossEntropy())
+    said = f"^hidden has dtype torch.{of_hidden} and the generator's parameters torch.{of_generator}"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=said):
+        engine(torch.randn(3, 5, 4, dtype=getattr(torch, of_hidden)), torch.randint(V, (3, 5)))
+
+
 @pytest.mark.parametrize("wrong", [{"attention"}, {"source"}, {"attention", "source"}])
 def test_a_source_as_long_as_the_target_is_named_where_its_shape_is_the_targets_by_chance(wrong):
     engine = seqpar.LossCompute(Copying(), seqpar.CrossEntropy())
