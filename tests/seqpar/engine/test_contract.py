@@ -459,14 +459,16 @@ def test_padding_is_looked_for_among_the_first_four_targets_up_to_the_largest(
         engine(hidden, target)
 
 
-def test_padding_is_found_beside_a_masked_class_and_where_one_row_that_is_asked_about_has_it() -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_padding_is_found_beside_a_masked_class_and_where_one_row_that_is_asked_about_has_it(wanted: bool) -> None:
     hidden, target = batch()
     target = target % 4 + 4
     target[5] = V - 2
     generator = nn.Linear(4, V).double()
     with torch.no_grad():
         generator.bias[V - 1] = -torch.inf
-    with pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index"):
+    found = pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index")
+    with torch.set_grad_enabled(wanted), found:
         seqpar.LossCompute(generator, Ignoring(V - 2))(hidden, target)
 
 

@@ -206,6 +206,7 @@ ALONE = {
     "a wide margin": lambda self, z, y: F.multi_margin_loss(100 * z.float(), y, reduction="sum"),
     "a constant for one target": lambda self, z, y: torch.where(y == 0, 3.0, each(z, y)).sum(),
     "no graph for one target": lambda self, z, y: 3.0 * (y == 0).sum() + (each(z, y)[y > 0].sum() if y.any() else 0),
+    "infinite": of_losses(lambda x: (x + torch.inf).sum()),
     "a value of 0": of_losses(lambda x: (x - x.detach()).sum()),
     "one shape more": lambda self, z, y: each(z, y).sum().reshape(1),
 }
