@@ -86,9 +86,9 @@ def _what_factor_changes(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> s
     for factor in (EIGHTH, -1.0):
         other = _outcome(trial, copy, factor=factor)
         for name, grad in whole.gradients.items():
-            by = 1.0
-            if name in other.gradients:
-                by = _change(other.gradients[name] / factor, grad, [whole, other], factor)
+            # No gradient is a gradient of 0
+            found = other.gradients.get(name, torch.zeros_like(grad))
+            by = _change(found / factor, grad, [whole, other], factor)
             if by > max(whole.precision.rounding, other.precision.rounding):
                 return f"the gradient of {name} of {factor:g} x loss is off by {by:.2g} from {factor:g} x gradient"
     return ""
@@ -97,14 +97,14 @@ def _what_factor_changes(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> s
 def _what_halves_change(trial: Trial, copy: nn.ModuleDict, whole: Outcome, factor: float = 1.0) -> str:
     """Return which gradient of the rows is not that of their halves together, in words; "" if none."""
     half = PROBE_ROWS // 2
-    halves = [_outcome(trial, copy, some, factor) for some in (slice(0, half), slice(half, PROBE_ROWS))]
+    parts = (slice(0, half), slice(half, PROBE_ROWS))
+    halves = [_outcome(trial, copy, some, factor) for some in parts]
     outcomes = [whole, *halves]
     of_rows = ("hidden", *trial.names, *trial.of_criterion)
     for name, grad in whole.gradients.items():
-        parts = [outcome.gradients[name] for outcome in halves if name in outcome.gradients]
-        if not parts:
-            continue
-        joined = torch.cat(parts) if name in of_rows else torch.stack(parts).sum(0)
+        zeros = [torch.zeros_like(grad[some] if name in of_rows else grad) for some in parts]
+        each = [outcome.gradients.get(name, none) for outcome, none in zip(halves, zeros, strict=True)]
+        joined = torch.cat(each) if name in of_rows else torch.stack(each).sum(0)
         by = _change(joined, grad, outcomes)
         if by <= max(outcome.precision.rounding for outcome in outcomes):
             continue

@@ -147,6 +147,50 @@ def test_a_backward_that_changes_each_row_alone_is_that_of_the_plain_loss_at_any
     assert ", and again in backward, as the gradient depends on the factor of the loss; " in engine.explain()
 
 
+class Skipping(torch.autograd.Function):
+    """The identity, with no gradient where none is larger than this."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: float) -> Tensor:
+        ctx.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return grad if grad.abs().max() > ctx.most else None, None
+
+
+def gated(self: Head, x: Tensor) -> Tensor:
+    return Skipping.apply(x, 0.0) * (x[..., :1] > 0)
+
+
+def skipped(self: Head, x: Tensor) -> Tensor:
+    return torch.cat([Skipping.apply(row, 0.05) for row in x.flatten(0, -2).split(1)]).view(x.shape)
+
+
+@pytest.mark.parametrize("before", [gated, skipped])
+def test_a_backward_that_gives_no_gradient_in_the_place_of_zeros_has_that_of_the_plain_loss(before: Any) -> None:
+    """None in one half of the rows that are asked about, or for small factors alone."""
+    generator, (hidden, target) = Head(before=before), batch()
+    hidden = hidden.detach()
+    hidden[:, 0] = torch.where(torch.arange(20) < 10, -1, 1)
+    hidden.requires_grad_()
+    losses = (
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target).total,
+        F.cross_entropy(generator(hidden), target, reduction="sum"),
+    )
+    ends = [hidden, generator.linear.weight]
+    mine, plain = (torch.autograd.grad(loss / 20, ends, materialize_grads=True) for loss in losses)
+    for own, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_weights_gradient_that_does_not_add_up_is_refused_beside_dropout() -> None:
+    generator = Head(lambda self, x: F.dropout(x, 0.5, self.training), of_weight=OF_THE_BATCH["a quantile of all"])
+    with pytest.raises(ValueError, match=r"backward through the pair is not linear: the gradient of a half"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(*batch())
+
+
 @pytest.mark.parametrize("devices", [None, ["cpu", "cpu", "cpu"]])
 def test_a_backward_that_is_not_linear_is_that_of_the_autocast_of_forward(devices: Any) -> None:
     generator = with_hook(OF_A_ROW["a clamp"], hooked).float()
