@@ -21,7 +21,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -114,8 +115,8 @@ def as_on_cuda(log: Log) -> Iterator[None]:
         yield
 
 
-def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
-    """Return what one call with so many chunks dispatches, with its backward."""
+def operators(chunks: int, padding: float = 0.0, by_engine: bool = False) -> list[Operator]:
+    """Return what one call with so many chunks dispatches, with its backward; `by_engine` is that of `LossCompute`."""
     device = torch.device(NAME, 0)
     rows = chunks * CHUNK_ROWS
     hidden = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -125,11 +126,14 @@ def operators(chunks: int, padding: float = 0.0) -> list[Operator]:
         target[rows:] = -100
         hidden = torch.zeros(len(target), WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
     upstream = torch.ones((), device=device)
+    function = partial(seqpar.linear_cross_entropy, weight=head.weight, bias=head.bias, label_smoothing=0.1)
+    loss_of: Callable[..., seqpar.TokenLoss] = partial(function, chunk_tokens=CHUNK_ROWS)
+    if by_engine:
+        loss_of = seqpar.LossCompute(head, seqpar.LabelSmoothing(0.1, "torch"), chunk_tokens=CHUNK_ROWS)
+        loss_of(hidden, target=target)  # the first call compares the pair with its closed form
     log = Log()
     with as_on_cuda(log), log:
-        loss = seqpar.linear_cross_entropy(
-            hidden, head.weight, target, bias=head.bias, label_smoothing=0.1, chunk_tokens=CHUNK_ROWS
-        )
+        loss = loss_of(hidden, target=target)
         torch.autograd.grad(loss.total, (hidden, head.weight, head.bias), upstream)
     return log.operators
 
@@ -171,9 +175,9 @@ def tell_training() -> None:
         print(f"{what}: {kinds['kernel'] + kinds['launch']} launches, {kinds['read']} reads")
 
 
-def counted(padding: float = 0.0) -> tuple[int, int]:
+def counted(padding: float = 0.0, by_engine: bool = False) -> tuple[int, int]:
     """Return the dispatches of a chunk and of a call."""
-    two, four = (len(operators(chunks, padding)) for chunks in (2, 4))
+    two, four = (len(operators(chunks, padding, by_engine)) for chunks in (2, 4))
     chunk = (four - two) // 2
     return chunk, two - 2 * chunk
 
@@ -202,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(markdown_table(["chunks", *kinds_shown, "all", "operators on all logits, a chunk"], rows))
     padded = counted(padding=0.25)
     print(f"\nwith a quarter of padding: chunk {padded[0]}, call {padded[1]}")
+    print("LossCompute: chunk {}, call {}".format(*counted(by_engine=True)))
     print("chunk {}, call {}".format(*counted()))
 
 

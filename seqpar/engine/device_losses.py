@@ -58,7 +58,7 @@ from seqpar.engine.shards import (
 )
 from seqpar.engine.situation import LogitFacts, Situation, facts_in, situation_of
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, cross_entropy_job
+from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, cross_entropy_job, whole_vocabulary
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_parts_replicable
 from seqpar.multi_device.sent_weights import forget
@@ -144,7 +144,7 @@ class _ByFormula:
         settings = Settings(
             here.ignore_index, here.label_smoothing, here.smoothing_convention, chunk_tokens=self.cut.chunk_tokens
         )
-        given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight, self.count)
+        given = Checked(whole_vocabulary(here.vocab_size), here.soft_target, here.class_weight, self.count)
         chunks = None if self.cut.chunk_size is None else cut_time(shard.counted, self.cut.chunk_size)
         return cross_entropy_job(inputs, settings, given, chunks)
 

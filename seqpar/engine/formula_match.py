@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from seqpar.core.checks import check_shapes, has_own_functions, is_dtensor
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
+from seqpar.linear.inputs import whole_soft_target
 from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
-from seqpar.rows.smoothing import SoftTarget, soft_target
+from seqpar.rows.smoothing import SoftTarget
 
 
 class FormulaMatch(NamedTuple):
@@ -40,7 +41,7 @@ class FormulaMatch(NamedTuple):
     @property
     def soft_target(self) -> SoftTarget:
         """Return the target distribution of a row."""
-        return soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
+        return whole_soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
 
     def of_replica(self, head: nn.ModuleDict) -> FormulaMatch:
         """Return the match with the tensors of a replica of the pair, or of the pair itself."""

@@ -36,12 +36,19 @@ class Shard(NamedTuple):
     """(N, D) or (B, T, D)."""
     target: Tensor
     """int64, hidden's leading shape."""
-    counted: Tensor
-    """The mask of the targets that are not ignored, of target's shape."""
+    ignored: int | None
+    """The target that the criterion ignores; None if it ignores none."""
     per_token: dict[str, Tensor]
     """What the generator takes beside hidden."""
     of_criterion: Mapping[str, Tensor] = MappingProxyType({})
     """What the criterion takes beside scores and target."""
+
+    @property
+    def counted(self) -> Tensor:
+        """Return the mask of the targets that are not ignored, of target's shape."""
+        if self.ignored is None:
+            return torch.ones_like(self.target, dtype=torch.bool)
+        return self.target != self.ignored
 
 
 def scatter_batch(
@@ -100,15 +107,14 @@ def _refuse_of_recurrent(hidden: object, target: object, devices: Sequence[torch
 
 
 def _shard(hidden: Tensor, target: Tensor, per_token: dict[str, Tensor], ignored: int | None) -> Shard:
-    """Return the shard of one device, with the mask of the targets that count."""
-    # Widened first: in uint8 an ignored -100 would be compared as 156
+    """Return the shard of one device."""
+    # In uint8 an ignored -100 would be compared as 156
     target = target.long()
-    counted = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
     # One number for each sentence is one for each of its tokens
     for_tokens = {
         name: t.unsqueeze(1).expand(target.shape) if t.dim() < target.dim() else t for name, t in per_token.items()
     }
-    return Shard(hidden, target, counted, for_tokens)
+    return Shard(hidden, target, ignored, for_tokens)
 
 
 def _check_scattered(hidden: Sequence[object]) -> None:
@@ -201,9 +207,8 @@ def one_for_each_device(shards: list[Shard]) -> list[Shard]:
         else:
             hidden_ND = torch.cat([shard.hidden.flatten(0, -2) for shard in same_device])
             target_N = torch.cat([shard.target.flatten() for shard in same_device])
-            counted_N = torch.cat([shard.counted.flatten() for shard in same_device])
             # A pair with a closed form takes no per-token tensors
-            joined.append(Shard(hidden_ND, target_N, counted_N, {}))
+            joined.append(Shard(hidden_ND, target_N, same_device[0].ignored, {}))
     return joined
 
 

@@ -293,7 +293,7 @@ def _describe(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> C
     rows = inputs.weight.size(0)
     if vocab is None and not rows:
         check_shapes(False, "of at least one class", weight=inputs.weight)
-    shard = vocab or _whole_vocabulary(rows)
+    shard = vocab or whole_vocabulary(rows)
     if shard.start + rows > shard.vocab_size:
         raise ValueError(
             f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
@@ -301,7 +301,7 @@ def _describe(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> C
     weight_V = inputs.class_weight
     if weight_V is not None:
         weight_V = _local_class_weight(weight_V, rows, shard)
-    q = _soft_target(
+    q = whole_soft_target(
         float(settings.label_smoothing), settings.smoothing_convention, settings.ignore_index, shard.vocab_size
     )
     # In the target's own dtype -100 may be another number, such as 156 in uint8
@@ -318,10 +318,11 @@ def _describe(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> C
     return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V, count)
 
 
-_soft_target = lru_cache(typed=True)(soft_target)
-"""The target distribution, computed once for each settings and vocabulary."""
+# With types, because True == 1
+whole_soft_target = lru_cache(typed=True)(soft_target)
+"""The target distribution over a vocabulary, computed once for each settings and size."""
 
-_whole_vocabulary = lru_cache(partial(VocabShard, None, 0))
+whole_vocabulary = lru_cache(partial(VocabShard, None, 0))
 """The shard that has all classes of a vocabulary of this size."""
 
 

@@ -216,8 +216,8 @@ def test_rows_of_one_device_are_put_side_by_side_and_no_device_is_left_out():
     devices = ["cpu", "meta", "cpu"]
     shards = []
     for i, device in enumerate(devices):
-        target = torch.ones(2, i + 1, device=device)
-        shards.append(Shard(torch.ones(2, i + 1, 3, device=device), target, target > i, {}))
+        target = torch.full((2, i + 1), i, device=device)
+        shards.append(Shard(torch.ones(2, i + 1, 3, device=device), target, 2, {}))
     together = one_for_each_device(shards)
     assert [(s.hidden.device.type, s.hidden.shape, s.target.numel()) for s in together] == [
         ("cpu", (2 + 6, 3), 2 + 6),

@@ -186,10 +186,11 @@ def test_a_chunk_takes_at_most_12_dispatches_and_a_call_14_and_the_logits_are_pa
     """On the emulated accelerator with CUDA's branches: three products and one kernel touch all logits of a chunk."""
     done = subprocess.run([sys.executable, "-m", "benchmarks.dispatches"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *_, last = done.stdout.splitlines()
+    *_, engine, last = done.stdout.splitlines()
     chunk, call = (int(word.split()[1]) for word in last.split(", "))
     assert chunk <= 12
     assert call <= 14
+    assert engine == f"LossCompute: {last}"
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
     assert {row[-2].strip() for row in rows[2:]} == {"4"}
 
