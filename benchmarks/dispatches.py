@@ -1,4 +1,6 @@
-"""Count what a `linear_cross_entropy` dispatches on a GPU with Triton, where there is none, backward included.
+"""Count what `linear_cross_entropy` and `LossCompute` dispatch on a GPU with Triton, where there is none.
+
+Their backward is included.
 
     python -m benchmarks.dispatches             # bfloat16, smoothing 0.1, a bias, no padding
     python -m benchmarks.dispatches --list      # each operator of two chunks and their call
