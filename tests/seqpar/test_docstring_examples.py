@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import seqpar
+from seqpar.testing.forks import autograd_works_in_a_fork
 
 PAGE = Path(__file__).parents[2] / "docs" / "api" / "integrations.md"
 SHOWN = re.findall(r"automodule:: (\S+)\n +:members:(.*)", PAGE.read_text())
@@ -131,6 +132,9 @@ def failures(docstring, name, given):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_of_a_public_name_prints_what_it_says(name):
+    if name == "seqpar.testing.assert_same_step" and not autograd_works_in_a_fork():
+        # As after torch.compile in a build for CUDA; and the example's functions are in no module, for a new process
+        pytest.skip("needs a fork that can run autograd")
     module, _, attribute = name.rpartition(".")
     said = failures(getattr(import_module(module), attribute).__doc__, name, {})
     assert not said, said

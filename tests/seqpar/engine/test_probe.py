@@ -301,7 +301,7 @@ UNFIT_LATER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.")
 @pytest.mark.parametrize("name", UNFIT_LATER)
 def test_a_generator_that_cannot_be_replicated_after_a_change_is_refused_in_the_next_call(name):
     generator, hidden, target = Switched(), torch.randn(12, 4), torch.randint(V, (12,))
@@ -313,7 +313,7 @@ def test_a_generator_that_cannot_be_replicated_after_a_change_is_refused_in_the_
         engine(hidden, target)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda linear: torch.jit.trace(linear, torch.randn(2, 4))])
 def test_a_scripted_module_is_refused_with_the_way_out(make):
     scripted = make(nn.Linear(4, V))
