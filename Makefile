@@ -27,10 +27,10 @@ help:  ## list the targets
 	@$(PIP) -e '.[recipes]'
 	@touch $@
 
-.venv/dev: .venv/recipes
-	@echo "[env] installing the packages for tests and checks (half a minute, once)"
+.venv/dev: .venv/made pyproject.toml constraints.txt
+	@echo "[env] installing torch and the packages for recipes, tests and checks (two to four minutes, once)"
 	@$(PIP) -e '.[recipes,test,dev]'
-	@touch $@
+	@touch .venv/recipes $@
 
 demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (3 to 7 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo --processes auto

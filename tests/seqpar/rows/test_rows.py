@@ -37,7 +37,7 @@ EPS, PADDING = 0.3, 1
 def new(request, monkeypatch):
     """An entry that the table gets for one test; what follows from an entry is otherwise remembered."""
     monkeypatch.setitem(CONVENTIONS, NEW, request.param)
-    inputs._soft_target.cache_clear()
+    inputs.whole_soft_target.cache_clear()
     inputs._numbers_are_right.cache_clear()
     return request.param
 
