@@ -9,9 +9,12 @@ import tempfile
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
+KEPT: list[dict[str, Any]] = []
+"""The variables of a program that has ended, until its process does."""
 FORKS = get_context("forkserver")
 # What takes long, and none of ours; an optimizer imports the first one
 FORKS.set_forkserver_preload(
@@ -56,6 +59,8 @@ def _python(*words: str) -> None:
     """Run what is named after `python` and its options: a file, or a module."""
     sys.argv = [words[-1]]
     if "-m" in words:
-        runpy.run_module(words[-1], run_name="__main__", alter_sys=True)
+        made = runpy.run_module(words[-1], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(words[-1], run_name="__main__")
+        made = runpy.run_path(words[-1], run_name="__main__")
+    # What the program has made is not freed here: one rank in eight hung in that, after its group was gone
+    KEPT.append(made)
