@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -231,7 +232,8 @@ def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
     """Return the shards with their per-token tensors divided between generator and criterion."""
     of_generator, of_criterion = takers_of(head, list(shards[0].per_token))
     return [
-        shard._replace(
+        replace(
+            shard,
             per_token={name: shard.per_token[name] for name in of_generator},
             of_criterion={name: shard.per_token[name] for name in of_criterion},
         )

@@ -6,8 +6,9 @@ Shape suffixes: N rows (batch x time), D hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Shard:
     """The rows of the batch that one device computes."""
 
     hidden: Tensor
@@ -40,10 +42,10 @@ class Shard(NamedTuple):
     """The target that the criterion ignores; None if it ignores none."""
     per_token: dict[str, Tensor]
     """What the generator takes beside hidden."""
-    of_criterion: Mapping[str, Tensor] = MappingProxyType({})
+    of_criterion: Mapping[str, Tensor] = field(default_factory=dict)
     """What the criterion takes beside scores and target."""
 
-    @property
+    @cached_property
     def counted(self) -> Tensor:
         """Return the mask of the targets that are not ignored, of target's shape."""
         if self.ignored is None:

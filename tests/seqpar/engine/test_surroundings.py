@@ -135,14 +135,15 @@ def of_a_partial() -> nn.Module:
     return Calling(functools.partial(function, {"n": 0}))
 
 
+class Schedule:
+    calls = 0
+
+    def step(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
 def of_a_method() -> nn.Module:
-    class Schedule:
-        calls = 0
-
-        def step(self) -> int:
-            self.calls += 1
-            return self.calls
-
     step = Schedule().step
     return Calling(lambda self, z, y: smoothed(z, y, step()))
 
@@ -157,13 +158,6 @@ def of_what_a_partial_holds() -> nn.Module:
 
 
 def of_a_method_in_a_partial() -> nn.Module:
-    class Schedule:
-        calls = 0
-
-        def step(self) -> int:
-            self.calls += 1
-            return self.calls
-
     step = functools.partial(Schedule().step)
     return Calling(lambda self, z, y: smoothed(z, y, step()))
 
