@@ -40,8 +40,6 @@ class Read(NamedTuple):
     softmax: Softmax | None
     tanh_KV: Tensor | None
     """tanh(product / softcap) with a softcap."""
-    share_N: Tensor | None = None
-    """This rank's share of the probability, where the sums do not have it."""
 
 
 class OwnSums(NamedTuple):
@@ -188,12 +186,11 @@ class Projection:
         if self.kernel is not None:
             return Read(None, None)
         logits_KV, tanh_KV = self.logits(product_KV, temperature_K)
-        share_N = None
-        if self.function.split is not None and sums.share_N is None:
-            share_N = ((logits_KV.logsumexp(-1) - sums.best_N) - sums.log_sum_N).exp()
         function = self.function._replace(entropy=entropy)
-        softmax = function.softmax_(logits_KV, sums.best_N, self._softmax_memory(logits_KV, entropy))
-        return Read(softmax, tanh_KV, share_N)
+        out = self._softmax_memory(logits_KV, entropy)
+        if self.function.split is not None and sums.share_N is None:
+            return Read(function.probabilities_(logits_KV, sums, out), tanh_KV)
+        return Read(function.softmax_(logits_KV, sums.best_N, out), tanh_KV)
 
     def gradient_(
         self,
@@ -212,8 +209,6 @@ class Projection:
                 index_KP = index_KP.where(here_KP, -1)
             self.kernel.gradient_(product_KV, index_KP, temperature_K, sums, upstream)
             return product_KV
-        if read.share_N is not None:
-            sums = sums._replace(share_N=read.share_N)
         grad_KV = self.function.gradient_(read.softmax, picked_KP, sums, upstream)
         # The derivative of the logits by the capped product
         slope = 1.0 if temperature_K is None else temperature_K.reciprocal()

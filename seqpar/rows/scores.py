@@ -232,6 +232,18 @@ class RowFunction(NamedTuple):
             shifted_NV.clamp_(min=NEVER)
         return Softmax(p_NV, shifted_NV, best_N)
 
+    def probabilities_(self, logits_NV: Tensor, sums: Sums, out: Tensor | None = None) -> Softmax:
+        """Return p = exp(z - m) / S of some classes, in the place of a softmax over them; the rest is as `softmax_`.
+
+        Args:
+            sums: over all classes.
+        """
+        shifted_NV = logits_NV.sub_(sums.best_N.unsqueeze(1))
+        if self.masked and self.entropy:
+            shifted_NV.clamp_(min=NEVER)
+        p_NV = torch.exp(shifted_NV, out=out).mul_(sums.log_sum_N.neg().exp_().unsqueeze(1))
+        return Softmax(p_NV, shifted_NV, sums.best_N)
+
     def sums_(
         self,
         logits_NV: Tensor,
