@@ -28,7 +28,8 @@ def leaf(seed: int, *shape: int) -> Tensor:
 
 
 def linear(seed: int, inputs: int = D, outputs: int = V) -> nn.Linear:
-    made = nn.Linear(inputs, outputs).double()
+    # No random number is drawn
+    made = nn.Linear(inputs, outputs, device="meta", dtype=torch.float64).to_empty(device="cpu")
     with torch.no_grad():
         for number, parameter in enumerate(made.parameters()):
             parameter.copy_(t(seed + number, *parameter.shape))
