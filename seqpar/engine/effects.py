@@ -205,9 +205,14 @@ def _is_unchanged(value: Any, old: Any) -> bool:
 
 
 def _opened_since(value: Any, old: Any) -> Any:
-    """Return the new items that are open, such as a file or the run of a tracker: made anew, they would be two."""
+    """Return the new items that are open, such as a file or the run of a tracker: made anew, they would be two.
+
+    None that has taken the place of an open one.
+    """
     if isinstance(value, dict):
         return {name: item for name, item in value.items() if old.get(name) is None and _is_open(item)}
+    if any(_is_open(other) and not any(item is other for item in value) for other in old):
+        return []
     return [item for item in value if _is_open(item) and not any(item is other for other in old)]
 
 

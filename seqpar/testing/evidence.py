@@ -232,7 +232,7 @@ class _Uses(TorchFunctionMode):
         if name == "__get__":
             name = func.__self__.__name__
             # Reading another property, such as .shape, contributes nothing to a gradient
-            if name not in ("T", "mT"):
+            if name not in ("T", "mT", "H", "mH"):
                 return func(*args, **(kwargs or {}))
 
         def give_alias(value: Any) -> Any:

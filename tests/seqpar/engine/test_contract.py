@@ -265,6 +265,15 @@ def test_a_pair_that_cannot_be_computed_twice_needs_a_linear_backward(reason: st
         seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(*batch())
 
 
+def test_a_pair_that_is_random_in_training_alone_needs_a_linear_backward_too() -> None:
+    generator = Head(lambda self, x: hooked(OF_A_ROW["a clamp"])(self, F.dropout(x, 0.5, self.training)))
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)
+    with pytest.raises(ValueError, match="cannot be computed again when the factor is known, as it is random: clip"):
+        engine(*batch())
+    generator.eval()
+    assert engine(*batch()).total.isfinite()
+
+
 @pytest.mark.parametrize("name", ["reversed", "scaled", "of a part"])
 def test_a_linear_backward_passes(name: str) -> None:
     change = {

@@ -26,6 +26,20 @@ class Twice(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Halved(nn.Sequential):
+    """A linear layer and a log-softmax, with a forward of its own around them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Hot(nn.LogSoftmax):
+    """A log-softmax of scores at a temperature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / 2)
+
+
 class Unknown(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits, target, reduction="sum")
@@ -45,6 +59,8 @@ GENERATORS = {
     "before a softmax over rows": (lambda: nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(0)), False),
     "before another layer": (lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU()), False),
     "a subclass with its own forward": (lambda: Twice(4, 7), False),
+    "a subclass of Sequential": (lambda: Halved(nn.Linear(4, 7), nn.LogSoftmax(-1)), False),
+    "before a subclass of a log-softmax": (lambda: nn.Sequential(nn.Linear(4, 7), Hot(-1)), False),
     "hooked": (lambda: with_hook(nn.Linear(4, 7)), False),
     "hooked around a log-softmax": (lambda: with_hook(nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(-1))), False),
     "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(4, 7)), False),
@@ -200,6 +216,18 @@ def test_autocast_brings_dtypes_together_as_it_does_for_the_module():
         plain = F.cross_entropy(module(hidden).float(), target, reduction="sum")
     torch.testing.assert_close(found, plain, rtol=1e-3, atol=0)
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("generator", ["linear", "before a log-softmax"])
+def test_a_pair_under_autocast_is_by_formula_as_without(generator):
+    """Whose numbers are those of the pair up to bfloat16's rounding."""
+    torch.manual_seed(0)
+    hidden, target = torch.randn(40, 4, requires_grad=True), torch.randint(7, (40,))
+    engine = seqpar.LossCompute(GENERATORS[generator][0](), nn.CrossEntropyLoss(reduction="sum"))
+    for enabled in (True, False):
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=enabled):
+            engine(hidden, target)
+            assert engine.explain().startswith("by formula (")
 
 
 def test_a_replicas_match_has_the_replicas_own_tensors():

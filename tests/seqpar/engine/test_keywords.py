@@ -272,6 +272,38 @@ def test_a_share_of_a_mask_is_found_wherever_its_padding_is(is_generator, dtype,
         seqpar.LossCompute(generator, criterion, devices, chunk_tokens=8)(hidden, target, mask=mask)
 
 
+@pytest.mark.parametrize("is_generator", [True, False])
+def test_a_share_of_a_mask_is_found_behind_rows_that_are_ignored(is_generator):
+    """Of a count, not of 0 and 1: another number is asked for those alone."""
+    torch.manual_seed(0)
+    generator = BySharesOfMask(True) if is_generator else nn.Linear(D, V).double()
+    criterion = nn.CrossEntropyLoss(reduction="sum") if is_generator else BySharesOfMask(False)
+    criterion.ignore_index = -100
+    hidden, target, mask = torch.randn(48, D).double(), torch.randint(V, (48,)), torch.full((48,), 3)
+    target[:30] = -100
+    mask[45] = 0
+    with pytest.raises(ValueError, match="mixes rows" if is_generator else "does not add up"):
+        seqpar.LossCompute(generator, criterion, chunk_tokens=8)(hidden, target, mask=mask)
+
+
+class WarmedUp(nn.Module):
+    """A mean that is 0 at first, of losses times a mask."""
+
+    scale = 0.0
+
+    def forward(self, scores: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        return self.scale * (nn.functional.cross_entropy(scores, target, reduction="none") * mask).mean()
+
+
+def test_a_criterion_whose_loss_is_0_at_first_is_asked_again_also_beside_a_mask_without_padding():
+    criterion = WarmedUp()
+    engine, hidden, target = seqpar.LossCompute(nn.Linear(D, V), criterion), torch.randn(12, D), torch.ones(12).long()
+    engine(hidden, target, mask=torch.ones(12))
+    criterion.scale = 1.0
+    with pytest.raises(ValueError, match="takes a mean"):
+        engine(hidden, target, mask=torch.ones(12))
+
+
 class Masking(nn.Module):
     """A generator or a criterion that is a function of its inputs and of a mask or weight of each token."""
 

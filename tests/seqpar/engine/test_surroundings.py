@@ -353,6 +353,22 @@ def of_slots() -> nn.Module:
     return made
 
 
+def of_an_attribute_beside_slots() -> nn.Module:
+    class Slotted:
+        __slots__ = ("kind",)
+
+    class Config(Slotted):
+        def __init__(self) -> None:
+            self.kind, self.calls = "linear", 0
+
+        def step(self) -> int:
+            self.calls += 1
+            return self.calls
+
+    config = Config()
+    return Calling(lambda self, z, y: smoothed(z, y, config.step()))
+
+
 class Drifting(torch.autograd.Function):
     """The identity, whose gradient is a millionth larger in every backward."""
 
@@ -399,6 +415,7 @@ CHANGING = [
     (of_a_method_in_a_partial, "step in the closure of <lambda>"),
     (of_an_object, "schedule in the closure of <lambda>"),
     (of_slots, "criterion.config"),
+    (of_an_attribute_beside_slots, "config in the closure of <lambda>"),
     (of_a_hook("forward_pre_hook"), "calls in the closure of hook"),
     (of_a_hook("forward_hook"), "calls in the closure of hook"),
     (of_a_hook("full_backward_pre_hook"), "calls in the closure of hook"),
@@ -546,6 +563,31 @@ def test_what_a_first_call_opens_in_a_container_is_opened_once(held: Any, tmp_pa
     for files in (held, criterion.held):
         (file,) = files.values() if isinstance(files, dict) else files
         file.close()
+
+
+class Log:
+    """An open file, for one."""
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [dict, list, set])
+def test_what_a_call_opens_in_the_place_of_another_is_put_back(kind: Any) -> None:
+    first = Log()
+    held: Any = {"log": first} if kind is dict else kind([first])
+
+    def function(self: Any, hidden: Tensor) -> Tensor:
+        for files in (held, self.held):
+            files.clear()
+            files.update(log=Log()) if kind is dict else files.extend([Log()]) if kind is list else files.add(Log())
+        return self.linear(hidden - hidden.mean(0))  # type: ignore[no-any-return]
+
+    generator: Any = Calling(function)
+    generator.held = copy.copy(held)
+    with pytest.raises(ValueError, match="mixes rows"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+    for files in (held, generator.held):
+        assert [*files.values()] == [first] if kind is dict else [*files] == [first]
 
 
 EFFECTS = {

@@ -175,10 +175,13 @@ def test_the_gradients_through_each_use_add_up_to_the_gradient():
             size = weight.norm() * weight.shape[0]
         rows = F.embedding(words, weight, sparse=weight.device.type == "cpu")
         states = F.linear(F.linear(x, weight).tanh(), weight=weight) @ weight.T * size.detach()
+        states = states @ weight.mT @ weight.H @ weight.mH
         return (states * rows * frozen.sum() * torch.stack([x[0], weight[0]]).sum()).sum()
 
     uses = gradients_by_use(loss, {"weight": weight, "frozen": frozen})
-    assert [name for name, _ in uses["weight"]] == ["embedding", "linear", "linear", "T", "__getitem__"]
+    assert [name for name, _ in uses["weight"]] == [
+        *("embedding", "linear", "linear", "T", "mT", "H", "mH", "__getitem__")
+    ]
     torch.testing.assert_close(sum(g for _, g in uses["weight"]), torch.autograd.grad(loss(), weight)[0].to_dense())
     assert {g.layout for _, g in uses["weight"]} == {torch.strided}
     assert [*uses] == ["weight"]
@@ -215,16 +218,30 @@ def test_per_token_tensors_and_devices_take_part():
         assert_same_loss(Gated(), criterion, hidden, target, loss=forgets_the_gate, gate=gate)
 
 
-def test_targets_that_are_shifted_are_named_beside_per_token_tensors():
-    gate, target = torch.rand(2, 4) + 0.5, torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
-    with pytest.raises(
-        AssertionError, match=r"^Likely cause: targets shifted by one: each token is held against the n"
-    ):
-        assert_same_loss(Gated(), seqpar.CrossEntropy(), torch.randn(2, 4, 4), target, loss=against_the_next, gate=gate)
-
-
 def against_the_next(generator, criterion, hidden, target, gate):
     return plain_loss(generator, criterion, hidden[:, :-1], target[:, 1:], gate=gate[:, :-1])
+
+
+def against_the_next_in_a_circle(generator, criterion, hidden, target, gate):
+    return plain_loss(generator, criterion, hidden, target.roll(-1, -1), gate=gate)
+
+
+def smoothed(generator, criterion, hidden, target, gate):
+    return plain_loss(generator, seqpar.LabelSmoothing(0.2, "torch"), hidden, target, gate=gate)
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (against_the_next, "targets shifted by one: each token is held against the n"),
+        (against_the_next_in_a_circle, "targets shifted by one, and those of the end are at the b"),
+        (smoothed, "label smoothing of 0.2 in the convention 'torch', where the criterion has no label sm"),
+    ],
+)
+def test_a_mistake_of_targets_is_named_beside_per_token_tensors(loss, cause):
+    gate, target = torch.rand(2, 4) + 0.5, torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
+    with pytest.raises(AssertionError, match=f"^Likely cause: {cause}"):
+        assert_same_loss(Gated(), seqpar.CrossEntropy(), torch.randn(2, 4, 4), target, loss=loss, gate=gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from seqpar.testing import Layout, assert_same_step, same_step
+from seqpar.testing.evidence import NEVER
 from seqpar.testing.same_step import _differ, _parts, _refuse_frozen, _refuse_untrained, _result, _Trial
 from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named_parameters
 from tests.seqpar.testing.test_same_step import trainer
@@ -286,6 +287,14 @@ def test_the_cause_of_a_step_is_inferred_from_the_numbers_of_the_rank_that_is_of
     assert (e.divisor, len(e.parts)) == (4, 2)
     alike = Canned(len, Layout(dtype=torch.float32), ranks[:1], right, ran(**RIGHT), 1e-12)._evidence(0)
     assert (alike.world, alike.ranks_differ, alike.dtype) == (1, False, torch.float32)
+
+
+@pytest.mark.parametrize(("other", "random"), [(4.5, False), (4.6, True)])
+def test_random_numbers_are_those_by_which_two_steps_in_one_dtype_differ(other, random):
+    """A step in a narrow dtype has another loss than that in float64, by its rounding."""
+    trial = Canned(len, Layout(dtype=torch.bfloat16), [ran(**RIGHT)], ran(4.5, **RIGHT), ran(4.0, **RIGHT), 1e-12)
+    trial._other_runs = lambda: [ran(other, **RIGHT)]
+    assert trial._evidence(0).again == (([4.6], [4.0], ()) if random else NEVER)
 
 
 @pytest.mark.parametrize("silent", [None, 1, 2])
