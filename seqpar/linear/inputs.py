@@ -346,7 +346,8 @@ def compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: 
     vocab.check(rows, {**_facts(inputs, settings, vocab), **plain}, inputs.hidden)
     if inputs.token_weight is not None:
         tensors["token_weight"] = inputs.token_weight.unsqueeze(-1)
-    for name, tensor in tensors.items():
+    # Each is a collective, and ranks may have been given them in another order
+    for name, tensor in sorted(tensors.items()):
         vocab.check(rows, {}, tensor, name)
 
 

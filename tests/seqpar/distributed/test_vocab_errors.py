@@ -1,5 +1,7 @@
 """A split vocabulary that cannot work is one clear line on every rank, and nothing hangs."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,6 +232,30 @@ def test_ranks_with_other_token_weights_all_say_so():
     for (error, text), _ in ranks(2, faulty, [same_token_weight, other_token_weight]):
         assert error == "RuntimeError"
         assert "ranks disagree on token_weight: ranks [1] have different numbers from rank 0" in text
+
+
+def in_an_order_of_its_own(rank, world):
+    """The loss on each rank, whose keywords come in another order on the second one."""
+    hidden, target = torch.arange(8.0).view(2, 4), torch.tensor([0, 5])
+    given = {
+        "advantage": torch.tensor([1.0, 3.0]),
+        "old": torch.tensor([-1.0, -2.0]),
+        "extra": torch.tensor([5.0, 7.0]),
+    }
+    options = dict(sorted({**given, "entropy": True, "chunk_tokens": 1}.items(), reverse=bool(rank)))
+    seqpar.check_agreement({name: str(value) for name, value in options.items()}, dist.group.WORLD)
+
+    def loss(scores, *, advantage, old, extra):
+        return -scores.log_prob * advantage + old * scores.entropy + extra
+
+    vocab = seqpar.VocabShard.of(3, dist.group.WORLD)
+    return seqpar.scored_loss(hidden, torch.ones(3, 4), target, loss, vocab=vocab, **options).total.item()
+
+
+def test_the_order_of_keywords_may_differ_between_ranks():
+    found = ranks(2, in_an_order_of_its_own)
+    # log p = -log 6 and the entropy log 6 in both rows
+    assert found == pytest.approx([4 * math.log(6) - 3 * math.log(6) + 12] * 2, rel=1e-6)
 
 
 def scores_asked_differently(rank, world, options):
