@@ -156,3 +156,47 @@ def test_autocast_casts_the_products_and_none_of_the_sums():
         mixed = seqpar.linear_cross_entropy(hidden, weight, target, **options).total
     narrow = seqpar.linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target, **options).total
     assert mixed == narrow
+
+
+FINE = 1 + 3 / 1024
+"""A factor that bfloat16 would round to 1."""
+
+
+class TimesWeight(nn.Module):
+    """A criterion with a weight for each token."""
+
+    def forward(self, logits, target, factor):
+        return (F.cross_entropy(logits.float(), target, reduction="none") * factor).sum()
+
+
+@pytest.mark.parametrize("memory", [None, "least"])
+@pytest.mark.parametrize("name", ["token_weight", "class_weight"])
+def test_weights_in_float32_keep_their_digits_beside_bfloat16(name, memory):
+    hidden, weight, target = small(dtype=torch.bfloat16)
+    size = len(target) if name == "token_weight" else len(weight)
+    options = {"memory": memory, "label_smoothing": 0.1}
+    found = seqpar.linear_cross_entropy(hidden, weight, target, **{name: torch.full((size,), FINE)}, **options).total
+    without = seqpar.linear_cross_entropy(hidden, weight, target, **options).total
+    torch.testing.assert_close(found / without, torch.tensor(FINE), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 3])
+def test_tensors_in_float32_for_each_token_keep_their_digits_beside_bfloat16(devices):
+    hidden, weight, target = small(dtype=torch.bfloat16)
+    factor = torch.full(target.shape, FINE)
+    head = nn.Linear(4, 9, bias=False, dtype=torch.bfloat16)
+    head.weight = nn.Parameter(weight.detach())
+    weighted = seqpar.LossCompute(head, TimesWeight(), devices)
+    scored = seqpar.LossCompute(head, seqpar.CrossEntropy(), devices)
+
+    def loss(scores, factor):
+        return -scores.log_prob * factor
+
+    calls = (
+        lambda factor: weighted(hidden, target, factor=factor),
+        lambda factor: scored.scored_loss(hidden, target, loss, factor=factor),
+        lambda factor: seqpar.scored_loss(hidden, weight, target, loss, factor=factor),
+    )
+    for call in calls:
+        ratio = call(factor).total / call(torch.ones_like(factor)).total
+        torch.testing.assert_close(ratio, torch.tensor(FINE), rtol=1e-5, atol=0)
