@@ -98,7 +98,7 @@ def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Seque
                 if search.beam != saved.config.decoding.beam:
                     name += f", beam {search.beam}"
                 way = partial(
-                    ctranslate2_engine.translate, engine._replace(config=replace(engine.config, decoding=search))
+                    ctranslate2_engine.translate, replace(engine, config=replace(engine.config, decoding=search))
                 )
                 made[name] = System(way, search.beam, bytes_of(path))
     return made
@@ -130,7 +130,6 @@ def measured(made: dict[str, System], pairs: Sequence[Pair], student: SavedModel
                     references,
                     lowercase=config.subwords.lowercase,
                     tokenize=config.data.tokenize,
-                    language=config.data.target,
                 )
                 (bleus[name],) = (one for one in found if one.name == "bleu")
     return {name: Found(system, bleus[name], seconds[name]) for name, system in made.items()}

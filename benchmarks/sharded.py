@@ -34,17 +34,22 @@ from typing import Any
 
 import torch
 
+import seqpar
 from benchmarks.loss.results import hardware
 from conformance.peak_memory import FORGET_PEAK, RESET, process_peak_bytes
 from models.sharding import cut
 from models.transformer import Layer, make_transformer
-from recipes.translation import train as training
+from recipes.translation import train as loop
 from recipes.translation.commands import main as recipe
 from recipes.translation.data import sentence_pairs
 from recipes.translation.run_folder.saving import Saver
+from recipes.translation.run_folder.translator import model_sizes
 from recipes.translation.settings.config import RunConfig, load_config
 from recipes.translation.text.subwords import Subwords
+from recipes.translation.training import training
 from recipes.translation.training.layout import Layout
+from recipes.translation.training.optimizer import update
+from recipes.translation.training.validation import validate
 from seqpar.markdown_table import markdown_table
 from seqpar.memory_plan import memory_plan
 
@@ -129,7 +134,7 @@ def work(folder: Path) -> None:
     sentence_pairs.BUILTIN_HELD_OUT = 8  # sentences of a validation
     # Once with a tiny model, so that all that is imported, and allocated for good, is there
     small = {"model.d_model": 16, "model.d_ff": 16, "model.encoder_layers": 1, "model.decoder_layers": 1}
-    training.train(load_config(None, {**config, **small, "run": f"{config['run']}-tiny"}))
+    loop.train(load_config(None, {**config, **small, "run": f"{config['run']}-tiny"}))
     found: dict[str, int] = {}
     base = 0
 
@@ -153,18 +158,20 @@ def work(folder: Path) -> None:
         return first_model(*arguments, **named)
 
     resumed = False
-    first_model = training.first_model
-    training.first_model = begin
-    beginning = measured(lambda: "resume" if resumed else "begin", Layout.__init__)
-    Layout.__init__ = beginning  # type: ignore[method-assign]
-    Layout.fill_moments = measured(lambda: "resume", Layout.fill_moments)  # type: ignore[method-assign]
-    training.seqpar.accumulate_gradients = measured(lambda: "step", training.seqpar.accumulate_gradients)
-    training.update = measured(lambda: "step", training.update)
-    training.validate = measured(lambda: "validation", training.validate)
-    Saver.save = measured(lambda: "save", Saver.save, lambda saver, *_: saver.wait())  # type: ignore[method-assign]
-    training.train(load_config(None, config))
+    first_model = loop.first_model  # type: ignore[attr-defined]
+    for owner, name, function in (
+        (loop, "first_model", begin),
+        (Layout, "__init__", measured(lambda: "resume" if resumed else "begin", Layout.__init__)),
+        (Layout, "fill_moments", measured(lambda: "resume", Layout.fill_moments)),
+        (seqpar, "accumulate_gradients", measured(lambda: "step", seqpar.accumulate_gradients)),
+        (training, "update", measured(lambda: "step", update)),
+        (training, "validate", measured(lambda: "validation", validate)),
+        (Saver, "save", measured(lambda: "save", Saver.save, lambda saver, *_: saver.wait())),
+    ):
+        setattr(owner, name, function)
+    loop.train(load_config(None, config))
     resumed = True
-    training.train(load_config(None, {**config, "training.steps": 3, "training.validate_every": 3}))
+    loop.train(load_config(None, {**config, "training.steps": 3, "training.validate_every": 3}))
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         for name in ("RANK", "WORLD_SIZE"):
@@ -186,7 +193,7 @@ def resident() -> int:
 def weights_of(config: RunConfig, vocab: int) -> tuple[int, int, int, int]:
     """Return the bytes of the weights, of the largest layer and tensor, and of what is in no layer."""
     with torch.device("meta"):
-        sizes: Any = training.model_sizes(config.model)
+        sizes: Any = model_sizes(config.model)
         model = make_transformer(sizes, vocab, vocab)
     layers = [m for m in model.modules() if isinstance(m, Layer)]
     of_layers = [sum(each.nbytes for each in layer.parameters()) for layer in layers]
@@ -198,7 +205,7 @@ def predicted(config: RunConfig, folder: Path, ranks: int) -> dict[str, int]:
     """Return the bytes of each part by the equations above."""
     vocab = len(Subwords.load(folder / "run" / "subwords" / "joint.model"))
     W, layer, T, E = weights_of(config, vocab)
-    sizes: Any = training.model_sizes(config.model)
+    sizes: Any = model_sizes(config.model)
     U = max(layer, E)
     layout = config.layout
     if layout.vocab > 1:

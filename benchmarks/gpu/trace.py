@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.figures import options_of, tell

@@ -13,6 +13,7 @@ from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import CHECK, TIME, Inputs, Problem
 from conformance import problem as kit
 from conformance.checks import factor_errors
+from conformance.finding import RaisedError
 from conformance.problem import Problem as KitProblem
 from seqpar.testing.precision import TWICE
 
@@ -86,7 +87,7 @@ def deviating(x: kit.Problem) -> list[str]:
     """Return what deviates more than it may, in words; raise what the implementation raises."""
     try:
         found = kit.deviations(x)
-    except kit.RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
+    except RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
         raise raised.__cause__ or raised from None
     return [f"{d.label} off by {d.error:.1e} ({TWICE * d.of_allowed:.1f} x plain's)" for d in found if d.of_allowed > 1]
 

@@ -112,7 +112,8 @@ def what_is_wrong(way: Way, case: Case, dtype: torch.dtype, device: str) -> list
     """Return in words what is more than twice as far from float64 as plain torch in the same dtype."""
 
     def scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
-        problem = Problem(*hidden.shape, len(weight), dtype=dtype, bias=False)
+        rows, width = hidden.shape
+        problem = Problem(rows, width, len(weight), dtype=dtype, bias=False)
         log_prob, entropy = way.prepare(given_inputs(problem, hidden, weight, None, target), options.entropy)()
         return TokenScores(log_prob=log_prob, entropy=entropy)
 

@@ -250,7 +250,7 @@ def alone() -> Any:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return dist.group.WORLD
 
 
@@ -260,7 +260,7 @@ def of_torchtitan(size: Size, ours: bool, measured: Measured, chunked: bool) -> 
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import llama3_configs
 
-    from examples.torchtitan_loss import ChunkedLoss
+    from seqpar.integrations.torchtitan import SeqparCrossEntropy
 
     alone()
     config = llama3_configs["debugmodel"](attn_backend="flex")
@@ -271,7 +271,7 @@ def of_torchtitan(size: Size, ours: bool, measured: Measured, chunked: bool) -> 
     model.init_states()
     loss_of: Any = CrossEntropyLoss.Config().build()
     if ours:
-        loss_of = ChunkedLoss.Config().build()
+        loss_of = SeqparCrossEntropy.Config().build()
     elif chunked:
         loss_of = ChunkedLossWrapper.Config().build()
     if ours or chunked:

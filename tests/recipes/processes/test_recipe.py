@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError, TrainingError
 from recipes.translation.processes.ranks import join_ranks
@@ -27,6 +26,7 @@ from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import train
+from recipes.translation.training import training
 from recipes.translation.training.optimizer import update
 from recipes.translation.training.parts import Parts, local_of
 from seqpar.rows.conventions import CONVENTIONS

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from recipes.translation import train as training
 from recipes.translation.commands import main
 from recipes.translation.errors import CheckpointError, OtherRankError
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
+from recipes.translation.training import training
 from recipes.translation.training.optimizer import update
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import EXACT, assert_same_weights

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from recipes.translation import train as training
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
@@ -39,6 +38,7 @@ from recipes.translation.run_folder.checkpoint import (
     save_model,
 )
 from recipes.translation.train import train
+from recipes.translation.training import training
 from tests.recipes.random_translator import random_translator
 from tests.recipes.run_folder.made import resealed
 from tests.recipes.saved import model_in, saved_file

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.translation import train as training
 from recipes.translation.commands import arguments, main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import MANIFEST, sha256, verified_folder
@@ -31,6 +30,7 @@ from recipes.translation.run_folder.numbered import POINTERS
 from recipes.translation.run_folder.resume import check_best, flat
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, DecodingConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
+from recipes.translation.training import training
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.saved import load_weights, model_in, saved_file
 from tests.recipes.tiny import options, tiny
@@ -347,7 +347,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again_with_its_ow
         begun.append(config)
         raise ConfigError("as far as this")
 
-    monkeypatch.setattr(training, "train", begin_only)
+    monkeypatch.setattr("recipes.translation.train.train", begin_only)
     for given in ({}, {"training.steps": 3}, {"training.learning_rate": 0.01}, {"data.builtin_pairs": 99}):
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         assert main(["train", "--run", str(run), *words]) == 2

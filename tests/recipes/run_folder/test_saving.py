@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.translation import train as training
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files import atomic_folder, tensors
 from recipes.translation.files.atomic_folder import MANIFEST, whole_folder
@@ -30,6 +29,7 @@ from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.training import TrainingConfig, save_interval
 from recipes.translation.train import train
+from recipes.translation.training import training
 from recipes.translation.training.progress import StepNumbers
 from tests.recipes.processes.started import forked
 from tests.recipes.random_translator import fingerprint, random_translator

@@ -16,7 +16,8 @@ import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.train import first_model, train
+from recipes.translation.train import train
+from recipes.translation.training.beginning import first_model
 from recipes.translation.training.layout import Layout, devices_of
 from recipes.translation.training.progress import read_step
 from tests.recipes.tiny import tiny, tiny_decoder_only

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from recipes.translation import train as training
 from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
@@ -27,6 +26,8 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS, Metric
 from recipes.translation.settings.schema import Schema
 from recipes.translation.train import train
+from recipes.translation.training import training
+from recipes.translation.training.optimizer import learning_rate
 from recipes.translation.training.validation import Validation, note_validation, out_of_patience, reduce_rate
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
@@ -169,10 +170,11 @@ def test_weights_that_are_not_finite_are_never_saved(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps whose loss and gradient are finite, and whose update is not; with and without a validation after it."""
-    run, rate = tmp_path / "run", training.learning_rate
+    run = tmp_path / "run"
     train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
     monkeypatch.setattr(
-        training, "learning_rate", lambda settings, step, *more: math.inf if step == 3 else rate(settings, step, *more)
+        "recipes.translation.train.learning_rate",
+        lambda settings, step, *more: math.inf if step == 3 else learning_rate(settings, step, *more),
     )
     if every > 1:
         monkeypatch.setattr(training, "check_finite", lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -21,7 +21,8 @@ from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.text.subwords import UNK
-from recipes.translation.train import first_model, train
+from recipes.translation.train import train
+from recipes.translation.training.beginning import first_model
 from recipes.translation.training.layout import Layout
 from seqpar.testing.precision import TWICE, error
 from seqpar.testing.ranks import RankError, ranks

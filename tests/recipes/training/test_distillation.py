@@ -23,7 +23,8 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
-from recipes.translation.train import dropout_seed, first_model, train
+from recipes.translation.train import dropout_seed, train
+from recipes.translation.training.beginning import first_model
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.parts import local_of, open_model

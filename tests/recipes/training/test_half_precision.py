@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import seqpar
 from models.attention import added_scores
-from recipes.translation import train as training
 from recipes.translation.data.batches import Batch
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, TrainingError
@@ -25,7 +24,9 @@ from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.checkpoint import TrainingState, load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig, TrainingConfig
-from recipes.translation.train import first_model, train
+from recipes.translation.train import train
+from recipes.translation.training import beginning
+from recipes.translation.training.beginning import first_model
 from recipes.translation.training.half_precision import GROWTH_INTERVAL, SMALLEST_SCALE, check_autocast, skips
 from recipes.translation.training.layout import Layout
 from seqpar.testing.precision import TWICE, error
@@ -130,7 +131,7 @@ def test_loss_and_gradient_are_as_close_to_float64_as_those_of_plain_float16_wit
 def test_steps_that_overflow_change_nothing_and_are_counted_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(training, "TrainingState", TOO_LARGE)
+    monkeypatch.setattr(beginning, "TrainingState", TOO_LARGE)
     summary = train(tiny(tmp_path / "run", {**OVERFLOWS, "training.steps": 1, "training.validate_every": 1}))
     assert summary.state.skipped == 1
     assert (summary.state.loss_scale, summary.state.steps_of_scale, summary.state.tokens) == (2.0**25, 0, 0)
@@ -149,7 +150,7 @@ def test_steps_that_overflow_change_nothing_and_are_counted_and_told(
 def test_a_run_that_skips_steps_is_stopped_and_resumed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "TrainingState", TOO_LARGE)
+    monkeypatch.setattr(beginning, "TrainingState", TOO_LARGE)
     through = train(tiny(tmp_path / "through", OVERFLOWS))
     assert 2 < through.state.skipped < 10
     for steps in (2, 7, 12):  # the first time between two overflows
@@ -192,7 +193,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all_in_every_layout(layout: str, 
 def test_a_gradient_that_overflows_with_the_smallest_scale_ends_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "TrainingState", partial(TrainingState, loss_scale=2 * SMALLEST_SCALE))
+    monkeypatch.setattr(beginning, "TrainingState", partial(TrainingState, loss_scale=2 * SMALLEST_SCALE))
     accumulate = Layout.accumulate
     monkeypatch.setattr(
         Layout, "accumulate", lambda layout, batches, place, scale: accumulate(layout, batches, place, math.inf)

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.translation import train as training
 from recipes.translation.report.draw import report, write_report
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder import saving
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training import journal, machine
+from recipes.translation.training import journal, machine, training
 from recipes.translation.training.journal import sample_rows
 from tests.recipes.processes.started import forked
 from tests.recipes.tiny import tiny, tiny_decoder_only

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.processes.stop import StopSignals
@@ -27,7 +26,7 @@ from recipes.translation.run_folder.checkpoint import load_facts, load_translato
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.train import train
-from recipes.translation.training import validation
+from recipes.translation.training import training, validation
 from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation

@@ -123,7 +123,7 @@ def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_returns_memory_after_each_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr("recipes.translation.train.return_free_memory", lambda: calls.append(1))
+    monkeypatch.setattr("recipes.translation.training.training.return_free_memory", lambda: calls.append(1))
     train(tiny(tmp_path / "run", {"data.builtin_pairs": 60, "training.steps": 5, "training.validate_every": 2}))
     assert len(calls) == 3
 

@@ -1,0 +1,155 @@
+"""What a training begins with: the checkpoint that it resumes, or the weights of another run, or random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models import EncoderDecoder
+from models.transformer import first_weights
+from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.data.positions import check_positions
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState, saved_config
+from recipes.translation.run_folder.other_model import check_same_teacher, load_teacher, run_subwords, starting_weights
+from recipes.translation.run_folder.resume import changed_scoring, check_jumps, check_same_data, check_steps, flat
+from recipes.translation.run_folder.translator import (
+    WEIGHTS,
+    build_model,
+    check_fits,
+    check_layers,
+    model_sizes,
+    tensors_of,
+)
+from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.training.ema import WeightAverage
+from recipes.translation.training.layout import Layout
+from recipes.translation.training.optimizer import check_rate, make_optimizer, with_steps
+from recipes.translation.training.parts import OpenedModel, open_model
+from recipes.translation.training.trained_weights import adapt, freeze
+
+
+def share_checkpoint(read: Callable[[], SavedTraining | None], ranks: Ranks) -> SavedTraining | None:
+    """Return the checkpoint to resume from, whose tensors only rank 0 has; None for a new run."""
+    saved = ranks.run_on_all(lambda: read() if ranks.is_main else None)
+    state = ranks.run_on_main(lambda: saved.state if saved else None)
+    if state is None:
+        return None
+    return saved or SavedTraining({}, {}, state)
+
+
+def read_data(config: RunConfig, ranks: Ranks, fresh: bool, as_it_is: bool) -> tuple[Corpus, TrainingConfig]:
+    """Return the text to train on, and the settings of the training, whose `epochs` are steps of it.
+
+    With `as_it_is`, data that looks like a mistake is taken.
+    """
+    settings = config.training
+    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), as_it_is)
+    lengths = {"training.max_length": settings.max_length, "decoding.max_length": config.decoding.max_length}
+    check_positions(lengths, model_sizes(config.model), corpus)
+    ranks.agree({"the training and validation data": corpus.fingerprint})
+    return corpus, with_steps(settings, corpus.train)
+
+
+def first_state(run: Path, corpus: Corpus, saved: SavedTraining | None, teacher: OpenedModel | None) -> TrainingState:
+    """Return the state of the checkpoint, which must be of this data and teacher; without one, a new state."""
+    new = TrainingState(data=corpus.fingerprint, teacher=teacher.saved.digest if teacher else "")
+    state = saved.state if saved else new
+    check_same_data(corpus, saved, run)
+    check_same_teacher(teacher and teacher.saved, state, run)
+    return state
+
+
+def check_end(
+    config: RunConfig, settings: TrainingConfig, corpus: Corpus, saved: SavedTraining | None, insist: bool
+) -> None:
+    """Raise ConfigError where a resumed run has no step left, or would jump to another learning rate."""
+    if saved is None:
+        return
+    run = Path(config.run)
+    if settings.epochs:
+        check_steps(run, settings.steps, saved.state.step)
+    if not insist:
+        before = saved_config(run / "last")
+        changed = changed_scoring(flat(before), flat(config))
+        check_jumps(run, before.training, config.training, changed, saved.state)
+        was = with_steps(before.training, corpus.train)
+        check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
+
+
+def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus, ranks: Ranks) -> OpenedModel | None:
+    """Return the model whose predictions are learned from, in the weights' dtype of the training; None without one."""
+    if not settings.teacher or not settings.teacher_weight:
+        return None
+
+    def read() -> SavedModel:
+        return load_teacher(settings.teacher, language_tags, corpus.source, corpus.target)
+
+    return open_model(read, ranks, WEIGHTS[settings.precision])
+
+
+def first_model(
+    config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks
+) -> tuple[EncoderDecoder, Iterator[tuple[str, Tensor]]]:
+    """Return the model with which training begins, without memory, and its whole weights, each when it is asked for.
+
+    They are those of the checkpoint, of another run's model, or random.
+    """
+    settings = config.training
+    sizes = model_sizes(config.model)
+    last = Path(config.run) / "last"
+
+    def build() -> EncoderDecoder:
+        model = build_model(sizes, corpus.source, corpus.target)
+        # M2M-100 and NLLB-200 have no bias of the projection: an imported one stays 0, and can be exported again
+        freeze(model, settings.freeze, bool(settings.start_from) and config.model.preset == "m2m100")
+        adapt(model, settings, sizes.d_model)
+        return model
+
+    def read_start() -> Mapping[str, Tensor]:
+        return starting_weights(settings.start_from, config.model, config.subwords) if ranks.is_main else {}
+
+    start = None
+    if saved is None and settings.start_from:
+        start = ranks.run_on_all(read_start)
+    ranks.run_on_main(lambda: check_layers(sizes, saved.weights, last) if saved else None)
+    torch.manual_seed(settings.seed)
+    with torch.device("meta"):
+        model = build()
+    drawn = first_weights(model)
+    model.to(WEIGHTS[settings.precision])
+    own = tensors_of(model)
+    if saved:
+        ranks.run_on_main(lambda: check_fits(own, saved.weights, last))
+        return model, ranks.tensors_of_main(saved.weights, own)
+    if start is None:
+        return model, drawn  # by every rank, so that none need be sent
+    plain = {name: each for name, each in own.items() if not name.endswith(LORA)}
+    ranks.run_on_main(lambda: check_fits(plain, start, settings.start_from))
+    of_lora = ((name, weight) for name, weight in drawn if name.endswith(LORA))
+    return model, chain(ranks.tensors_of_main(start, plain), of_lora)
+
+
+def first_moments(
+    layout: Layout, settings: TrainingConfig, saved: SavedTraining | None
+) -> tuple[torch.optim.Optimizer, WeightAverage]:
+    """Return the optimizer and the average of the weights, as they are in the checkpoint; without one, new ones.
+
+    The layout has replaced the parameters that it splits or shards.
+    """
+    optimizer = make_optimizer(layout.model, settings)
+    average = WeightAverage(layout, settings.ema)
+    if saved:
+        if saved.state.step > saved.state.skipped:  # before the first update there are no moments
+            layout.fill_moments(optimizer, saved.moments)
+        layout.parts.receive(average.averages, saved.averages)
+    return optimizer, average
+
+
+LORA = (".lora_A", ".lora_B")
+"""What the names of LoRA's matrices end with."""
