@@ -27,11 +27,12 @@ import torch
 from benchmarks.loss.results import hardware
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.files.atomic_folder import model_folder
+from recipes.translation.files.atomic_folder import model_folder, verified_folder
 from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, load_translator
 from recipes.translation.scores.bootstrap import interval, resampled_scores
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
 from seqpar.markdown_table import markdown_table
@@ -106,7 +107,7 @@ def systems(teacher: SavedModel, student: SavedModel, folder: Path, beams: Seque
 
 def bytes_of(folder: Path) -> int:
     """Return the size of a folder's files."""
-    return sum(file.stat().st_size for file in folder.iterdir())
+    return sum(file.stat().st_size for file in verified_folder(folder).iterdir())
 
 
 def measured(made: dict[str, System], pairs: Sequence[Pair], student: SavedModel, rounds: int) -> dict[str, Found]:
@@ -129,7 +130,7 @@ def measured(made: dict[str, System], pairs: Sequence[Pair], student: SavedModel
                     translations,
                     references,
                     lowercase=config.subwords.lowercase,
-                    tokenize=config.data.tokenize,
+                    tokenize=tokenizer_for(config.data.tokenize, config.data.target, references),
                 )
                 (bleus[name],) = (one for one in found if one.name == "bleu")
     return {name: Found(system, bleus[name], seconds[name]) for name, system in made.items()}
