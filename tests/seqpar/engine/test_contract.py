@@ -543,6 +543,16 @@ def test_padding_that_none_of_the_rows_asked_about_has_is_found(where: slice) ->
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(V - 2))(hidden, target)
 
 
+def test_padding_without_a_name_is_found_beside_more_that_has_one() -> None:
+    hidden, target = batch()
+    target[:] = torch.arange(len(target)) % 4
+    # Neither the first rows nor those that are asked about
+    target[1:9:2] = V - 2
+    target[9:] = -1
+    with pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(V - 2, named=-1))(hidden, target)
+
+
 @pytest.mark.parametrize("named", [0, 2, V - 1])
 def test_a_criterion_that_does_not_ignore_the_target_that_it_names_is_refused(named: int) -> None:
     with pytest.raises(ValueError, match=f"ignore_index is {named}, but its loss of target {named} is not 0"):
@@ -624,11 +634,11 @@ def test_a_function_that_was_replaced_by_one_that_hardly_differs_is_called(
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    "kind", ["cross_entropy", "linear", "forward", "gradient", "mode", "call", "module", "criterion"]
+    "kind", ["cross_entropy", "linear", "forward", "gradient", "mode", "call", "module", "criterion", "own criterion"]
 )
 def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first: bool, monkeypatch: Any) -> None:
     generator: nn.Module = (Called if kind == "call" else nn.Linear)(4, V).double()
-    criterion = nn.CrossEntropyLoss(reduction="sum")
+    criterion = seqpar.CrossEntropy() if kind == "own criterion" else nn.CrossEntropyLoss(reduction="sum")
     engine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)
     hidden, target = batch()
     if not first:
@@ -645,10 +655,8 @@ def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first:
             return 2 * result if isinstance(self, nn.Linear) else result
 
         monkeypatch.setattr(nn.Module, "__call__", doubled)
-    if kind == "criterion":
-        monkeypatch.setattr(
-            nn.CrossEntropyLoss, "forward", lambda self, z, y: 2 * F.cross_entropy(z, y, reduction="sum")
-        )
+    if kind.endswith("criterion"):
+        monkeypatch.setattr(type(criterion), "forward", lambda self, z, y: 2 * F.cross_entropy(z, y, reduction="sum"))
     if kind == "forward":
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias))
     if kind == "gradient":

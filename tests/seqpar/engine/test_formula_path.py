@@ -57,6 +57,7 @@ GENERATORS = {
     "a subclass with nothing of its own": (lambda: Generator(4, 7), True),
     "before a log-softmax": (lambda: nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(-1)), True),
     "before a softmax over rows": (lambda: nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(0)), False),
+    "before a softmax over the second dimension": (lambda: nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(1)), False),
     "before another layer": (lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU()), False),
     "a subclass with its own forward": (lambda: Twice(4, 7), False),
     "a subclass of Sequential": (lambda: Halved(nn.Linear(4, 7), nn.LogSoftmax(-1)), False),

@@ -286,6 +286,25 @@ def test_a_share_of_a_mask_is_found_behind_rows_that_are_ignored(is_generator):
         seqpar.LossCompute(generator, criterion, chunk_tokens=8)(hidden, target, mask=mask)
 
 
+def test_a_share_of_a_mask_is_found_behind_numbers_of_each_token():
+    """Which have ends in other rows, more than are asked about."""
+    torch.manual_seed(0)
+
+    class Weighing(BySharesOfMask):
+        def forward(self, rows, target, *, first, second, mask):
+            return super().forward(rows * (first * second).unsqueeze(-1), target, mask=mask)
+
+    engine = seqpar.LossCompute(nn.Linear(D, V).double(), Weighing(False), chunk_tokens=8)
+    first, second, mask = (
+        torch.linspace(1, 2, 48).double(),
+        torch.linspace(0, 9, 48).double().sin(),
+        torch.full((48,), 3),
+    )
+    mask[45] = 0
+    with pytest.raises(ValueError, match="does not add up"):
+        engine(torch.randn(48, D).double(), torch.randint(V, (48,)), first=first, second=second, mask=mask)
+
+
 class WarmedUp(nn.Module):
     """A mean that is 0 at first, of losses times a mask."""
 

@@ -157,6 +157,15 @@ def of_what_a_partial_holds() -> nn.Module:
     return Calling(lambda self, z, y: smoothed(z, y, step()))
 
 
+def of_a_keyword_of_a_partial() -> nn.Module:
+    def count(calls: dict[str, int]) -> int:
+        calls["n"] += 1
+        return calls["n"]
+
+    step = functools.partial(count, calls={"n": 0})
+    return Calling(lambda self, z, y: smoothed(z, y, step()))
+
+
 def of_a_method_in_a_partial() -> nn.Module:
     step = functools.partial(Schedule().step)
     return Calling(lambda self, z, y: smoothed(z, y, step()))
@@ -412,6 +421,7 @@ CHANGING = [
     (of_a_partial, "criterion.function"),
     (of_a_method, "step in the closure of <lambda>"),
     (of_what_a_partial_holds, "step in the closure of <lambda>"),
+    (of_a_keyword_of_a_partial, "step in the closure of <lambda>"),
     (of_a_method_in_a_partial, "step in the closure of <lambda>"),
     (of_an_object, "schedule in the closure of <lambda>"),
     (of_slots, "criterion.config"),
@@ -588,6 +598,31 @@ def test_what_a_call_opens_in_the_place_of_another_is_put_back(kind: Any) -> Non
         seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
     for files in (held, generator.held):
         assert [*files.values()] == [first] if kind is dict else [*files] == [first]
+
+
+def test_what_is_open_in_a_list_that_grows_is_there_once() -> None:
+    first = Log()
+    held: list[Any] = [first]
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        held.append(len(y))
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    assert held == [first, 5, 5, 5, 5]
+
+
+def test_a_generator_that_a_first_call_makes_in_a_container_gives_its_numbers_to_the_callers_rows() -> None:
+    held: dict[str, Any] = {"numbers": None}
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        if held["numbers"] is None:
+            held["numbers"] = (number for number in itertools.count())
+        next(held["numbers"])
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    assert next(held["numbers"]) == 4
 
 
 EFFECTS = {

@@ -289,12 +289,23 @@ def test_the_cause_of_a_step_is_inferred_from_the_numbers_of_the_rank_that_is_of
     assert (alike.world, alike.ranks_differ, alike.dtype) == (1, False, torch.float32)
 
 
-@pytest.mark.parametrize(("other", "random"), [(4.5, False), (4.6, True)])
-def test_random_numbers_are_those_by_which_two_steps_in_one_dtype_differ(other, random):
+@pytest.mark.parametrize(
+    ("other", "reference", "random"), [(4.5, 4.5, False), (4.6, 4.5, True), (9e-7, 0.0, False), (2e-6, 0.0, True)]
+)
+def test_random_numbers_are_those_by_which_two_steps_in_one_dtype_differ(monkeypatch, other, reference, random):
     """A step in a narrow dtype has another loss than that in float64, by its rounding."""
-    trial = Canned(len, Layout(dtype=torch.bfloat16), [ran(**RIGHT)], ran(4.5, **RIGHT), ran(4.0, **RIGHT), 1e-12)
-    trial._other_runs = lambda: [ran(other, **RIGHT)]
-    assert trial._evidence(0).again == (([4.6], [4.0], ()) if random else NEVER)
+    asked = []
+
+    def canned(make_trainer, *runs):
+        asked.extend(runs)
+        return [[ran(other, **RIGHT)] for _ in runs]
+
+    monkeypatch.setattr(same_step, "run", canned)
+    truth = ran(4.0, **RIGHT)._replace(sentences=2)
+    trial = _Trial(len, Layout(ranks=2, dtype=torch.bfloat16), [truth] * 2, ran(reference, **RIGHT), truth, 1e-12)
+    assert trial._evidence(0).again == (([other], [4.0], ()) if random else NEVER)
+    narrow = Run(Layout(dtype=torch.bfloat16), other_random_numbers=True)
+    assert asked == [Run(Layout(only=0)), Run(Layout(only=1)), narrow]
 
 
 @pytest.mark.parametrize("silent", [None, 1, 2])

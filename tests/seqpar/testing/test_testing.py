@@ -26,11 +26,12 @@ def test_a_wrong_loss_is_caught(wrong):
         assert_same_gradients(lambda: WRONG[wrong](w.square().sum()), lambda: w.square().sum(), {"w": w})
 
 
-def test_a_gradient_for_a_frozen_tensor_is_caught():
+@pytest.mark.parametrize("gradient", [torch.ones(2), torch.zeros(2)])
+def test_a_gradient_for_a_frozen_tensor_is_caught(gradient):
     frozen, w = torch.ones(2), torch.ones(2, requires_grad=True)
 
     def candidate():
-        frozen.grad = torch.ones(2)
+        frozen.grad = gradient
         return w.sum()
 
     with pytest.raises(AssertionError, match="frozen is frozen and got a gradient"):
