@@ -210,13 +210,13 @@ def _opened_since(value: Any, old: Any) -> Any:
     None that has taken the place of an open one.
     """
     if isinstance(value, dict):
-        return {name: item for name, item in value.items() if old.get(name) is None and _is_open(item)}
-    if any(_is_open(other) and not any(item is other for item in value) for other in old):
+        return {name: item for name, item in value.items() if old.get(name) is None and is_open(item)}
+    if any(is_open(other) and not any(item is other for item in value) for other in old):
         return []
-    return [item for item in value if _is_open(item) and not any(item is other for other in old)]
+    return [item for item in value if is_open(item) and not any(item is other for other in old)]
 
 
-def _is_open(value: Any) -> bool:
+def is_open(value: Any) -> bool:
     """Return whether it is something that its owner closes; a generator has a `close`, too, and is not opened."""
     return hasattr(type(value), "close") and not isinstance(value, GeneratorType)
 

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from seqpar.core.graphs import version_of
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_TORCH, PLAIN, Held, named_values, names_of_new_graphs
+from seqpar.engine.effects import (
+    KEEPS_A_GRAPH,
+    OF_TORCH,
+    PLAIN,
+    Held,
+    is_open,
+    is_same,
+    named_values,
+    names_of_new_graphs,
+)
 from seqpar.engine.module_calls import HOOKS
 from seqpar.engine.trial import REPEATS, Outcome, Trial
 
@@ -32,6 +41,9 @@ class Surroundings(Held):
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
+        self.head = head
+        self.first: Surroundings | None = None
+        """The same after the first call, once that has been looked at."""
         self.places: list[Place] = []
         self._of_name: Counter[str] = Counter()
         self._todo: deque[Any] = deque(_code_of(head))
@@ -68,15 +80,28 @@ class Surroundings(Held):
         """Let names stand for what they stood for, and containers hold what they held.
 
         Args:
-            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file; but not a
-                number or a tensor, which may be the first of a sum.
+            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file or a model;
+                but not what calls add to, such as a number, a list or an iterator.
         """
-        for place in self.places:
-            is_made = place.value is None and not isinstance(place.read(), (*PLAIN, Tensor))
-            if not (keeps_made and is_made):
+        made = [place.value is None and not isinstance(place.read(), (*PLAIN, Tensor)) for place in self.places]
+        now = Surroundings(self.head) if keeps_made and any(made) else None
+        for place, key, is_made in zip(self.places, self.values, made, strict=True):
+            if not (is_made and now is not None and self._stays(place.read(), key, now)):
                 place.write(place.value)
         for undo in self.undo:
             undo()
+
+    def _stays(self, made: Any, key: tuple[str, int], now: Surroundings) -> bool:
+        """Return whether what a call has made is open, or has not changed since the first call."""
+        inside: Collection[Any] = made if isinstance(made, (list, tuple, set, deque)) else ()
+        if isinstance(made, dict):
+            inside = made.values()
+        if any(map(is_open, (made, *inside))):
+            return True
+        if isinstance(made, Iterator) or self.first is None:
+            return False
+        missing = object()
+        return is_same(self.first.values.get(key, missing), now.values.get(key))
 
 
 def _code_of(head: nn.Module) -> Iterator[Any]:
@@ -112,6 +137,7 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
     and then the results must be the same bit by bit. One that shows after more than `REPEATS` calls is not found.
     """
     here = Surroundings(trial.head)
+    before.first = before.first or here
     changed = [name for name in before.changed_names(here) if name not in harmless]
     if not changed:
         return []

@@ -551,6 +551,56 @@ def test_what_a_first_call_makes_around_the_code_is_made_once() -> None:
     assert times == []  # it was put back, and nothing was made again
 
 
+MADE: dict[str, tuple[Any, Any, Any]] = {
+    "a counter": (collections.Counter, lambda made, rows: made.update(rows=rows), lambda made: made["rows"]),
+    "a list": (list, list.append, sum),
+    "a list in a list": (lambda: [[]], lambda made, rows: made[0].append(rows), lambda made: sum(made[0])),
+    "an array": (lambda: np.zeros(1), lambda made, rows: made.__iadd__(rows), lambda made: made[0]),
+    "an object": (Meter, lambda made, rows: setattr(made, "rows", made.rows + rows), lambda made: made.rows),
+    "a metric": (Metric, Metric.update, lambda made: made.sum),
+    "an iterator": (itertools.count, lambda made, rows: [next(made) for _ in range(rows)], next),
+    "a generator": (
+        lambda: (number for number in itertools.count()),
+        lambda made, rows: [next(made) for _ in range(rows)],
+        next,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_first_call_makes_to_count_in_counts_the_callers_rows_alone(name: str) -> None:
+    make, add, read = MADE[name]
+    made: Any = None
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        nonlocal made
+        made = make() if made is None else made
+        add(made, len(y))
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    assert read(made) == 20
+
+
+@pytest.mark.parametrize("keep", [lambda file: file, lambda file: [file, []], lambda file: {"log": file, "rows": []}])
+def test_a_file_that_a_first_call_opens_is_opened_once_under_whatever_name(keep: Any, tmp_path: Any) -> None:
+    kept: Any = None
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        nonlocal kept
+        if kept is None:
+            kept = keep((tmp_path / f"{len([*tmp_path.iterdir()])}").open("w"))
+        if isinstance(kept, (list, dict)):
+            kept[1 if isinstance(kept, list) else "rows"].append(len(y))
+        return F.cross_entropy(z, y, reduction="sum")
+
+    engine = seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)
+    for _ in range(2):
+        engine(*batch())
+    assert len([*tmp_path.iterdir()]) == 1
+    (kept["log"] if isinstance(kept, dict) else kept[0] if isinstance(kept, list) else kept).close()
+
+
 @pytest.mark.parametrize("held", [{}, [], {"log": None}, set()])
 def test_what_a_first_call_opens_in_a_container_is_opened_once(held: Any, tmp_path: Any) -> None:
     """Around the code, and in an attribute."""
