@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import distilled
 from recipes.translation.commands import main
 from recipes.translation.commands.arguments import require
 from recipes.translation.errors import ConfigError
+from recipes.translation.scores.scores import measure
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import contents
 from tests.recipes.saved import model_in, saved_file
@@ -200,3 +202,18 @@ def test_a_checkpoint_cannot_be_chosen_for_an_export(
     assert main(["serve", str(run), "--checkpoint", "last", "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert f"error: {run} translates with {run / 'ctranslate2'}, and --checkpoint is for torch: leave it out" in said
+
+
+def test_the_benchmark_of_a_teacher_and_a_student_measures_what_is_exported(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--teacher", str(run), "--student", str(run), "--sentences", "4", "--rounds", "1", "--student-beams", "3"]
+    monkeypatch.setattr("sys.argv", ["benchmarks.distilled", *words])
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    # What a model of one step says has a BLEU of 0, of which no other is a part
+    monkeypatch.setattr(distilled, "measure", lambda _, right, **options: measure(right, right, **options))
+    distilled.main()
+    table = capsys.readouterr().out.splitlines()
+    systems = [line.split(" | ")[0] for line in table if line.startswith(("| teacher", "| student"))]
+    exported = [f"CTranslate2, {kind}" for kind in ("float32", "int8", "int8, beam 3")]
+    assert systems == ["| teacher, torch", f"| teacher, {exported[0]}", *(f"| student, {one}" for one in exported)]
