@@ -98,6 +98,7 @@ class Trial:
         """Return the trial with another number in each mask that is the same in every row; None if there is no such.
 
         A mask without padding, or a weight of 1, shows nothing; and no later call asks again because of its numbers.
+        Whole numbers of 0 are left, which may be those of a class.
         """
         other = shallow_copy(self)
         other.rows = [self.rows[0], *map(_masked, self.rows[1:])]
@@ -155,8 +156,9 @@ class Trial:
 
 
 def _masked(rows: Tensor) -> Tensor:
-    """Return a mask of which all is 1, or False, with another number in the second row; anything else as it is."""
-    if not rows.numel() or not ((rows == 1).all() or (rows.dtype == torch.bool and not rows.any())):
+    """Return a mask of which all is 1, False or 0.0, with another number in the second row; anything else as it is."""
+    may_be_0 = rows.dtype == torch.bool or rows.is_floating_point()
+    if not rows.numel() or not ((rows == 1).all() or (may_be_0 and not rows.any())):
         return rows
     other = rows.clone()
     # Of what a row attends to, the last place alone: where nothing is left there is no number to compare

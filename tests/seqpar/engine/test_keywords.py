@@ -351,10 +351,13 @@ EACH = {
     "a product": torch.mul,
     "a loss that refuses zeros": refusing_zeros,
     "the row's own": lambda x, mask: x / (1 + mask),
+    "a sum": torch.add,
 }
 ONES = [torch.ones(12), torch.ones(12).bool(), torch.ones(12).long(), torch.ones(3, 4)]
+NO_NUMBERS = [torch.bool, torch.float32]
 MASKED = [(name, mask) for name in [*JOINING, *EACH] for mask in ONES]
-MASKED += [(name, torch.zeros(12).bool()) for name in ("by the spread", "the row's own")]
+MASKED += [(name, torch.zeros(12, dtype=kind)) for name in ("by the spread", "the row's own") for kind in NO_NUMBERS]
+MASKED += [("a sum", torch.zeros(12))]
 
 
 @pytest.mark.parametrize("role", ["generator", "criterion"])
