@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
     names = names_in(function.__code__)
     around = function.__globals__
     yield from _entries(around, names, "the global ")
+    for name in sorted(_globals_set_in(function.__code__) - around.keys()):
+        # It stands for nothing yet
+        yield Place(f"the global {name}", None, partial(_write_or_remove, around, name), partial(around.get, name))
     for used in sorted(names & around.keys()):
         if isinstance(around[used], ModuleType) and not is_of_library(around[used]):
             yield from _entries(vars(around[used]), names, f"{used}.")
@@ -57,6 +61,22 @@ def _entries(owner: dict[str, Any], names: set[str], prefix: str) -> Iterator[Pl
     """Yield what stands under these names in a dict of attributes or globals."""
     for name in sorted(names & owner.keys()):
         yield Place(f"{prefix}{name}", owner[name], partial(owner.__setitem__, name), partial(owner.get, name))
+
+
+def _write_or_remove(owner: dict[str, Any], name: str, value: Any) -> None:
+    """Let a name stand for a value again, or for nothing if that is None."""
+    if value is None:
+        owner.pop(name, None)
+    else:
+        owner[name] = value
+
+
+@lru_cache(maxsize=1024)
+def _globals_set_in(code: CodeType) -> frozenset[str]:
+    """Return the globals that code sets, with those that the functions set which it makes."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own.union(*map(_globals_set_in, inner)))
 
 
 def names_in(code: CodeType) -> set[str]:

@@ -11,7 +11,7 @@ import functools
 import operator
 import random
 import sys
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -127,7 +127,7 @@ class Held:
         if isinstance(value, functools.partial):
             return type(value), *self._look_at_each((value.func, value.args, value.keywords))
         # What FSDP2 and others keep beside a module, whose tensors may have no memory, is not the pair's
-        if is_of_library(type(value)) and not isinstance(value, nn.Module):
+        if is_of_library(type(value)) and not isinstance(value, (nn.Module, UserDict, UserList, ChainMap)):
             return value
         own = getattr(value, "__dict__", None)
         slots = slots_of(value)

@@ -53,11 +53,23 @@ class Surroundings(Held):
             if code in seen or is_of_library(code):
                 continue
             seen.add(code)
+            self._take_away_later(code)
             for place in _places_of(code):
                 self.places.append(place)
                 # Of several functions of one name each has its own
                 self.values[place.name, self._of_name[place.name]] = self._look(place.value)
                 self._of_name[place.name] += 1
+
+    def _take_away_later(self, code: Any) -> None:
+        """Remember to take away what a function or class gets in attributes that it does not have."""
+        own = {*vars(code)}
+
+        def put_back() -> None:
+            for name in vars(code).keys() - own:
+                if not is_open(vars(code)[name]):
+                    delattr(code, name)
+
+        self.undo.append(put_back)
 
     def _look(self, value: Any) -> object:
         if isinstance(value, MethodType):

@@ -582,6 +582,84 @@ def test_what_a_first_call_makes_to_count_in_counts_the_callers_rows_alone(name:
     assert read(made) == 20
 
 
+def on_a_function() -> tuple[Any, Any]:
+    def function() -> None: ...
+
+    return (lambda number: setattr(function, "begun", number)), lambda: getattr(function, "begun", 0)
+
+
+def on_a_class() -> tuple[Any, Any]:
+    class Owner: ...
+
+    return (lambda number: setattr(Owner, "begun", number)), lambda: getattr(Owner, "begun", 0)
+
+
+def in_a_global() -> tuple[Any, Any]:
+    def write(number: Any) -> None:
+        global BEGUN
+        BEGUN = number
+
+    return write, lambda: globals().get("BEGUN", 0)
+
+
+def in_a_global_of_an_inner_function() -> tuple[Any, Any]:
+    _, read = in_a_global()
+
+    def outer(number: Any) -> None:
+        def inner() -> None:
+            global BEGUN
+            BEGUN = number
+
+        inner()
+
+    return outer, read
+
+
+BEGINNING = [on_a_function, on_a_class, in_a_global, in_a_global_of_an_inner_function]
+
+
+@pytest.mark.parametrize("made", BEGINNING)
+def test_a_count_under_a_name_that_the_first_call_makes_is_of_the_callers_rows(made: Any, monkeypatch: Any) -> None:
+    monkeypatch.delitem(globals(), "BEGUN", raising=False)
+    write, read = made()
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        write(read() + len(y))
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    assert read() == 20
+
+
+@pytest.mark.parametrize("made", BEGINNING)
+def test_a_file_under_a_name_that_the_first_call_makes_is_opened_once(
+    made: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.delitem(globals(), "BEGUN", raising=False)
+    write, read = made()
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        if not read():
+            write((tmp_path / f"{len([*tmp_path.iterdir()])}").open("w"))
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    read().close()
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("kind", [collections.UserDict, collections.ChainMap, collections.UserList])
+def test_a_count_in_a_container_that_is_written_in_python_is_of_the_callers_rows(kind: Any) -> None:
+    held = kind([0] if kind is collections.UserList else {0: 0})
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        held[0] += len(y)
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    assert held[0] == 20
+
+
 @pytest.mark.parametrize("keep", [lambda file: file, lambda file: [file, []], lambda file: {"log": file, "rows": []}])
 def test_a_file_that_a_first_call_opens_is_opened_once_under_whatever_name(keep: Any, tmp_path: Any) -> None:
     kept: Any = None
