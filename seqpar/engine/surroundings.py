@@ -153,13 +153,15 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
     changed = [name for name in before.changed_names(here) if name not in harmless]
     if not changed:
         return []
+    # Results may be others in the first call alone; but what it has opened is not opened again
+    before.put_back(keeps_made=True)
     first = _call(trial)
     later = ((number, _call(trial)) for number in range(1, REPEATS))
     number, other = next((found for found in later if first.difference(found[1])), (0, first))
     if other is first:
         return changed
     for _ in range(REPEATS):
-        here.put_back()
+        before.put_back(keeps_made=True)
         again = [_call(trial) for _ in range(number + 1)]
         if first.difference(again[0]) or other.difference(again[-1]):
             return changed

@@ -77,6 +77,17 @@ def of_few_calls() -> nn.Module:
     return Calling(function)
 
 
+def of_the_first_call() -> nn.Module:
+    is_first = True
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        nonlocal is_first
+        calls, is_first = 0 if is_first else 1, False
+        return smoothed(z, y, calls)
+
+    return Calling(function)
+
+
 def of_every_thirteenth_call() -> nn.Module:
     calls = 0
 
@@ -401,6 +412,7 @@ CHANGING = [
     (of_a_global, "the global NUMBER"),
     (of_a_closure, "calls in the closure of function"),
     (of_few_calls, "calls in the closure of function"),
+    (of_the_first_call, "is_first in the closure of function"),
     (of_every_thirteenth_call, "calls in the closure of function"),
     (of_a_default, "a default of function"),
     (of_a_function, "function.calls"),
