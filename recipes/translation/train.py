@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy
 import torch
 
 from recipes.translation.data.batches import Steps
+from recipes.translation.data.corpus import load_corpus
 from recipes.translation.processes.ranks import Ranks, join_ranks
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.other_model import start_of
+from recipes.translation.run_folder.other_model import run_subwords, start_of
 from recipes.translation.run_folder.resume import begin, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import model_sizes
@@ -29,8 +31,8 @@ from recipes.translation.training.beginning import (
     first_model,
     first_moments,
     first_state,
+    fit_to_corpus,
     opened_teacher,
-    read_data,
     share_checkpoint,
 )
 from recipes.translation.training.dry_run import cost
@@ -86,12 +88,14 @@ def train_on(
     """Train in the process that `ranks` describes, in a folder to which no other run writes."""
     run = Path(config.run)
     values = flat(config)
+    sizes = model_sizes(config.model)  # its errors first, before anything is read
     ranks.run_on_main(lambda: check_installed(config.training.trackers))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
 
     saved = share_checkpoint(lambda: begin(config, fresh), ranks)
-    corpus, settings = read_data(config, ranks, fresh, insist or saved is not None)
+    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
+    settings = fit_to_corpus(config.training, config.decoding.max_length, sizes, corpus, ranks)
     teacher = opened_teacher(settings, config.data.language_tags, corpus, ranks)
     state = first_state(run, corpus, saved, teacher)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
@@ -119,7 +123,6 @@ def train_on(
         state, settings.steps, share, validate_every=settings.validate_every, classes=len(corpus.target)
     )
     began = {"model": size, "settings": values}
-    width = model_sizes(config.model).d_model
     stopped_by = None
     with (
         StopSignals(ranks.world > 1) as stop,
@@ -142,7 +145,7 @@ def train_on(
             loss = layout.accumulate(micro_batches, place, scale)
             done = read_step(loss, layout.clip(settings.clip, scale))
             state.step += 1
-            training.update(done, learning_rate(settings, state.step, width, state.reductions))
+            training.update(done, learning_rate(settings, state.step, sizes.d_model, state.reductions))
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 training.validate_and_save()
             training.save_if_due()

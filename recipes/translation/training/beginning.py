@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 
 from models import EncoderDecoder
+from models.presets import Sizes
 from models.transformer import first_weights
-from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.data.corpus import Corpus
 from recipes.translation.data.positions import check_positions
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState, saved_config
-from recipes.translation.run_folder.other_model import check_same_teacher, load_teacher, run_subwords, starting_weights
+from recipes.translation.run_folder.other_model import check_same_teacher, load_teacher, starting_weights
 from recipes.translation.run_folder.resume import changed_scoring, check_jumps, check_same_data, check_steps, flat
 from recipes.translation.run_folder.translator import (
     WEIGHTS,
@@ -43,17 +43,15 @@ def share_checkpoint(read: Callable[[], SavedTraining | None], ranks: Ranks) -> 
     return saved or SavedTraining({}, {}, state)
 
 
-def read_data(config: RunConfig, ranks: Ranks, fresh: bool, as_it_is: bool) -> tuple[Corpus, TrainingConfig]:
-    """Return the text to train on, and the settings of the training, whose `epochs` are steps of it.
+def fit_to_corpus(settings: TrainingConfig, longest: int, sizes: Sizes, corpus: Corpus, ranks: Ranks) -> TrainingConfig:
+    """Return the settings with the steps that `epochs` are of this text, which must be the same on all ranks.
 
-    With `as_it_is`, data that looks like a mistake is taken.
+    Raise ConfigError unless the model has positions for sentences of the training and for translations of the longest.
     """
-    settings = config.training
-    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), as_it_is)
-    lengths = {"training.max_length": settings.max_length, "decoding.max_length": config.decoding.max_length}
-    check_positions(lengths, model_sizes(config.model), corpus)
+    lengths = {"training.max_length": settings.max_length, "decoding.max_length": longest}
+    check_positions(lengths, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
-    return corpus, with_steps(settings, corpus.train)
+    return with_steps(settings, corpus.train)
 
 
 def first_state(run: Path, corpus: Corpus, saved: SavedTraining | None, teacher: OpenedModel | None) -> TrainingState:
