@@ -29,10 +29,9 @@ def leaf(seed: int, *shape: int) -> Tensor:
 
 def linear(seed: int, inputs: int = D, outputs: int = V) -> nn.Linear:
     # No random number is drawn
-    made = nn.Linear(inputs, outputs, device="meta", dtype=torch.float64).to_empty(device="cpu")
-    with torch.no_grad():
-        for number, parameter in enumerate(made.parameters()):
-            parameter.copy_(t(seed + number, *parameter.shape))
+    made = nn.Linear(inputs, outputs, device="meta")
+    for number, (name, parameter) in enumerate([*made.named_parameters()]):
+        setattr(made, name, nn.Parameter(t(seed + number, *parameter.shape)))
     return made
 
 
