@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from seqpar.testing.ranks import close_all
+from tests.recipes.files.watching import Event, not_on_the_disk, watched
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,6 +26,15 @@ def fresh_ranks() -> Iterator[None]:
     """Ranks end with their test: a training leaves gloo groups in them, whose threads wake a hundred times a second."""
     yield
     close_all()
+
+
+@pytest.fixture(autouse=True)
+def durable(request: pytest.FixtureRequest) -> Iterator[list[Event]]:
+    """A power failure after any test would lose nothing that has its name."""
+    with watched() as events:
+        yield events
+    if "killed_before" not in request.fixturenames:
+        assert not not_on_the_disk(events)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from recipes.translation.commands import main
 from tests.printed_commands import all_finished
-from tests.recipes.files.watching import Event, watched
+from tests.recipes.files.watching import Event, not_on_the_disk, watched
 from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.faults
@@ -164,21 +164,7 @@ def test_a_link_is_refused_in_one_line_or_replaced_and_never_followed(
 
 
 def test_what_a_command_writes_is_on_the_disk_before_it_has_its_name(commands: dict[str, Watched]) -> None:
-    late = []
-    for command, found in commands.items():
-        for number, event in enumerate(found.events):
-            if event.to is None or is_new(event.to) or event.to.name.endswith(".previous"):
-                continue
-            if any(is_new(folder) for folder in event.to.parents):  # which is flushed before it has its own name
-                continue
-            before, after = found.events[:number], found.events[number:]
-            for path in event.inside or (event.path,):
-                times = [now for now, each in enumerate(before) if each == Event("flushed", path)]
-                if not times or Event("opened", path) in before[times[-1] :]:
-                    late.append((command, path))
-            if Event("flushed", event.to.parent) not in after:
-                late.append((command, event.to))
-    assert not late
+    assert not [line for found in commands.values() for line in not_on_the_disk(found.events)]
 
 
 def test_records_are_on_the_disk_before_the_state_that_counts_on_them(commands: dict[str, Watched]) -> None:

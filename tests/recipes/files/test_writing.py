@@ -79,16 +79,6 @@ def test_the_first_file_is_the_lock_of_all_until_they_have_their_names(tmp_path:
     assert opened[0] == beside(tmp_path / "first", "new")
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(tmp_path: Path) -> None:
-    files = [tmp_path / "first", tmp_path / "second"]
-    with watched() as events:
-        replace_files(dict.fromkeys(files, b""))
-    for file in files:
-        renamed = next(place for place, event in enumerate(events) if event.to == file)
-        assert Event("flushed", beside(file, "new")) in events[:renamed]
-        assert events[renamed + 1] == Event("flushed", tmp_path)
-
-
 def test_what_is_added_is_on_the_disk(tmp_path: Path) -> None:
     with watched() as events:
         add_to(tmp_path / "file", b"a")

@@ -39,6 +39,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.train import train
 from recipes.translation.training import training
+from tests.recipes.files.watching import Event, not_on_the_disk
 from tests.recipes.random_translator import random_translator
 from tests.recipes.run_folder.made import resealed
 from tests.recipes.saved import model_in, saved_file
@@ -311,26 +312,19 @@ def test_a_folder_is_looked_at_while_no_other_process_replaces_it(
     assert claimed == [True, True]
 
 
-def test_every_file_is_on_the_disk_before_the_folder_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missed", ["", ".best.new", ".best.new/a", f".best.new/{MANIFEST}"])
+def test_every_test_of_the_recipe_tells_what_a_power_failure_could_lose(
+    missed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: list[Event]
 ) -> None:
-    events: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.replace
+    fsync = os.fsync
 
-    def noted_fsync(descriptor: int) -> None:
-        events.append(("flushed", os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
+    def misses_one(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) != tmp_path / missed:
+            fsync(descriptor)
 
-    def noted_rename(path: Path, target: Path) -> None:
-        events.append(("renamed", str(target)))
-        rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_rename)
-    target, new = tmp_path / "last", tmp_path / ".last.new"
-    with replaced_folder(target) as folder:
-        for name in ("a", "b"):
-            (folder / name).write_text(name)
-    done = events.index(("renamed", str(target)))
-    assert set(events[:done]) == {("flushed", str(path)) for path in (new, new / "a", new / "b", new / MANIFEST)}
-    assert events[done + 1 :] == [("flushed", str(tmp_path))]
+    monkeypatch.setattr(os, "fsync", misses_one)
+    with replaced_folder(tmp_path / "best") as folder:
+        (folder / "a").write_text("a")
+    (told,) = not_on_the_disk(durable)
+    durable.clear()
+    assert told.startswith(f"{tmp_path / missed} was renamed" if missed else f"the name {tmp_path / 'best'} was")
