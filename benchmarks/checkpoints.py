@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured, in turn (default: 5)")
     parser.add_argument("--folder", help="where the files are written, for as long as it takes")
     options = parser.parse_args()
+    if options.folder is not None and not Path(options.folder).is_dir():
+        parser.error(f"--folder {options.folder}: there is no such folder; make it first")
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
         translator = made(folder)

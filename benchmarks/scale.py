@@ -315,6 +315,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="ranks of each simulated world")
     options = parser.parse_args()
+    for world in options.worlds:
+        # Each is halved by layouts of two dimensions, and divides the rows of the weights
+        if world < 2 or VOCAB_SIZE % world:
+            parser.error(f"--worlds {world}: choose a power of 2 from 2 to {VOCAB_SIZE:,}")
     print(table(counts(tuple(options.worlds))))
 
 

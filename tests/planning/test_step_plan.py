@@ -346,6 +346,31 @@ def test_operations_per_second_are_refused_by_their_own_name() -> None:
         main([*COMMAND[:-2], "--flops-per-second", "-3", "--devices", "8"])
 
 
+def test_each_number_stands_in_its_column_in_its_unit() -> None:
+    """Counted by hand from numbers that differ: seconds are 1.25 + 0.5 + 0.128 + 0.064, a GiB is 2^30 bytes."""
+    plan = StepPlan(
+        "hsdp", 24, ranks=(3, 4, 2), micro_batches=5, compute=1.25, exchange=0.5, bubble=0.128, exposed=0.064,
+        hidden=0.75, projection=0.137, tokens_per_second=4321.4, efficiency=0.618, state=7 * 2.0**30,
+    )  # fmt: skip
+    header, _, row = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table([plan]).splitlines())
+    assert dict(zip(header, row, strict=True)) == {
+        "layout": "hsdp",
+        "devices": "24",
+        "R x S x Q": "3 x 4 x 2",
+        "micro-batches": "5",
+        "step s": "1.942",
+        "compute": "1.250",
+        "exchange": "0.500",
+        "bubble": "0.128",
+        "exposed": "0.064",
+        "hidden": "0.750",
+        "tokens/s/device": "4,321",
+        "efficiency": "61.8%",
+        "projection, loss": "13.7%",
+        "state GiB": "7.0",
+    }
+
+
 def test_the_advice_is_the_simplest_layout_within_a_twentieth_of_the_quickest_that_fits() -> None:
     def said(devices: int, memory: float, **changed: Any) -> str:
         plans = [planned(devices, x, **changed) for x in LAYOUTS if x != "pipeline"]

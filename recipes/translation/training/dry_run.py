@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf, prod
 
@@ -52,9 +52,12 @@ def cost(
         "the loss (seqpar.memory_plan)": _loss_bytes(layout, settings, len(corpus.target)),
         "in all, measured with a forward and backward": peak + 2 * gradients,
     }
-    everyone = gather_objects(needs, ranks.group)
-    largest = {name: max(own[name] for own in everyone) for name in needs}
-    tokens = int(loss.tokens)
+    return in_lines(gather_objects(needs, ranks.group), seconds, int(loss.tokens), steps)
+
+
+def in_lines(everyone: Sequence[Mapping[str, int]], seconds: float, tokens: int, steps: int) -> str:
+    """Return what a dry run says, given the bytes of each process, and the time and target tokens of one step."""
+    largest = {name: max(own[name] for own in everyone) for name in everyone[0]}
     lines = [
         f"memory of a process, MB: {', '.join(f'{name} {size / 1e6:,.1f}' for name, size in largest.items())}",
         f"a forward and backward of the first step took {seconds:.2f} s for {tokens:,} target tokens, "

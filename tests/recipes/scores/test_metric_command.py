@@ -13,6 +13,7 @@ from recipes.translation.commands import main
 from recipes.translation.data import cleaning as cleaning_module
 from recipes.translation.data.cleaning import Cleaning
 from recipes.translation.errors import ConfigError
+from recipes.translation.scores.evaluate import Evaluation, add_command_scores
 from recipes.translation.scores.rerank import choose_by_command, choose_by_mbr_of_command
 from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.metric_command import command_scores
@@ -67,6 +68,19 @@ def test_evaluate_shows_the_mean_with_its_interval_and_writes_it_down(
     assert main(["evaluate", *files, "--metric-command", command]) == 0
     printed = capsys.readouterr().out
     assert f"metric command       1.17  [1.00, 1.33]      mean of the sentences, by {command}" in printed
+
+
+def test_each_test_set_has_the_mean_of_its_own_sentences_of_one_run_of_the_command(tmp_path: Path) -> None:
+    command = program(tmp_path, f"open({str(tmp_path / 'runs')!r}, 'a').write('x')\n{BY_JSON}")
+    pairs = [Pair("s", "r" * 10)] * 6
+    sets = [
+        Evaluation("news", pairs[:1], ["h" * 3], []),
+        Evaluation("talks", pairs[:3], ["h" * 4, "h" * 5, "h" * 9], []),
+        Evaluation("web", pairs[:2], ["h", "h" * 2], []),
+    ]
+    found = [one.measured[-1] for one in add_command_scores(command, sets)]
+    assert [one.score for one in found] == pytest.approx([0.3, 0.6, 0.15])
+    assert (tmp_path / "runs").read_text() == "x"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import argparse
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from recipes.translation.commands import main
 from recipes.translation.commands.training import PURPOSES, next_steps
@@ -15,7 +17,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
-from recipes.translation.training.summary import advice, command, is_hopeless
+from recipes.translation.training.summary import Summary, advice, command, is_hopeless, size_of
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
 
@@ -81,7 +83,23 @@ def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
         "training ended in epoch 3; go on with"
     )
     assert advice(Path(config.run), config.training, TrainingState(step=300, epoch=2)).endswith("--training.steps 1200")
+    assert advice(Path(config.run), config.training, TrainingState(step=130, epoch=2)).endswith("--training.steps 1000")
     assert "n-th line" in advice(Path(config.run), config.training, TrainingState(step=300, epoch=5))
+
+
+def test_a_summary_counts_validation_in_the_time_and_not_in_the_speed() -> None:
+    state = TrainingState(step=1_030, tokens=54_321, train_seconds=100, seconds=3_725)
+    line = str(Summary(Path("run"), state, 1_040, best=None, stopped_by=None, files=())).splitlines()[0]
+    assert line == "[train] 1,030 of 1,040 steps in 1:02:05, 543 target tokens/s without validation"
+
+
+def test_a_models_size_is_in_millions_and_that_of_its_trained_part_too() -> None:
+    model: Any = torch.nn.Linear(1_000, 1_500)
+    assert size_of(model) == "1.5 M parameters"
+    model.weight.requires_grad_(False)
+    assert size_of(model) == "1.5 M parameters (0.00 M trained)"
+    model.requires_grad_(True).bias.requires_grad_(False)
+    assert size_of(model) == "1.5 M parameters (1.50 M trained)"
 
 
 def test_the_demo_skips_its_samples_too_and_still_names_its_command(

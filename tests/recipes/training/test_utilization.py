@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,14 @@ from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.train import train
-from recipes.translation.training import machine
+from recipes.translation.training import dry_run, machine
+from recipes.translation.training.dry_run import in_lines
 from recipes.translation.training.machine import return_free_memory
+from recipes.translation.training.parts import Axes
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.summary import update_of
 from recipes.translation.training.utilization import PEAKS, flops_of_token, peak_of, share_of_peak
+from seqpar.memory_plan import memory_plan
 from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import options, tiny, tiny_decoder_only
 
@@ -185,6 +190,60 @@ def test_a_dry_run_of_a_run_that_has_begun_counts_the_steps_that_are_left_and_ch
     assert "7 steps will take" in (run / "train.log").read_text()
 
 
+def test_a_dry_run_shows_the_largest_process_and_the_time_of_all_steps() -> None:
+    everyone = [{"weights": 3_400_000, "the loss": 71_000_000}, {"weights": 1_265_400_000, "the loss": 2_000_000}]
+    assert in_lines(everyone, seconds=2.5, tokens=1_310, steps=1_296).splitlines() == [
+        "[dry-run] memory of a process, MB: weights 1,265.4, the loss 71.0",
+        "[dry-run] a forward and backward of the first step took 2.50 s for 1,310 target tokens, 524 a second",
+        "[dry-run] 1,296 steps will take about 54 minutes, without updates, validations and saving",
+        "[dry-run] nothing was trained; the subwords and ids are kept for the training",
+    ]
+
+
+def test_adams_moments_are_added_to_the_peak_that_a_dry_run_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "peak_memory", lambda devices: {"cpu": 50_000_000})
+    told = str(train(tiny(tmp_path / "run", {**STARTED, "model.d_model": 256}), dry_run=True))
+    found = re.search(r"Adam's moments ([\d.]+), the loss .*backward ([\d.]+)\n", told)
+    assert found
+    assert float(found[2]) == pytest.approx(50 + float(found[1]), abs=0.11)
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "accumulate", "planned"),
+    [
+        # Of the 900 tokens of a micro-batch a rank has all, where there is a micro-batch for each rank
+        (Axes(4, 1, 1), 1, 4, {"tokens": 3600, "devices": 4, "layout": "ddp"}),
+        (Axes(4, 1, 1), 1, 3, {"tokens": 900, "devices": 4, "layout": "ddp"}),
+        (Axes(1, 1, 1), 2, 1, {"tokens": 900, "devices": 2, "layout": "ddp"}),
+        (Axes(1, 2, 1), 1, 2, {"tokens": 1800, "devices": 2, "layout": "fsdp"}),
+        (Axes(2, 1, 3), 1, 2, {"tokens": 900, "devices": 3, "layout": "vocab"}),
+    ],
+)
+def test_a_dry_run_plans_the_loss_of_the_tokens_that_a_device_has(
+    axes: Axes, devices: int, accumulate: int, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def plan(**arguments: Any) -> Any:
+        asked.update(arguments)
+        return memory_plan(**arguments)
+
+    monkeypatch.setattr(dry_run, "memory_plan", plan)
+    layout: Any = SimpleNamespace(
+        axes=axes,
+        data_ranks=axes.data * axes.shard,
+        devices=[CPU] * devices,
+        device=CPU,
+        model=SimpleNamespace(generator=torch.nn.Linear(48, 7)),
+    )
+    settings = replace(TrainingConfig(), batch_tokens=900, accumulate=accumulate, chunk_tokens=64)
+    own = dry_run._loss_bytes(layout, settings, 1000)
+    assert asked == {**planned, "d": 48, "vocab": 1000, "dtype": "float32", "chunk_tokens": 64, "device": "cpu"}
+    assert own == memory_plan(**asked).of("linear_cross_entropy").peak
+
+
 def test_a_dry_run_that_would_remove_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["train", *options(tmp_path / "run"), "--dry-run", "--fresh"])
@@ -197,7 +256,13 @@ def test_a_dry_run_that_would_remove_a_run_is_refused(tmp_path: Path, capsys: py
         (4, 1000, 4, "processes: whole batches for each of these 4"),
         (6, 1000, 3, "processes: whole batches for each of these 3"),
         (1, 4096, 4, "training.accumulate 4 and training.batch_tokens 1,024 give each whole batches"),
-        (5, 1000, 2, "training.accumulate 6 and training.batch_tokens 833 give each whole batches"),
+        (
+            5,
+            1000,
+            2,
+            "processes: its last 1 are divided among these 2; training.accumulate 6 and training.batch_tokens 833 give "
+            "each whole batches",
+        ),
     ],
 )
 def test_the_settings_that_are_offered_keep_the_tokens_of_an_update_in_whole_batches(
