@@ -80,7 +80,7 @@ def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
 
 def format_number(number: float) -> str:
     """Return a number with four digits, or as a whole one from 10,000 on, where these would need an exponent."""
-    if abs(number) >= 10_000:
+    if round(abs(number)) >= 10_000:  # as 9,999.6 is with four digits
         return f"{number:,.0f}"
     return f"{number:.4g}"
 

@@ -186,7 +186,15 @@ def test_whole_numbers_have_about_twenty_bins(most: int, width: int) -> None:
 
 
 def test_numbers_of_an_axis_are_short() -> None:
-    assert [short(number) for number in (0.002, 15, 2500, 40_000, 1.5e6)] == ["0.002", "15", "2.5k", "40k", "1.5M"]
+    assert [short(number) for number in (0.002, 15, 1000, 2500, 40_000, 1e6, 1.5e6)] == [
+        "0.002",
+        "15",
+        "1k",
+        "2.5k",
+        "40k",
+        "1M",
+        "1.5M",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +242,12 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[s
     assert "BLEU" not in series
 
 
+def test_a_step_that_took_no_time_on_a_coarse_clock_has_no_speed(series: dict[str, list[Series]]) -> None:
+    machine = [{"step": number, "seconds": seconds} for number, seconds in ((1, 0.0), (2, 0.25))]
+    curves(RunRecords("fast", [step(1), step(2)], [], machine, [], None, {}))
+    assert (series["Tokens a second"][0].x, series["Tokens a second"][0].y) == ([2], [4 * 102])
+
+
 def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: dict[str, list[Series]]) -> None:
     run = make_run(tmp_path / "run")
     names = [f"en-{number}" for number in range(8)]
@@ -247,6 +261,10 @@ def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: 
     assert series["BLEU"][2].y == [3.0, 3.0]
     assert len({each.color for each in series["Loss"]}) == 2 + len(shown)
     assert "the others are the first 6 of 8 corpora" in charts["BLEU"].caption
+    six = {name: value for name, value in ours.items() if name.rpartition(".")[2] in shown}
+    lines(run / "metrics.jsonl", [step(1), validation(1, **six)])
+    charts = {chart.title: chart for chart in curves(read_run(run))}
+    assert "the others are each of 6 corpora" in charts["BLEU"].caption
 
 
 def scores_of(run: Path) -> str:
@@ -361,9 +379,34 @@ def test_a_run_without_settings_is_still_a_page() -> None:
     assert "Command, machine and versions are not recorded (resources.jsonl)." in Page(report(run)).text
 
 
+def test_the_best_number_of_each_metric_has_its_own_step() -> None:
+    losses = [4.25, 3.125, 3.5]
+    scores = [11.5, 17.25, 23.75]
+    found = [
+        {"step": 200 * number, "valid_loss": loss, "valid_bleu": bleu}
+        for number, (loss, bleu) in enumerate(zip(losses, scores, strict=True), start=7)
+    ]
+    run = RunRecords(
+        "three", [step(1)], found, [{"step": 1, "seconds": 3_700.0}, {"step": 2, "seconds": 25.4}], [], None, {}
+    )
+    text = Page(report(run)).text
+    assert re.search(r"steps\s*1,800", text)
+    assert re.search(r"best loss\s*3\.125\s*validation, step 1,600", text)
+    assert re.search(r"best BLEU\s*23\.75\s*validation, step 1,800", text)
+    assert re.search(r"time in steps\s*1:02:05", text)
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(17279.1, "17,279"), (-12345.6, "-12,346"), (9999.4, "9999"), (5.45, "5.45"), (0.0063, "0.0063")],
+    [
+        (17279.1, "17,279"),
+        (10000, "10,000"),
+        (-12345.6, "-12,346"),
+        (9999.6, "10,000"),
+        (9999.4, "9999"),
+        (5.45, "5.45"),
+        (0.0063, "0.0063"),
+    ],
 )
 def test_a_large_number_on_the_page_has_no_exponent(number: float, text: str) -> None:
     assert format_number(number) == text

@@ -31,3 +31,10 @@ def test_several_test_sets_have_a_line_each_and_one_for_the_mean_of_their_scores
     for bounds, lower, upper in zip(mean, first, second, strict=True):
         assert min(lower.low, upper.low) <= bounds.low <= bounds.high <= max(lower.high, upper.high)
     assert str(table).splitlines()[3].split()[:2] == ["mean", "5"]
+
+
+@pytest.mark.parametrize(("sentences", "warned"), [(99, True), (100, False)])
+def test_a_test_set_of_few_sentences_says_that_it_says_little(sentences: int, warned: bool) -> None:
+    texts = [f"the dog runs home at {number}" for number in range(sentences)]
+    table = str(scores_of_sets({"few": measure(texts, texts)}))
+    assert ("a test set of fewer than 100 sentences says little" in table) == warned

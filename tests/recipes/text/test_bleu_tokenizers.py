@@ -73,6 +73,12 @@ def test_auto_follows_the_language(language: str, name: str) -> None:
         (KOREAN, "13a"),  # written with spaces
         ([*GERMAN, "Er heißt 李明."], "13a"),
         ([*CHINESE, "Windows 11"], "zh"),
+        (["李明ab"], "13a"),  # not more than half
+        (["李明王a"], "zh"),
+        (["李明" * 19 + "のか"], "zh"),  # a twentieth is hardly any
+        (["李明" * 18 + "のか"], "ja-mecab"),
+        (["ภาxy"], "13a"),
+        (["ภาษy"], "char"),
     ],
 )
 def test_of_files_alone_the_script_decides(references: list[str], name: str) -> None:

@@ -236,7 +236,8 @@ def test_long_sentences_are_learned_from_too(tmp_path: Path) -> None:
 def test_a_sentence_that_is_left_out_of_the_subwords_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_subwords([*SENTENCES[:200], "a " * 40_000], tmp_path / "a", SubwordConfig(vocab_size=330))
+    longest = "a " * 32_768
+    train_subwords([*SENTENCES[:200], longest, f"{longest}a"], tmp_path / "a", SubwordConfig(vocab_size=330))
     assert "above 65,536 bytes, left out of the subwords' text: 1" in capsys.readouterr().err
 
 

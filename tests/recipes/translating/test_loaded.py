@@ -110,6 +110,7 @@ def test_the_n_best_are_those_of_a_beam_search(moved: LoadedTranslator) -> None:
     assert [one.score for one in found] == pytest.approx([one.score for one in expected])
     assert [one.log_probability for one in found] == pytest.approx([one.log_probability for one in expected])
     assert [one.text for one in empty] == [""]
+    assert [len(moved.n_best(SENTENCES[:1], n, beam=4)[0]) for n in (1, 4)] == [1, 4]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from models import beam_search
+from models.hypotheses import Hypothesis
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.translating import translate as translating
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.sentences import refusals
+from recipes.translation.translating.translate import in_words, tasks_of, translate
 
 WORDS = "The number is six."
 
@@ -143,12 +146,34 @@ def test_a_longer_max_length_of_translations_allows_longer_sources(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = translator.config
-    patient = replace(translator, config=replace(config, decoding=replace(config.decoding, max_length=300)))
     long = " ".join([WORDS] * 25)
     (subwords,) = map(len, translator.source.encode([long]))
-    assert 256 < subwords < 300
-    assert lengths_of(patient, monkeypatch, [long]) == [subwords]
-    assert capsys.readouterr().err == ""
+    assert subwords > 256
+    for longest, said in ((subwords, ""), (subwords - 1, f"[translate] 1 sentence is cut to {subwords - 1} subwords")):
+        decoding = replace(config.decoding, max_length=longest)
+        patient = replace(translator, config=replace(config, decoding=decoding))
+        assert lengths_of(patient, monkeypatch, [long]) == [longest]
+        error = capsys.readouterr().err
+        assert error.startswith(said)
+        assert bool(error) == bool(said)
+        assert bool(refusals(patient.source, patient.text, [long])) == bool(said)
+
+
+def test_a_beginning_leaves_a_step_for_the_end(translator: Translator) -> None:
+    (subwords,) = map(len, translator.target.encode([WORDS]))
+    options = SearchOptions(prefixes=[WORDS])
+    decoding = translator.config.decoding
+    tight, patient = (translator.with_decoding(replace(decoding, max_length=subwords + more)) for more in (0, 1))
+    with pytest.raises(DataError, match=f"line 1 has {subwords} subwords, and a translation at most {subwords} steps"):
+        tasks_of(tight, [WORDS], options)
+    assert len(tasks_of(patient, [WORDS], options)) == 1
+
+
+def test_a_translation_of_the_most_steps_has_not_ended(translator: Translator) -> None:
+    (tokens,) = translator.target.encode(["six"])
+    rows = [[Hypothesis(tokens, -1.0, -2.0)]] * 2
+    found = in_words(rows, translator.target, [len(tokens), len(tokens) + 1])
+    assert [row[0].finished for row in found] == [False, True]
 
 
 def test_ten_megabytes_in_one_line_are_one_translation(
