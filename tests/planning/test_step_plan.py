@@ -248,6 +248,7 @@ def test_a_step_takes_as_long_as_its_parts_and_no_device_is_faster_than_alone(
         ({"bucket": 0}, "bucket is 0"),
         ({"start": -1.0}, "start is -1.0"),
         ({"parameters": 10**9}, "parameters is 1000000000, but embedding and projection alone have 1050673152"),
+        ({"parameters": 1050673152}, "parameters is 1050673152, but embedding and projection alone have 1050673152"),
     ],
 )
 def test_bad_input_is_one_clear_line(wrong: dict[str, Any], said: str) -> None:
@@ -344,6 +345,12 @@ def test_what_is_no_whole_number_is_said_to_be_none(word: str, capsys: pytest.Ca
 def test_operations_per_second_are_refused_by_their_own_name() -> None:
     with pytest.raises(SystemExit, match=r"planning: flops_per_second is -3"):
         main([*COMMAND[:-2], "--flops-per-second", "-3", "--devices", "8"])
+
+
+def test_a_state_that_fills_the_memory_fits() -> None:
+    plan = planned(8, "fsdp")
+    assert advice([plan], plan.state / 2**30).startswith("Choose fsdp")
+    assert not advice([plan], plan.state / 2**30 * (1 - 1e-9)).startswith("Choose")
 
 
 def test_each_number_stands_in_its_column_in_its_unit() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
 from models import PRESETS, TransformerConfig
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.positions import most_subwords
+from recipes.translation.data.positions import check_positions, most_subwords
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.evaluate import evaluate
@@ -98,6 +100,23 @@ def test_a_sentence_has_the_positions_that_its_symbols_leave_on_the_longer_side(
     assert isinstance(sizes, TransformerConfig)
     assert most_subwords(replace(sizes, max_positions=10), symbols) == most
     assert most_subwords(PRESETS["tiny"], symbols) is None
+
+
+def test_a_sentence_may_have_all_positions_and_no_more() -> None:
+    sizes = PRESETS["mbart"]
+    assert isinstance(sizes, TransformerConfig)
+    sizes = replace(sizes, max_positions=10)
+
+    def corpus(*lengths: int) -> Any:
+        batches = SimpleNamespace(source_lengths=numpy.array([3, 3]), target_lengths=numpy.array(lengths))
+        valid = SimpleNamespace(batches=batches, held_out=SimpleNamespace(setting="data.valid"))
+        return SimpleNamespace(source=SimpleNamespace(symbols=Symbols()), valid=[valid])
+
+    check_positions({"decoding.max_length": 9}, sizes, corpus(4, 9))
+    with pytest.raises(ConfigError, match=r"decoding\.max_length is 10, but .* positions for 9 subwords"):
+        check_positions({"decoding.max_length": 10}, sizes, corpus(4, 9))
+    with pytest.raises(DataError, match=r"data\.valid: the target of pair 2 has 10 subwords, .* positions for 9:"):
+        check_positions({"decoding.max_length": 9}, sizes, corpus(4, 10))
 
 
 WORDS = {

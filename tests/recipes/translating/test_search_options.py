@@ -356,7 +356,13 @@ def test_the_defaults_of_sampling_are_those_that_are_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "changed"), [([], {}), (["--seed", "3"], {"seed": 3}), (["--top-p", "0.5"], {"top_p": 0.5})]
+    ("words", "changed"),
+    [
+        ([], {}),
+        (["--seed", "3"], {"seed": 3}),
+        (["--top-p", "0.5"], {"top_p": 0.5}),
+        (["--top-p", "1"], {"top_p": 1.0}),
+    ],
 )
 def test_what_is_not_asked_of_sampling_has_its_default(
     words: list[str], changed: dict[str, float], monkeypatch: pytest.MonkeyPatch

@@ -318,6 +318,9 @@ def test_the_objectives_of_2026_are_trls(loss_type):
 def test_icepops_mask_is_the_papers():
     log_ratio = numbers(3, 40)
     kept = [k if 0.5 <= k <= 2.0 else 0.0 for k in log_ratio.detach().exp().tolist()]
+    for weight in (0.5, 2.0):  # both ends are included
+        at = torch.tensor([weight], dtype=torch.float64).log()
+        assert masked_weights(at, min_weight=weight, max_weight=weight).tolist() == [weight]
     weights = masked_weights(log_ratio, min_weight=0.5, max_weight=2.0)
     assert 0 < kept.count(0.0) < 40
     assert not weights.requires_grad
