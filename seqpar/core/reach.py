@@ -5,12 +5,26 @@ from __future__ import annotations
 import contextlib
 import dis
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
-from types import CodeType, FunctionType, ModuleType
+from functools import cached_property, lru_cache, partial, partialmethod
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+
+from seqpar.core.structures import dict_of
 
 LIBRARIES = {"torch", "torchgen", "seqpar", "numpy", "transformers", "collections", "functools", "typing", "logging"}
 """Packages whose code is not looked into."""
+
+
+WRAPPERS = {
+    MethodType: "__func__",
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    property: "fget",
+    partial: "func",
+    partialmethod: "func",
+    cached_property: "func",
+}
+"""The attribute in which each of them has the function."""
 
 
 class Place(NamedTuple):
@@ -88,8 +102,16 @@ def names_in(code: CodeType) -> set[str]:
 def function_in(value: Any) -> FunctionType | None:
     """Return the function in a method, property or wrapper, or the function itself; None if there is none."""
     for _ in range(8):
-        if value is None or isinstance(value, (FunctionType, type)):
+        if isinstance(value, (FunctionType, type)):
             break
-        inside = (getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__", "func"))
-        value = next((inner for inner in inside if inner is not None), None)
+        value = _inside(value)
     return value if isinstance(value, FunctionType) else None
+
+
+def _inside(value: Any) -> Any:
+    """Return what a method, property or wrapper wraps; None for anything else, of which no attribute is asked."""
+    for kind, name in WRAPPERS.items():
+        if isinstance(value, kind):
+            return getattr(value, name)
+    # As functools.wraps and lru_cache leave it
+    return (dict_of(value) or {}).get("__wrapped__")

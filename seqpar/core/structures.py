@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import Tensor
@@ -67,15 +70,35 @@ def map_tensors(function: Callable[[Tensor], Tensor], structure: object) -> Any:
     return rebuild(structure, iter(mapped))
 
 
+def has_in_class(value: object, name: str) -> bool:
+    """Return whether the class of a value has an attribute; unlike `hasattr`, without a call of the value's own code.
+
+    A configuration whose `__getattr__` is `dict.get` would have every attribute, each of them None.
+    """
+    return any(name in vars(kind) for kind in type(value).__mro__)
+
+
 def attributes_of(value: object) -> dict[str, Any]:
     """Return what an object holds in attributes; nothing if it has none, as a number."""
-    own = getattr(value, "__dict__", None)
-    return {**(own if isinstance(own, dict) else {}), **slots_of(value)}
+    return {**(dict_of(value) or {}), **slots_of(value)}
+
+
+def dict_of(value: object) -> dict[str, Any] | None:
+    """Return the dict of an object's attributes; None if it has none."""
+    own = value.__dict__ if has_in_class(value, "__dict__") else None
+    return own if isinstance(own, dict) else None
 
 
 def slots_of(value: object) -> dict[str, Any]:
     """Return what an object holds in attributes that its class has named."""
-    return {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
+    found = {}
+    for name in slot_names(type(value)):
+        # Not by name, which would have one that is unset made by `__getattr__`
+        slot = inspect.getattr_static(type(value), name)
+        if isinstance(slot, MemberDescriptorType):
+            with contextlib.suppress(AttributeError):
+                found[name] = slot.__get__(value, type(value))
+    return found
 
 
 def slot_names(kind: type) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from seqpar.core.checks import is_dense
 from seqpar.core.device_facts import is_on_host
 from seqpar.core.graphs import version_of
-from seqpar.core.structures import attributes_of, leaves
+from seqpar.core.structures import attributes_of, has_in_class, leaves
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -78,7 +78,7 @@ class _Record(NamedTuple):
             if not is_dense(leaf):
                 return _Record(leaf, 0, 0, None)
             return _Record(leaf, leaf.untyped_storage().data_ptr(), version_of(leaf), _entries(leaf))
-        if hasattr(leaf, "__array_interface__"):
+        if has_in_class(leaf, "__array_interface__"):
             return _Record(leaf, 0, 0, _bytes(leaf))
         return _Record(leaf, 0, 0, None)
 
@@ -91,7 +91,7 @@ class _Record(NamedTuple):
             now = _entries(leaf)
             return now.shape == self.entries.shape and torch.equal(now, self.entries)
         if self.entries is not None:
-            return hasattr(leaf, "__array_interface__") and _bytes(leaf) == self.entries
+            return has_in_class(leaf, "__array_interface__") and _bytes(leaf) == self.entries
         if isinstance(self.value, (Number, str, bytes)):
             return leaf is self.value or leaf == self.value
         return True
@@ -115,7 +115,7 @@ def _attributes(leaf: object) -> Iterator[object]:
 
 
 def _has_memory(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__")
+    return isinstance(leaf, Tensor) or has_in_class(leaf, "__array_interface__")
 
 
 def _entries(tensor: Tensor) -> Tensor:

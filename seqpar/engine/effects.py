@@ -7,12 +7,16 @@ What modules hold is compared by value: numbers, tensors, containers and the att
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 import random
 import sys
+import weakref
+from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -24,7 +28,7 @@ from seqpar.core.checks import is_dense
 from seqpar.core.graphs import version_of
 from seqpar.core.reach import is_of_library
 from seqpar.core.row_independence import keep_torch_random_states
-from seqpar.core.structures import slots_of
+from seqpar.core.structures import dict_of, has_in_class, slots_of
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes that a structural copy has for itself."""
@@ -87,6 +91,8 @@ class Held:
 
     def _look(self, value: Any) -> object:
         """Return a copy of a value, by contents; remember how to put back what can be changed in place."""
+        if type(value) in weakref.ProxyTypes:
+            return id(value)
         if isinstance(value, (*UNLOOKED, *PLAIN)) or len(self._seen) > MOST_OBJECTS or self._depth > DEEPEST:
             return value
         if id(value) in self._seen:
@@ -101,7 +107,8 @@ class Held:
             self._keep(value, list, value.extend)
             return type(value), *self._look_at_each(value)
         if isinstance(value, (dict, set)):
-            self._keep(value, type(value).copy, value.update)
+            # Whatever a subclass makes of `copy`
+            self._keep(value, dict if isinstance(value, dict) else set, value.update)
             # Not its pairs, each of which would count as an object: a vocabulary has thousands
             items = (*value, *value.values()) if isinstance(value, dict) else value
             return type(value), *self._look_at_each(items)
@@ -110,10 +117,10 @@ class Held:
         if _random_state(value) is not None:
             self.generators.append(value)
             return type(value)
-        if hasattr(value, "__array_interface__") and hasattr(value, "copy"):
-            array = value.copy()
-            self.undo.append(lambda: value.__setitem__(..., array))
-            return type(value), value.shape, value.tobytes()
+        if isinstance(value, (array, bytearray)) or (
+            has_in_class(value, "__array_interface__") and has_in_class(value, "tobytes")
+        ):
+            return self._look_at_array(value)
         return self._look_at_object(value)
 
     def _look_at_each(self, values: Iterable[Any]) -> tuple[object, ...]:
@@ -122,18 +129,47 @@ class Held:
         self._depth -= 1
         return found
 
+    def _look_at_array(self, value: Any) -> object:
+        """Return the numbers of an array of numpy or of Python, or of a single number of numpy's."""
+        old = copy.copy(value)
+        numbers = _bytes_of(value)
+
+        def put_back() -> None:
+            # Only then: some are read-only
+            if _bytes_of(value) != numbers:
+                value[... if has_in_class(value, "__array_interface__") else slice(None)] = old
+
+        self.undo.append(put_back)
+        return type(value), getattr(value, "shape", len(numbers)), numbers
+
+    def _look_at_variable(self, variable: ContextVar[Any]) -> object:
+        """Return a copy of what a context variable stands for, if it stands for anything."""
+        try:
+            old = variable.get()
+        except LookupError:
+            return type(variable)
+
+        def put_back() -> None:
+            if variable.get() is not old:
+                variable.set(old)
+
+        self.undo.append(put_back)
+        return type(variable), *self._look_at_each([old])
+
     def _look_at_object(self, value: Any) -> object:
         """Return a copy of what an object holds in attributes; the object itself if it has none, as a number."""
+        if isinstance(value, ContextVar):
+            return self._look_at_variable(value)
         if isinstance(value, functools.partial):
             return type(value), *self._look_at_each((value.func, value.args, value.keywords))
         # What FSDP2 and others keep beside a module, whose tensors may have no memory, is not the pair's
         if is_of_library(type(value)) and not isinstance(value, (nn.Module, UserDict, UserList, ChainMap)):
             return value
-        own = getattr(value, "__dict__", None)
+        own = dict_of(value)
         slots = slots_of(value)
-        if not isinstance(own, dict) and not slots:
+        if own is None and not slots:
             return value
-        if isinstance(own, dict):
+        if own is not None:
             self._keep(own, dict, own.update)
         self.undo += [functools.partial(object.__setattr__, value, name, old) for name, old in slots.items()]
         attributes = {**(own or {}), **slots}
@@ -195,6 +231,11 @@ class Held:
         return [n for n, i in names if not is_same(self.values.get((n, i), missing), other.values.get((n, i), missing))]
 
 
+def _bytes_of(value: Any) -> bytes:
+    """Return the bytes of an array: unlike the numbers, each of them is the same as itself."""
+    return bytes(value) if isinstance(value, bytearray) else value.tobytes()
+
+
 def _is_unchanged(value: Any, old: Any) -> bool:
     """Return whether a container has the very items that it had, in their order."""
     if isinstance(value, dict):
@@ -218,7 +259,7 @@ def _opened_since(value: Any, old: Any) -> Any:
 
 def is_open(value: Any) -> bool:
     """Return whether it is something that its owner closes; a generator has a `close`, too, and is not opened."""
-    return hasattr(type(value), "close") and not isinstance(value, GeneratorType)
+    return has_in_class(value, "close") and not isinstance(value, GeneratorType)
 
 
 def _are_the_same(values: Collection[Any], old: Collection[Any]) -> bool:
@@ -266,7 +307,7 @@ def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
     if isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
         return source.getstate, source.setstate
     # numpy's Generator, without importing numpy
-    if hasattr(type(source), "bit_generator"):
+    if has_in_class(source, "bit_generator"):
         bits = source.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None

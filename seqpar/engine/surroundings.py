@@ -6,6 +6,7 @@ chunks. A tensor that is left there with a graph, such as an auxiliary loss, wou
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from seqpar.core.graphs import version_of
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by
+from seqpar.core.structures import has_in_class
 from seqpar.engine.effects import (
     KEEPS_A_GRAPH,
     OF_TORCH,
@@ -72,13 +74,15 @@ class Surroundings(Held):
         self.undo.append(put_back)
 
     def _look(self, value: Any) -> object:
+        if type(value) in weakref.ProxyTypes:
+            return id(value)
         if isinstance(value, MethodType):
             return self._look((value.__func__, value.__self__))
         if code := value if isinstance(value, type) else function_in(value):
             self._todo.append(code)
         # Too much hangs on a model, unlike a metric, which has no parameters; and the numbers of a data set are many
         is_model = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
-        if is_model or (hasattr(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
+        if is_model or (has_in_class(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
             return type(value)
         return super()._look(value)
 

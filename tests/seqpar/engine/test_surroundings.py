@@ -10,6 +10,8 @@ import random
 import threading
 import time
 import types
+from array import array
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -408,6 +410,36 @@ def of_a_backward() -> nn.Module:
     return Calling(lambda self, z, y: F.cross_entropy(Drifting.apply(z, calls), y, reduction="sum"))
 
 
+def of_an_array() -> nn.Module:
+    calls = array("q", [0])
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return smoothed(z, y, calls[0])
+
+    return Calling(function)
+
+
+def of_an_array_of_its_own() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return smoothed(z, y, self.calls[0])
+
+    criterion: Any = Calling(function)
+    criterion.calls = bytearray(1)
+    return criterion  # type: ignore[no-any-return]
+
+
+def of_a_context_variable() -> nn.Module:
+    calls: ContextVar[int] = ContextVar("calls", default=0)
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        calls.set(calls.get() + 1)
+        return smoothed(z, y, calls.get())
+
+    return Calling(function)
+
+
 CHANGING = [
     (of_a_global, "the global NUMBER"),
     (of_a_closure, "calls in the closure of function"),
@@ -420,6 +452,9 @@ CHANGING = [
     (of_a_tensor, "calls in the closure of <lambda>"),
     (of_a_backward, "calls in the closure of <lambda>"),
     (of_a_set, "calls in the closure of function"),
+    (of_an_array, "calls in the closure of function"),
+    (of_an_array_of_its_own, "criterion.calls"),
+    (of_a_context_variable, "calls in the closure of function"),
     (of_a_module, "BOX.calls"),
     (of_a_keyword, "a default of function"),
     (of_a_function_in_functions, "BOX.calls"),
@@ -660,9 +695,19 @@ def test_a_file_under_a_name_that_the_first_call_makes_is_opened_once(
     assert len([*tmp_path.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("kind", [collections.UserDict, collections.ChainMap, collections.UserList])
-def test_a_count_in_a_container_that_is_written_in_python_is_of_the_callers_rows(kind: Any) -> None:
-    held = kind([0] if kind is collections.UserList else {0: 0})
+COUNTERS = {
+    "UserDict": lambda: collections.UserDict({0: 0}),
+    "ChainMap": lambda: collections.ChainMap({0: 0}),
+    "UserList": lambda: collections.UserList([0]),
+    "array": lambda: array("q", [0]),
+    "bytearray": lambda: bytearray(1),
+    "numpy": lambda: np.zeros(1, int),
+}
+
+
+@pytest.mark.parametrize("made", COUNTERS.values(), ids=COUNTERS)
+def test_a_count_in_any_container_is_of_the_callers_rows(made: Any) -> None:
+    held = made()
 
     def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
         held[0] += len(y)
@@ -670,6 +715,20 @@ def test_a_count_in_a_container_that_is_written_in_python_is_of_the_callers_rows
 
     seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
     assert held[0] == 20
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_count_in_a_context_variable_is_of_the_callers_rows(is_set: bool) -> None:
+    variable: ContextVar[int] = ContextVar("rows", default=0)
+    if is_set:
+        variable.set(0)
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        variable.set(variable.get() + len(y))
+        return F.cross_entropy(z, y, reduction="sum")
+
+    seqpar.LossCompute(nn.Linear(4, V), Calling(function), chunk_tokens=5)(*batch())
+    assert variable.get() == 20
 
 
 @pytest.mark.parametrize("keep", [lambda file: file, lambda file: [file, []], lambda file: {"log": file, "rows": []}])
