@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from seqpar.core.structures import dict_of
 
 LIBRARIES = {"torch", "torchgen", "seqpar", "numpy", "transformers", "collections", "functools", "typing", "logging"}
+LIBRARIES |= {"_pytest"}  # which every function with an assertion of a test uses
 """Packages whose code is not looked into."""
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.engine.surroundings import Surroundings
 
 V = 11
 NUMBER = 0
@@ -577,6 +578,18 @@ def test_what_is_counted_around_the_code_is_of_the_callers_rows_alone(devices: A
     with pytest.raises(ValueError, match="mixes rows"):
         seqpar.LossCompute(nn.Sequential(nn.BatchNorm1d(4), generator), Counting(None), devices)(hidden, target)
     assert {after - old for after, old in zip(counts(), before, strict=True)} == {target.numel()}
+
+
+def test_an_assertion_in_a_test_brings_nothing_of_pytests_own_with_it() -> None:
+    """A first call looked at all that it reaches, and took ten times as long."""
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        assert len(z) == len(y)
+        return F.cross_entropy(z, y, reduction="sum")
+
+    names = [name for name, _ in Surroundings(nn.ModuleList([Calling(function)])).values]
+    assert "the global @pytest_ar" in names
+    assert not [name for name in names if name.startswith("@pytest_ar.")]
 
 
 def test_what_a_first_call_makes_around_the_code_is_made_once() -> None:

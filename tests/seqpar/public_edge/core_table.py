@@ -115,6 +115,8 @@ DISJOINT = {
     "every second row and the others": [slice(0, 6, 2), slice(1, 6, 2)],
     "indices in any order": [torch.tensor([5, 0]), torch.tensor([2]), torch.tensor([1, 4, 3])],
     "an index from the end": [torch.tensor([-1, 0])],
+    "all indices from the end": [torch.tensor([-6, -5]), torch.tensor([-1, -4, -2, -3])],
+    "steps of one row": [slice(0, 4, 1), slice(4, 6, 1)],
     "a slice and indices": [slice(0, 2), torch.tensor([4, 3])],
     "a slice beyond the end": [slice(0, 99)],
     "a tuple of chunks": tuple(HALVES),
