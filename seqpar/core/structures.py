@@ -111,8 +111,11 @@ def copy_containers(structure: object) -> Any:
     """Return the structure in containers of its own, with the same leaves: what is taken out of the copy stays here."""
     if isinstance(structure, (list, MutableMapping)):
         made: Any = copy.copy(structure)
-        for key in range(len(made)) if isinstance(structure, list) else list(made):
-            made[key] = copy_containers(made[key])
+        try:
+            for key in range(len(made)) if isinstance(structure, list) else list(made):
+                made[key] = copy_containers(made[key])
+        except TypeError:  # of a frozen one, out of which nothing is taken
+            return structure
         return made
     if isinstance(structure, tuple):
         children = [copy_containers(child) for child in structure]
@@ -138,7 +141,7 @@ def describe(structure: object) -> str:
 
 def _is_dataclass(structure: object) -> TypeGuard[DataclassInstance]:
     """Return whether it is an instance of a dataclass; `is_dataclass` is true of the class, too."""
-    return dataclasses.is_dataclass(structure) and not isinstance(structure, type)
+    return has_in_class(structure, "__dataclass_fields__")
 
 
 def _children(structure: object) -> Iterator[object]:

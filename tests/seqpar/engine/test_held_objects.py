@@ -159,13 +159,12 @@ def test_a_pair_may_hold_what_it_does_not_change(name: str, devices: Any) -> Non
         torch.testing.assert_close(loss.total, plain, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Settings, Nothing])
-def test_a_micro_batch_may_have_every_attribute(kind: Any) -> None:
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_micro_batch_may_hold_any_object(name: str) -> None:
+    """In a dict that gives every attribute."""
     weight = torch.randn(V, 4, requires_grad=True)
-    batches = []
-    for _ in range(2):
-        batch = Settings(hidden=torch.randn(5, 4), target=torch.randint(V, (5,)), settings=kind())
-        batches.append(batch)
+    value = OBJECTS[name]
+    batches = [Settings(hidden=torch.randn(5, 4), target=torch.randint(V, (5,)), value=value) for _ in range(2)]
     loss = seqpar.accumulate_gradients(
         batches, lambda batch: seqpar.linear_cross_entropy(batch.hidden, weight, batch.target), lambda batch: 5
     )
