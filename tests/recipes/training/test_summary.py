@@ -17,6 +17,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
+from recipes.translation.training.progress import is_worse_than_guessing
 from recipes.translation.training.summary import Summary, advice, command, is_hopeless, size_of
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
@@ -32,12 +33,22 @@ def validation(bleu: float | None, accuracy: float) -> Validation:
         (0.4, 14.0, True),
         (None, 14.0, True),
         (None, 25.0, False),
+        (None, 20.0, False),
         (1.2, 14.0, False),
+        (1.0, 14.0, False),
+        (0.4, 49.9, True),
+        (0.4, 50.0, False),
         (0.0, 97.0, False),  # translations of one word have no BLEU
     ],
 )
 def test_a_model_is_hopeless_by_bleu_and_accuracy_together(bleu: float | None, accuracy: float, hopeless: bool) -> None:
     assert is_hopeless(validation(bleu, accuracy)) == hopeless
+
+
+def test_a_model_that_guesses_is_not_worse_than_guessing() -> None:
+    found = Validation(1, {"loss": 3.0, "perplexity": 20.0, "accuracy": 5.0, "bleu": None, "chrf": None})
+    assert is_worse_than_guessing(found, 19)
+    assert not is_worse_than_guessing(found, 20)
 
 
 def test_a_run_that_learned_nothing_shows_no_samples_and_says_what_to_do(
