@@ -48,9 +48,11 @@ def is_of_library(code: Any) -> bool:
 def places_used_by(function: FunctionType) -> Iterator[Place]:
     """Yield what a function uses: its closure, defaults and attributes, globals, and names in modules that it names."""
     name = function.__name__
+    named = {}
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         # A name that has no value yet
         with contextlib.suppress(ValueError):
+            named[variable] = cell.cell_contents
             yield Place(
                 f"{variable} in the closure of {name}",
                 cell.cell_contents,
@@ -67,9 +69,10 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
     for name in sorted(_globals_set_in(function.__code__) - around.keys()):
         # It stands for nothing yet
         yield Place(f"the global {name}", None, partial(_write_or_remove, around, name), partial(around.get, name))
-    for used in sorted(names & around.keys()):
-        if isinstance(around[used], ModuleType) and not is_of_library(around[used]):
-            yield from _entries(vars(around[used]), names, f"{used}.")
+    named |= {used: around[used] for used in sorted(names & around.keys())}
+    for used, module in named.items():
+        if isinstance(module, ModuleType) and not is_of_library(module):
+            yield from _entries(vars(module), names, f"{used}.")
 
 
 def _entries(owner: dict[str, Any], names: set[str], prefix: str) -> Iterator[Place]:

@@ -85,7 +85,11 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 def dict_of(value: object) -> dict[str, Any] | None:
     """Return the dict of an object's attributes; None if it has none."""
-    own = value.__dict__ if has_in_class(value, "__dict__") else None
+    try:
+        # Not `__getattr__`, which might make one
+        own = type(value).__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
     return own if isinstance(own, dict) else None
 
 

@@ -28,7 +28,7 @@ from seqpar.engine.effects import (
     named_values,
     names_of_new_graphs,
 )
-from seqpar.engine.module_calls import HOOKS
+from seqpar.engine.module_calls import HOOKS, OF_ALL
 from seqpar.engine.trial import REPEATS, Outcome, Trial
 
 MOST_FUNCTIONS = 200
@@ -49,6 +49,8 @@ class Surroundings(Held):
         self.places: list[Place] = []
         self._of_name: Counter[str] = Counter()
         self._todo: deque[Any] = deque(_code_of(head))
+        for place in _hooks_of(head):
+            self._add(place)
         seen: set[object] = set()
         while self._todo and len(seen) < MOST_FUNCTIONS:
             code = self._todo.popleft()
@@ -57,10 +59,13 @@ class Surroundings(Held):
             seen.add(code)
             self._take_away_later(code)
             for place in _places_of(code):
-                self.places.append(place)
-                # Of several functions of one name each has its own
-                self.values[place.name, self._of_name[place.name]] = self._look(place.value)
-                self._of_name[place.name] += 1
+                self._add(place)
+
+    def _add(self, place: Place) -> None:
+        self.places.append(place)
+        # Of several functions of one name each has its own
+        self.values[place.name, self._of_name[place.name]] = self._look(place.value)
+        self._of_name[place.name] += 1
 
     def _take_away_later(self, code: Any) -> None:
         """Remember to take away what a function or class gets in attributes that it does not have."""
@@ -80,6 +85,8 @@ class Surroundings(Held):
             return self._look((value.__func__, value.__self__))
         if code := value if isinstance(value, type) else function_in(value):
             self._todo.append(code)
+        else:
+            self._todo += _own_classes(value)
         # Too much hangs on a model, unlike a metric, which has no parameters; and the numbers of a data set are many
         is_model = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
         if is_model or (has_in_class(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
@@ -121,12 +128,28 @@ class Surroundings(Held):
 
 
 def _code_of(head: nn.Module) -> Iterator[Any]:
-    """Yield the classes of modules, and the functions that were set on them or registered as hooks."""
+    """Yield the classes of modules, and the functions and called objects that were set on them."""
     for module in head.modules():
-        yield from (kind for kind in type(module).__mro__ if not is_of_library(kind))
-        own = (value for name, value in vars(module).items() if name not in OF_TORCH)
-        hooks = (hook for name in HOOKS for hook in vars(module)[name].values())
-        yield from filter(None, map(function_in, (*own, *hooks)))
+        yield from _own_classes(module)
+        own = [value for name, value in vars(module).items() if name not in OF_TORCH]
+        yield from filter(None, map(function_in, own))
+        for value in own:
+            yield from _own_classes(value)
+
+
+def _own_classes(value: Any) -> Iterator[type]:
+    """Yield the classes of an object but for Python's own and those of libraries: its methods may be called."""
+    return (kind for kind in type(value).__mro__ if kind.__module__ != "builtins" and not is_of_library(kind))
+
+
+def _hooks_of(head: nn.Module) -> Iterator[Place]:
+    """Yield the hooks of modules, and of all modules: functions, methods, or objects that are called."""
+    of_one = ((owner, vars(module)[name]) for owner, module in head.named_modules() for name in HOOKS)
+    of_all = (("all modules", hooks) for _, hooks in OF_ALL)
+    for owner, hooks in (*of_one, *of_all):
+        for hook in hooks.values():
+            # Only what is in it can change
+            yield Place(f"a hook of {owner}", hook, lambda value: None, lambda: None)
 
 
 def _places_of(code: Any) -> Iterator[Place]:
@@ -186,7 +209,8 @@ def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
         first, *later = (_call(trial) for _ in range(1 + REPEATS))
     except Exception:  # the first call of the probe says what does not fit
         return
-    if not all(map(first.is_same, later)):
+    # A small change in every call is no chance of the order in which a device adds
+    if not all(map(first.is_same, later)) or all(map(first.difference, later)):
         raise ValueError(
             f"{names[0]} is an iterator, and the results change from call to call; the pair is called once for each "
             "chunk, so that what is taken from it would depend on the chunks: take from it outside, once a step"

@@ -221,6 +221,118 @@ def of_a_hook(kind: str) -> Any:
     return made
 
 
+class Monitor:
+    """A hook that is an object, or has one: it multiplies what it is given."""
+
+    everywhere = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, given: Any, returned: Tensor) -> Tensor:
+        self.calls += 1
+        return returned * (1 + self.calls / 100_000)
+
+    def counted_by_the_class(self, module: nn.Module, given: Any, returned: Tensor) -> Tensor:
+        Monitor.everywhere += 1
+        return returned * (1 + Monitor.everywhere / 100_000)
+
+
+class WithSlots(Monitor):
+    """One whose attributes its class has named."""
+
+    __slots__ = ("calls",)
+
+
+class ByTheClass(Monitor):
+    """One whose class counts."""
+
+    __call__ = Monitor.counted_by_the_class
+
+
+class Wrapping:
+    """What calls something else."""
+
+    def __init__(self, function: Any) -> None:
+        self.func = function
+
+    def __call__(self, *given: Any) -> Any:
+        return self.func(*given)
+
+
+def of_an_object_as_a_hook(hook: Any) -> Any:
+    def made() -> nn.Module:
+        module = Calling(lambda self, z, y: F.cross_entropy(z, y, reduction="sum"))
+        module.register_forward_hook(hook())
+        return module
+
+    return made
+
+
+def of_a_called_attribute() -> nn.Module:
+    criterion: Any = Calling(lambda self, z, y: self.scale(self, None, F.cross_entropy(z, y, reduction="sum")))
+    criterion.scale = ByTheClass()
+    return criterion  # type: ignore[no-any-return]
+
+
+class Counted:
+    """What gives its class's number of calls, or that of a global, by a method or a descriptor."""
+
+    calls = 0
+
+    def __get__(self, owner: Any, kind: type) -> int:
+        Counted.calls += 1
+        return Counted.calls
+
+    def step(self) -> int:
+        BOX.calls += 1
+        return int(BOX.calls)
+
+
+class Described:
+    """It has one as an attribute."""
+
+    calls = Counted()
+
+
+def of_a_method_of_an_object() -> nn.Module:
+    counted = Counted()
+    return Calling(lambda self, z, y: smoothed(z, y, counted.step()))
+
+
+def of_a_method_of_an_attribute() -> nn.Module:
+    criterion: Any = Calling(lambda self, z, y: smoothed(z, y, self.counted.step()))
+    criterion.counted = Counted()
+    return criterion  # type: ignore[no-any-return]
+
+
+def of_a_descriptor() -> nn.Module:
+    described = Described()
+    return Calling(lambda self, z, y: smoothed(z, y, described.calls))
+
+
+def of_a_thread() -> nn.Module:
+    local = threading.local()
+    local.calls = 0
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        local.calls += 1
+        return smoothed(z, y, local.calls)
+
+    return Calling(function)
+
+
+def of_a_module_in_a_closure() -> nn.Module:
+    box: Any = types.ModuleType("box")
+    box.calls = 0
+
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        box.calls += 1
+        return smoothed(z, y, box.calls)
+
+    return Calling(function)
+
+
 def counter() -> Any:
     """Return a function that counts its calls."""
     calls = 0
@@ -478,6 +590,18 @@ CHANGING = [
     (of_a_hook("forward_hook"), "calls in the closure of hook"),
     (of_a_hook("full_backward_pre_hook"), "calls in the closure of hook"),
     (of_a_hook("full_backward_hook"), "calls in the closure of hook"),
+    (of_an_object_as_a_hook(Monitor), "a hook of criterion"),
+    (of_an_object_as_a_hook(WithSlots), "a hook of criterion"),
+    (of_an_object_as_a_hook(lambda: Monitor().__call__), "a hook of criterion"),
+    (of_an_object_as_a_hook(lambda: functools.partial(Monitor.__call__, Monitor())), "a hook of criterion"),
+    (of_an_object_as_a_hook(lambda: Wrapping(Monitor())), "a hook of criterion"),
+    (of_an_object_as_a_hook(ByTheClass), "Monitor.everywhere"),
+    (of_a_called_attribute, "Monitor.everywhere"),
+    (of_a_method_of_an_object, "BOX.calls"),
+    (of_a_method_of_an_attribute, "BOX.calls"),
+    (of_a_descriptor, "Counted.calls"),
+    (of_a_thread, "local in the closure of function"),
+    (of_a_module_in_a_closure, "box.calls"),
 ]
 
 
@@ -492,6 +616,27 @@ def test_results_that_depend_on_how_often_the_pair_was_called_are_refused_by_nam
     with pytest.raises(ValueError, match=rf"^(.* or )?{name}( or .*)? changes with every call") as error:
         engine(*batch())
     assert "\n" not in str(error.value)
+
+
+def test_a_hook_of_all_modules_that_counts_is_refused() -> None:
+    class OfCriteria(Monitor):
+        def __call__(self, module: nn.Module, given: Any, returned: Tensor) -> Any:
+            return super().__call__(module, given, returned) if isinstance(module, Calling) else None
+
+    criterion = Calling(lambda self, z, y: F.cross_entropy(z, y, reduction="sum"))
+    handle = nn.modules.module.register_module_forward_hook(OfCriteria())
+    try:
+        with pytest.raises(ValueError, match=r"^a hook of all modules changes with every call"):
+            seqpar.LossCompute(nn.Linear(4, V), criterion, chunk_tokens=3)(*batch())
+    finally:
+        handle.remove()
+
+
+def test_results_that_change_a_little_with_what_is_taken_from_an_iterator_are_refused() -> None:
+    calls = itertools.count()
+    criterion = Calling(lambda self, z, y: smoothed(z, y, next(calls)))
+    with pytest.raises(ValueError, match=r"^calls in the closure of <lambda> is an iterator, and the results change"):
+        seqpar.LossCompute(nn.Linear(4, V), criterion, chunk_tokens=3)(*batch())
 
 
 class Meter:
