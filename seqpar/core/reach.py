@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache, partial, partialmethod
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 from seqpar.core.structures import dict_of
 
 LIBRARIES = {"torch", "torchgen", "seqpar", "numpy", "transformers", "collections", "functools", "typing", "logging"}
-LIBRARIES |= {"_pytest"}  # which every function with an assertion of a test uses
+# Every function with an assertion of a test uses the first, and the other's modules are put back by nobody
+LIBRARIES |= {"_pytest", "sys"}
 """Packages whose code is not looked into."""
 
 
@@ -69,7 +71,8 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
     for name in sorted(_globals_set_in(function.__code__) - around.keys()):
         # It stands for nothing yet
         yield Place(f"the global {name}", None, partial(_write_or_remove, around, name), partial(around.get, name))
-    named |= {used: around[used] for used in sorted(names & around.keys())}
+    # One that it imports itself, too
+    named |= {used: around.get(used, sys.modules.get(used)) for used in sorted(names)}
     for used, module in named.items():
         if isinstance(module, ModuleType) and not is_of_library(module):
             yield from _entries(vars(module), names, f"{used}.")
@@ -98,9 +101,10 @@ def _globals_set_in(code: CodeType) -> frozenset[str]:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Return the names that code uses, with those in the functions that it makes."""
+    """Return the names that code uses, written out or as text for `getattr`, with those in the functions it makes."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*map(names_in, inner))
+    texts = (constant for constant in code.co_consts if isinstance(constant, str))
+    return {*code.co_names, *texts}.union(*map(names_in, inner))
 
 
 def function_in(value: Any) -> FunctionType | None:

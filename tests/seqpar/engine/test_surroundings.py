@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import random
+import sys
 import threading
 import time
 import types
@@ -333,6 +334,40 @@ def of_a_module_in_a_closure() -> nn.Module:
     return Calling(function)
 
 
+def of_an_import_of_its_own() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        import box  # type: ignore[import-not-found]
+
+        box.calls += 1
+        return smoothed(z, y, box.calls)
+
+    return Calling(function)
+
+
+def of_a_loaded_module() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        sys.modules["box"].calls += 1
+        return smoothed(z, y, sys.modules["box"].calls)
+
+    return Calling(function)
+
+
+def of_a_name_as_text() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        globals()["NUMBER"] += 1
+        return smoothed(z, y, globals()["NUMBER"])
+
+    return Calling(function)
+
+
+def of_an_attribute_as_text() -> nn.Module:
+    def function(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        setattr(BOX, "calls", getattr(BOX, "calls") + 1)  # noqa: B009, B010
+        return smoothed(z, y, getattr(BOX, "calls"))  # noqa: B009
+
+    return Calling(function)
+
+
 def counter() -> Any:
     """Return a function that counts its calls."""
     calls = 0
@@ -602,6 +637,10 @@ CHANGING = [
     (of_a_descriptor, "Counted.calls"),
     (of_a_thread, "local in the closure of function"),
     (of_a_module_in_a_closure, "box.calls"),
+    (of_an_import_of_its_own, "box.calls"),
+    (of_a_loaded_module, "box.calls"),
+    (of_a_name_as_text, "the global NUMBER"),
+    (of_an_attribute_as_text, "BOX.calls"),
 ]
 
 
@@ -611,7 +650,10 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("made", "name"), CHANGING)
-def test_results_that_depend_on_how_often_the_pair_was_called_are_refused_by_name(made: Any, name: str) -> None:
+def test_results_that_depend_on_how_often_the_pair_was_called_are_refused_by_name(
+    made: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "box", BOX)
     engine = seqpar.LossCompute(nn.Linear(4, V), made(), chunk_tokens=3)
     with pytest.raises(ValueError, match=rf"^(.* or )?{name}( or .*)? changes with every call") as error:
         engine(*batch())
