@@ -70,6 +70,12 @@ def test_the_operations_are_those_that_torch_counts_but_for_attention(
     assert counted.get_total_flops() / target.numel() == pytest.approx(flops_of_token(model, 6 / 12), rel=0.12)
 
 
+def test_the_encoder_alone_reads_the_source() -> None:
+    model: Any = torch.nn.Module()
+    model.encoder, model.decoder, model.generator = (torch.nn.Linear(*each) for each in ((10, 3), (7, 2), (5, 11)))
+    assert flops_of_token(model, 2.0) == 6 * (2 * 30 + 14 + 55)
+
+
 def test_the_share_is_of_all_devices_and_of_a_model_that_is_trained_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

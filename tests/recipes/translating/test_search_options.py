@@ -15,6 +15,7 @@ import torch
 from models import beam_search, default_limit
 from recipes.translation.commands import main
 from recipes.translation.commands.searching import search_options
+from recipes.translation.commands.translation import table
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
@@ -23,7 +24,7 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.translating.demands import begins_anew, phrases_of
 from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import Translation, alternatives, translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.translating.test_one_search import parser_of
 
@@ -90,6 +91,12 @@ def expected_of(models: Translator, sentence: str, n_best: int) -> list[tuple[fl
     (found,) = beam_search(models.models, src, bos=BOS, eos=EOS, beam=4, n_best=n_best, max_length=limit)
     texts = [" ".join(text.split()) for text in models.target.decode([one.tokens for one in found])]
     return [(one.score, one.log_probability, text) for one, text in zip(found, texts, strict=True)]
+
+
+def test_a_line_is_numbered_after_those_of_earlier_parts_of_a_file() -> None:
+    found = [[Translation("a\tb", -0.5, -1.25)], [Translation("c", -2.0, -8.0), Translation("d", -3.0, -12.0)]]
+    assert table(found, scores=False, before=40) == ["41\ta b", "42\tc", "42\td"]
+    assert table(found, scores=True)[0] == "1\t-0.500000\t-1.250000\ta b"
 
 
 def test_n_best_lines_have_number_score_log_probability_and_text(
