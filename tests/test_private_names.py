@@ -28,12 +28,14 @@ WORDS = {
     "_fsdp_param_groups",
     "_global",
     "_id",
+    "_pytest",
     "_reverse",
     "_signature",
     "_token",
     "_typeshed",
 }
-"""Parts of names that are put together, what only a type checker imports, and what only some versions have."""
+"""Parts of names that are put together, what only a type checker imports, what only some versions have, and the
+package in which pytest's own code is."""
 
 LIBRARIES = {
     ("argparse", "recipes/translation/commands/arguments.py"): {"_ActionsContainer"},
