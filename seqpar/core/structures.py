@@ -114,10 +114,12 @@ def slot_names(kind: type) -> list[str]:
 def copy_containers(structure: object) -> Any:
     """Return the structure in containers of its own, with the same leaves: what is taken out of the copy stays here."""
     if isinstance(structure, (list, MutableMapping)):
-        made: Any = copy.copy(structure)
+        keys = range(len(structure)) if isinstance(structure, list) else list(structure)
+        children = [copy_containers(structure[key]) for key in keys]
         try:
-            for key in range(len(made)) if isinstance(structure, list) else list(made):
-                made[key] = copy_containers(made[key])
+            made: Any = copy.copy(structure)
+            for key, child in zip(keys, children, strict=True):
+                made[key] = child
         except TypeError:  # of a frozen one, out of which nothing is taken
             return structure
         return made
