@@ -390,8 +390,9 @@ def _check_token_loss(loss: TokenLoss) -> TokenLoss:
     """Return the loss with a total of no dimensions in float32 or wider; raise unless it is a TokenLoss of a sum."""
     check_type(loss, "per_chunk", TokenLoss, "a TokenLoss of sums", verb="returned")
     total = loss.total
-    if total.numel() != 1:
-        raise ValueError(f"the criterion returned shape {tuple(total.shape)}; it must return one number, the sum")
+    if total.numel() != 1 or total.is_complex():
+        returned = f"shape {tuple(total.shape)} in {total.dtype}"
+        raise ValueError(f"the criterion returned {returned}; it must return one real number, the sum")
     return loss._replace(total=total.reshape(()).to(wide(total.dtype)))
 
 

@@ -226,7 +226,7 @@ def _sum_dtype(grad: Tensor) -> torch.dtype:
     whose accuracy a running float32 sum does not reach.
     """
     if grad.dim() < 2 and FACTS[grad.device.type].has_float64:
-        return torch.float64
+        return torch.promote_types(grad.dtype, torch.float64)
     return wide(grad.dtype)
 
 

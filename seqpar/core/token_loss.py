@@ -19,10 +19,13 @@ INSTEAD = (
 """The advice of every error about a TokenLoss used as if it were one tensor."""
 
 
+_WIDE = {dtype: dtype for dtype in (torch.float64, torch.complex64, torch.complex128)}
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums of `dtype` are computed in: float64 for float64, else float32."""
+    """Return the dtype that sums of `dtype` are computed in: float64 and complex ones in their own, else float32."""
     # Not by promote_types: every chunk asks several times
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return _WIDE.get(dtype, torch.float32)
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -223,8 +223,8 @@ def _has_same_steps(before: Tensor, once: Tensor, twice: Tensor) -> bool:
     """Return whether a second call with the same rows has changed a buffer by as much as the first."""
     if before.shape != once.shape:
         return False
-    rounding = 8 * torch.finfo(once.dtype).eps if once.is_floating_point() else 0.0
-    before, once, twice = before.double(), once.double(), twice.double()
+    rounding = 8 * torch.finfo(once.dtype).eps if once.is_floating_point() or once.is_complex() else 0.0
+    before, once, twice = _in_float64(before), _in_float64(once), _in_float64(twice)
     first, second = once - before, twice - once
     same = (second - first).abs() <= CLOSE * first.abs() + rounding * once.abs()
     # Adding to nan or inf leaves them as they are
@@ -319,4 +319,9 @@ def _buffers_of(head: nn.Module) -> dict[str, Buffer]:
 
 def _close(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same shape and, up to rounding, the same numbers."""
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=CLOSE, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(_in_float64(a), _in_float64(b), rtol=CLOSE, atol=0, equal_nan=True)
+
+
+def _in_float64(numbers: Tensor) -> Tensor:
+    """Return numbers in float64, and complex ones in complex128."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float64))

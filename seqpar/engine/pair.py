@@ -99,7 +99,7 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
     """Return the generator's logits (K, V) of some rows, given to it in the leading shape `shape`.
 
     Raises:
-        ValueError: the generator does not return a (..., V) tensor.
+        ValueError: the generator does not return a (..., V) tensor of a floating dtype.
     """
     # (K, ...) -> (*shape, ...), and back to (K, V) at the end
     hidden, *extra = (t.reshape(*shape, *t.shape[1:]) for t in rows)
@@ -109,13 +109,16 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
     except Exception as error:
         _note_call(error, "generator", generator, {"hidden": hidden, **keywords})
         raise
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
+    if isinstance(logits, Tensor):
+        if logits.shape[:-1] == hidden.shape[:-1] and logits.is_floating_point():
+            return logits.flatten(0, -2)
+        returned = f"shape {tuple(logits.shape)} in {logits.dtype}"
+    else:
         returned = f"a {type(logits).__name__}"
-        if isinstance(logits, Tensor):
-            returned = f"shape {tuple(logits.shape)}"
-        given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {"hidden": hidden, **keywords}.items())
-        raise ValueError(f"the generator returned {returned} for {given}; it must return (..., V) scores")
-    return logits.flatten(0, -2)
+    given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {"hidden": hidden, **keywords}.items())
+    raise ValueError(
+        f"the generator returned {returned} for {given}; it must return (..., V) scores in a floating dtype"
+    )
 
 
 def counts_itself(criterion: nn.Module) -> bool:
@@ -143,7 +146,7 @@ def criterion_loss(
         per_token: its keywords, with a row for each of the K.
 
     Raises:
-        TypeError: it does not return a tensor, or its `token_loss` does not return a `TokenLoss`.
+        TypeError: it does not return a tensor of real numbers, or its `token_loss` does not return a `TokenLoss`.
     """
     counts = counts_itself(criterion)
     try:
@@ -157,6 +160,8 @@ def criterion_loss(
     if counts:
         return _check_token_loss(loss)
     check_type(total, "the criterion", Tensor, "a tensor, the summed loss", verb="returned")
+    if total.is_complex():
+        raise TypeError(f"the criterion returned {total.dtype}; it must return one real number, the sum")
     # Chunks contain ignored rows only while a CUDA graph is captured
     ignored = None
     if is_capturing(target.device):

@@ -379,14 +379,23 @@ class Comparison:
 
 
 def in_dtype(modules: nn.ModuleDict, dtype: torch.dtype) -> nn.ModuleDict:
-    """Return the modules, copied if any of their parameters or buffers is of another floating dtype.
+    """Return the modules, copied if any of their parameters or buffers is of another floating or complex dtype.
 
     In one container, so that a parameter that both have is still one parameter in the copies.
     """
-    floating = (t for t in (*modules.parameters(), *modules.buffers()) if t.is_floating_point())
-    if all(t.dtype == dtype for t in floating):
+
+    def wanted(tensor: Tensor) -> torch.dtype:
+        if tensor.is_complex():
+            # `Module.to(torch.float64)` would drop the imaginary part
+            return dtype.to_complex()
+        return dtype if tensor.is_floating_point() else tensor.dtype
+
+    if all(t.dtype == wanted(t) for t in (*modules.parameters(), *modules.buffers())):
         return modules
-    return copy.deepcopy(modules).to(dtype)
+    copies = copy.deepcopy(modules)
+    for tensor in (*copies.parameters(), *copies.buffers()):
+        tensor.data = tensor.data.to(wanted(tensor))
+    return copies
 
 
 def _name(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:

@@ -123,10 +123,13 @@ def ratio(got: Tensor, plain: Tensor) -> float | None:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return the same numbers in a dense layout: an embedding's gradient may be sparse."""
-    if gradient.layout == torch.strided:
-        return gradient
-    return gradient.to_dense()
+    """Return the same numbers in a dense layout, as an embedding's gradient may be sparse; complex ones as two real."""
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        # (..., 2); a difference in float64 would drop the imaginary part
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient
 
 
 def same(got: Tensor, plain: Tensor) -> bool:

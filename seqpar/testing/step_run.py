@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.core.checks import check_integer
 from seqpar.distributed.collectives import whole_tensor
+from seqpar.testing.evidence import dense
 from seqpar.testing.ranks import Pool, RankError
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"})
@@ -203,7 +204,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU, of all rows where FSDP2 or a plan has divided them; every rank must call it."""
-    return whole_tensor(tensor.detach()).to("cpu", copy=True)
+    return dense(whole_tensor(tensor.detach()).to("cpu", copy=True))
 
 
 class Run(NamedTuple):

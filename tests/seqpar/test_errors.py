@@ -143,15 +143,32 @@ class Number(nn.Module):
 
 
 def test_a_criterion_must_return_one_tensor():
-    with pytest.raises(ValueError, match="it must return one number, the sum"):
+    with pytest.raises(ValueError, match="it must return one real number, the sum"):
         engine(criterion=Rows())(hidden(6), zeros(6))
     with pytest.raises(TypeError, match="returned a float"):
         engine(criterion=Number())(hidden(6), zeros(6))
 
 
 def test_a_generator_must_return_scores_per_token():
-    with pytest.raises(ValueError, match=r"the generator returned shape \(16,\) for hidden \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"the generator returned shape \(16,\) in torch.float32 for hidden \(4, 4\)"):
         engine(generator=nn.Flatten(0))(hidden(6), zeros(6))
+
+
+class Turned(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 1j
+
+
+class ComplexLoss(nn.Module):
+    def forward(self, logits, target):
+        return nn.functional.cross_entropy(logits, target, reduction="sum") * 1j
+
+
+def test_scores_and_loss_are_real():
+    with pytest.raises(ValueError, match=r"returned shape \(4, 9\) in torch.complex64 .* scores in a floating dtype"):
+        engine(generator=Turned(4, 9))(hidden(6), zeros(6))
+    with pytest.raises(TypeError, match=r"the criterion returned torch.complex64; it must return one real number"):
+        engine(criterion=ComplexLoss())(hidden(6), zeros(6))
 
 
 def test_functions_are_not_modules():

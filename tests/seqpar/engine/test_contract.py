@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -692,6 +693,28 @@ def test_a_buffer_that_counts_has_counted_every_row_over_any_devices(devices: An
     for calls in (1, 2):
         engine(*batch())
         assert generator.rows == 20 * calls
+
+
+class TurnedRows(CountingRows):
+    """Adds up, or keeps the largest, of imaginary parts."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.join = join
+        self.register_buffer("rows", torch.zeros((), dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.copy_(1j * self.join(self.rows.imag, x.detach().square().sum()))
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 3])
+def test_imaginary_parts_of_a_buffer_add_up_or_are_refused(devices: Any) -> None:
+    generator, (hidden, target) = TurnedRows(torch.add), batch()
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices, chunk_tokens=6)(hidden, target)
+    torch.testing.assert_close(generator.rows, 1j * hidden.detach().square().sum())
+    with pytest.raises(ValueError, match=r"the buffer generator\.rows changes"):
+        seqpar.LossCompute(TurnedRows(torch.maximum), seqpar.CrossEntropy(), devices)(hidden, target)
 
 
 def test_a_buffer_counts_in_inference_mode_as_well() -> None:

@@ -40,6 +40,20 @@ class Deep(nn.Module):
         return self.out(torch.tanh(self.inner(x)))
 
 
+class Phases(nn.Module):
+    """Complex weights, one of each number of dimensions, whose gradients have imaginary parts."""
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__()
+        shapes = {"weight": (vocab_size, width), "bias": (vocab_size,), "turn": ()}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.complex128)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(self.weight.dtype) @ self.weight.T + self.bias
+        return z.abs() + (z * self.turn).real
+
+
 class Temperature(nn.Module):
     """A criterion with a parameter of its own."""
 
@@ -58,6 +72,7 @@ GENERATORS = {
     "2018": Generator2018,
     "mixture": Mixture,
     "deep": Deep,
+    "complex": Phases,
 }
 
 

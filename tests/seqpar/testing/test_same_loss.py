@@ -43,6 +43,33 @@ def test_any_generator_criterion_device_list_and_cut_of_the_engine_is_accepted(d
     assert all(p.grad is None for p in generator.parameters())
 
 
+class Rotated(nn.Module):
+    """Complex numbers in single precision beside real ones, as those of a rotary embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 9)
+        self.turn = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, x, turn=None):
+        pairs = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
+        return self.out(torch.view_as_real(pairs * (self.turn if turn is None else turn)).flatten(-2))
+
+
+def test_complex_weights_keep_their_imaginary_parts():
+    generator, criterion = Rotated(), nn.CrossEntropyLoss(reduction="sum")
+    batch = torch.randn(3, 4), torch.randint(9, (3,))
+    assert_same_loss(generator, criterion, *batch, chunk_tokens=2)
+
+    def conjugate(generator, criterion, hidden, target):
+        assert generator.turn.dtype == torch.complex128
+        return criterion(generator(hidden, torch.complex(generator.turn.real, generator.turn.imag.detach())), target)
+
+    with pytest.raises(AssertionError, match=r"the gradient of generator\.turn is no multiple"):
+        assert_same_loss(generator, criterion, *batch, loss=conjugate)
+    assert generator.turn.dtype == torch.complex64
+
+
 def found(strategy):
     return lambda wanted: find(strategy, wanted, settings=settings(max_examples=2000, database=None))
 

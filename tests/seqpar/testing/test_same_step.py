@@ -1,6 +1,7 @@
 """assert_same_step passes right trainers in every layout, and names what is wrong with those of published mistakes."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,30 @@ def two_steps(loop):
 
 def silent(loop):
     return lambda: print(loop.step())
+
+
+class Phases(nn.Module):
+    """Complex weights, which a step may differentiate with wrong imaginary parts."""
+
+    def __init__(self, dtype, times):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, 4, dtype=dtype.to_complex()) * (1 + 0.3j))
+        self.weight.register_hook(lambda g: torch.complex(g.real, times * g.imag))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight.T).abs()
+
+
+def with_complex_weights(loop, times=1):
+    loop.model[1] = Phases(loop.layout.dtype, times if loop.layout.parts > 1 else 1)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_imaginary_parts_are_compared(dtype):
+    assert_same_step(changed(with_complex_weights), [Layout(accumulation=2)], dtype=dtype)
+    with pytest.raises(AssertionError, match=r"the gradient of 1\.weight is"):
+        assert_same_step(changed(partial(with_complex_weights, times=2)), [Layout(accumulation=2)], dtype=dtype)
 
 
 def test_random_numbers_are_the_cause_where_a_loss_draws_some(monkeypatch):

@@ -143,6 +143,17 @@ def test_a_step_is_divided_by_a_number_of_tokens(tokens):
         )
 
 
+def test_imaginary_parts_are_compared():
+    w = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128, requires_grad=True)
+    assert_same_gradients(lambda: w.abs().sum(), lambda: w.abs().sum(), {"w": w})
+    with pytest.raises(AssertionError, match="the gradient of w is no multiple of the plain one"):
+        assert_same_gradients(
+            lambda: torch.complex(w.real, w.imag.detach()).abs().sum(), lambda: w.abs().sum(), {"w": w}
+        )
+    with pytest.raises(AssertionError, match="all gradients are 2 times the plain ones"):
+        assert_same_gradients(lambda: (2 * w).abs().sum() - w.detach().abs().sum(), lambda: w.abs().sum(), {"w": w})
+
+
 def test_sparse_gradients_are_compared():
     table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
     rows = torch.tensor([1, 1, 3])
