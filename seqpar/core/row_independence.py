@@ -27,6 +27,10 @@ from seqpar.core.graphs import dtypes_of_graph, graph_of_its_own
 ROUNDINGS = 10_000
 """How many roundings of the least precise dtype a product of any width, behind an exponential, may differ by."""
 
+CANCELLED = 16
+"""How many roundings of the largest gradient may be left of one whose terms cancel, as that of the direction of a
+normalised weight of width 1."""
+
 OfRows = Callable[[Sequence[Tensor]], Tensor]
 """(one tensor for each argument, (K, ...)) -> a result for each row (K, ...), or their sum, one number."""
 
@@ -38,8 +42,7 @@ class Answer(NamedTuple):
     """(K, ...) for the rows, or the sum over them, one number."""
     gradients: tuple[Tensor, ...]
     """Those of the sum with respect to each argument that requires one, (K, ...); 0 if the result requires none."""
-    rounding: float
-    """The relative difference that rounding may make (`Precision`)."""
+    precision: Precision
 
 
 class Change(NamedTuple):
@@ -70,14 +73,14 @@ def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.flo
     with graph_of_its_own():
         # Copies, because a function may change its input in place, and autograd forbids that for a leaf
         values = function([t.clone() if t.requires_grad else t for t in leaves])
-        rounding = precision_of(values, least).rounding
+        precision = precision_of(values, least)
         wanted = [t for t in leaves if t.requires_grad]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if values.requires_grad:
             refuse_reentrant(values)
             found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
     grads = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(wanted, found, strict=True))
-    return Answer(values.detach(), tuple(grads), rounding)
+    return Answer(values.detach(), tuple(grads), precision)
 
 
 def ask_alone(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.float32) -> Answer:
@@ -89,7 +92,7 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
     """Return what a function gave for rows that it was asked about one after the other."""
     values = torch.stack([answer.values for answer in answers])
     gradients = tuple(map(torch.cat, zip(*(answer.gradients for answer in answers), strict=True)))
-    return Answer(values, gradients, max(answer.rounding for answer in answers))
+    return Answer(values, gradients, max(answer.precision for answer in answers))
 
 
 def _alone(function: OfRows, row: Sequence[Tensor], least: torch.dtype) -> Answer:
@@ -98,8 +101,8 @@ def _alone(function: OfRows, row: Sequence[Tensor], least: torch.dtype) -> Answe
         answer = ask(function, row, least)
         return answer._replace(values=answer.values.reshape(answer.values.shape[1:]))
     except Exception:
-        values, gradients, rounding = ask(function, [torch.cat([t, t]) for t in row], least)
-    return Answer(values[0] if values.dim() else values / 2, tuple(g[:1] for g in gradients), rounding)
+        values, gradients, precision = ask(function, [torch.cat([t, t]) for t in row], least)
+    return Answer(values[0] if values.dim() else values / 2, tuple(g[:1] for g in gradients), precision)
 
 
 def ends_of_rows(per_token: Sequence[Tensor]) -> Tensor:
@@ -121,10 +124,16 @@ def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = No
         value = value if torch.isfinite(values).all() and torch.isfinite(together.values) else 0.0
     else:
         value = largest_difference(values, together.values)
-    gradient = 0.0
-    for own, other in zip(alone.gradients, together.gradients, strict=False):
-        gradient = max(gradient, largest_difference(own if row_K is None else own[row_K], other))
-    return Change(value, gradient, max(together.rounding, alone.rounding))
+    precision = max(together.precision, alone.precision)
+    pairs = [(a if row_K is None else a[row_K], b) for a, b in zip(alone.gradients, together.gradients, strict=False)]
+    left_over = precision.cancelled * max(_size(t) for t in (values, *alone.gradients, *together.gradients))
+    gradient = max((largest_difference(*pair) for pair in pairs if max(map(_size, pair)) > left_over), default=0.0)
+    return Change(value, gradient, precision.rounding)
+
+
+def _size(numbers: Tensor) -> float:
+    """Return the largest absolute value of those that are finite; 0 if there are none."""
+    return float(numbers.where(numbers.isfinite(), 0).abs().max()) if numbers.numel() else 0.0
 
 
 def keep_torch_random_states(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -147,6 +156,15 @@ class Precision(NamedTuple):
     def rounding(self) -> float:
         """Return the relative difference that many roundings may make: at most half of the digits."""
         return float(min(ROUNDINGS * self.eps, self.eps**0.5))
+
+    @property
+    def cancelled(self) -> float:
+        """Return how much may be left, relative to the largest number, of a gradient whose terms cancel.
+
+        An example is the gradient of a number that is added to the scores of all classes. All that is left is rounding,
+        and with some CPUs it depends on how many rows are computed at once.
+        """
+        return min(CANCELLED * self.eps, self.rounding / 8)
 
 
 def precision_of(result: Tensor, least: torch.dtype) -> Precision:

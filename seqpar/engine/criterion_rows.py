@@ -207,7 +207,7 @@ def _not_a_sum(together: Answer, alone: Answer, company: Tensor, change: Change)
     size = len(company)
     separately = alone.values[company].sum()
     # The most likely mistake has a message of its own
-    if largest_difference(together.values * size, separately) <= together.rounding:
+    if largest_difference(together.values * size, separately) <= together.precision.rounding:
         wrong = "so it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
     elif change.value <= change.rounding:
         wrong = f"but {change}, so it does not add up; it must return a sum of one term per row; {BESIDE}"

@@ -11,17 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.graphs import without_autocast
-from seqpar.core.row_independence import largest_difference
+from seqpar.core.row_independence import CANCELLED, largest_difference
 from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial, in_float32, widen
 
 HALVES = "the gradient of a half of the rows plus that of the other"
 
 EIGHTH = 0.125
 """A factor of the loss."""
-
-CANCELLED = 16
-"""How many roundings of the largest gradient may be left of one whose terms cancel, as that of the direction of a
-normalised weight of width 1."""
 
 
 def ask_about_backward(trial: Trial, why_once: str) -> bool:
@@ -108,7 +104,7 @@ def _what_halves_change(trial: Trial, copy: nn.ModuleDict, whole: Outcome, facto
         by = _change(joined, grad, outcomes)
         if by <= max(outcome.precision.rounding for outcome in outcomes):
             continue
-        if name not in of_rows and _is_cancelled(joined - grad, outcomes) and not _is_off_in_float32(trial, copy):
+        if _is_cancelled(joined - grad, outcomes) and not _is_off_in_float32(trial, copy):
             continue
         return f"{HALVES} is off by {by:.2g} from that of all rows, for {name}"
     return ""
@@ -151,7 +147,7 @@ def _change(found: Tensor, expected: Tensor, outcomes: Sequence[Outcome], factor
 
 
 def _is_cancelled(difference: Tensor, outcomes: Sequence[Outcome]) -> bool:
-    """Return whether a difference of a parameter's gradient is what rounding leaves of terms that cancel."""
+    """Return whether a difference of gradients is what rounding leaves of terms that cancel."""
     eps = max(outcome.precision.eps for outcome in outcomes)
     largest = max(float(grad.abs().max()) for grad in outcomes[0].gradients.values() if grad.numel())
     return float(difference.abs().max()) <= CANCELLED * eps * largest

@@ -218,8 +218,8 @@ class _LossByAutograd:
                 return "a row's loss has a gradient in other rows"
         # What acts on some rows only, such as those above the median, acts on the largest or the smallest
         some = torch.stack([loss_K.argmax(), loss_K.argmin()])
-        rounding = precision_of(loss_K, loss_K.dtype).rounding
-        together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), rounding)
+        precision = precision_of(loss_K, loss_K.dtype)
+        together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), precision)
         given = {name: t for name, t in scores._asdict().items() if t is not None}
 
         def loss_of_rows(tensors: Sequence[Tensor]) -> Tensor:

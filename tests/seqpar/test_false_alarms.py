@@ -126,6 +126,27 @@ def over_backward(self, h):
     return self.out(h)
 
 
+class Shifted(M):
+    def forward(self, hidden: Tensor, shift: Tensor) -> Tensor:
+        return self.function(self.out(hidden), shift)
+
+
+class Shift(torch.autograd.Function):
+    """Adds a number to a row's scores of all classes: its gradient is what rounding leaves, which is by the CPU.
+
+    Here as on a CPU that adds up numbers of several rows at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, shift: Tensor) -> Tensor:
+        return scores + shift.unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        rows = upstream[..., 0].numel()
+        return upstream, upstream.sum(-1) + 0.3 * rows * torch.finfo(upstream.dtype).eps
+
+
 GENERATORS = {
     "linear": linear,
     "linear and log_softmax": lambda: nn.Sequential(linear(), nn.LogSoftmax(-1)),
@@ -167,6 +188,8 @@ GENERATORS = {
     "reversed backward": lambda: M(over_backward, out=linear()),
     "checkpointed": lambda: M(lambda m, h: checkpoint(m.out, h, use_reentrant=False), out=linear()),
     "vmap": lambda: M(lambda m, h: torch.vmap(m.out)(h.flatten(0, -2)).unflatten(0, h.shape[:-1]), out=linear()),
+    "shifted": lambda: Shifted(lambda scores, shift: scores + shift.unsqueeze(-1), out=linear()),
+    "shifted, rounded otherwise": lambda: Shifted(Shift.apply, out=linear()),
 }
 
 
@@ -285,6 +308,8 @@ CRITERIA = {
 KEYWORDS = {
     "copying": {"attention": lambda: torch.rand(3, 5, 4).softmax(-1), "source": lambda: torch.randint(V, (3, 5, 4))},
     "pointing": {"memory": lambda: torch.randn(3, 5, V, D)},
+    "shifted": {"shift": lambda: torch.randn(3, 5)},
+    "shifted, rounded otherwise": {"shift": lambda: torch.randn(3, 5)},
     "expert of a token": {"expert": lambda: torch.randint(2, (3, 5))},
     "weights of rows": {"weight": lambda: torch.rand(3, 5)},
     "distilled": {"teacher": lambda: torch.randn(3, 5, V).softmax(-1)},
@@ -349,3 +374,21 @@ def test_a_right_pair_is_never_refused_and_gives_the_plain_loss(
             with mode():
                 total = engine(hidden, target, **own, **rows).total.detach()
                 assert float(total) == pytest.approx(right, rel=1e-12)
+
+
+def test_a_function_of_ones_own_may_shift_its_scores_too() -> None:
+    weight = nn.Parameter(torch.randn(V, D, dtype=torch.float64))
+    rows = [torch.randn(9, D, dtype=torch.float64), torch.randn(9, dtype=torch.float64)]
+    leaves, target = [t.requires_grad_() for t in rows], torch.randint(V, (9,))
+
+    def total(params: Any, rows: Any, chunk: slice) -> seqpar.TokenLoss:
+        scores = Shift.apply(rows[0] @ params[0].T, rows[1])
+        return seqpar.TokenLoss(F.cross_entropy(scores, target[chunk], reduction="sum"), torch.tensor(len(scores)))
+
+    chunks = [slice(0, 4), slice(4, 9)]
+    loss = seqpar.chunked_gradient(
+        total, chunks, leaves, [weight], seqpar.TokenLoss.zero(torch.float64, target.device, tells=False)
+    )
+    named = {"hidden": leaves[0], "shift": leaves[1], "weight": weight}
+    expected = total([weight], leaves, slice(None)).total
+    assert_same_results(result(loss.total, named), result(expected, named))

@@ -33,13 +33,14 @@ CASES = [
     ("fsdp", 8, "LossCompute", "float32", 1024, 512, 24_000, 0),
     ("fsdp", 8, "linear_cross_entropy", "bfloat16", 8192, 1024, 32_000, 0),
     ("fsdp", 8, "plain", "float32", 4096, 512, 24_000, 0),
-    ("vocab", 4, "plain", "float32", 512, 256, 64_000, 0),
+    ("vocab", 4, "plain", "float32", 1024, 256, 64_000, 0),
     ("vocab", 4, "linear_cross_entropy", "float32", 1024, 128, 96_000, 0),
     ("vocab", 4, "linear_cross_entropy", "bfloat16", 4096, 512, 160_000, 0),
 ]
 ALLOWED = 0.1
 """How far a peak may be from the plan."""
-BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+BFLOAT16 = torch.cpu._is_avx512_bf16_supported()
+"""Whether the CPU has bfloat16 products; oneDNN computes them without, from float32 copies of both factors."""
 
 
 class Projection(nn.Linear):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar.core.chunks import cut_rows, cut_time, rows_per_chunk
 from seqpar.core.reach import function_in, is_of_library
-from seqpar.core.row_independence import Answer, change_in_company, largest_difference, precision_of
+from seqpar.core.row_independence import Answer, Precision, change_in_company, largest_difference, precision_of
 from seqpar.core.token_loss import sum_of_parts
 from seqpar.multi_device import placement
 from seqpar.rows.conventions import CONVENTIONS
@@ -451,8 +451,8 @@ def test_the_precision_of_a_result_is_that_of_the_coarsest_dtype_in_its_graph(dt
     assert found.rounding == min(10_000 * found.eps, math.sqrt(found.eps))
 
 
-def answer(values, *gradients, rounding=0.01):
-    return Answer(torch.tensor(values), tuple(torch.tensor(each) for each in gradients), rounding)
+def answer(values, *gradients, eps=1e-6):
+    return Answer(torch.tensor(values), tuple(torch.tensor(each) for each in gradients), Precision(eps, eps))
 
 
 @pytest.mark.parametrize(
@@ -471,6 +471,12 @@ def answer(values, *gradients, rounding=0.01):
         (answer(3.0, [1.0, 2.0], [4.0]), answer([1.0, 2.0], [1.0, 1.0], [4.0]), None, (0.0, 0.5)),
         (answer(3.0, [4.0], [2.0, 1.0]), answer([1.0, 2.0], [4.0], [1.0, 2.0]), None, (0.0, 0.5)),
         (answer(3.0, [2.0, 1.0]), answer([2.0, 1.0], [1.0, 2.0]), [1, 0], (0.0, 0.0)),
+        # At most 16 roundings of the largest number, a gradient or a value, are left of terms that cancel
+        (answer(0.0, [5.0, 1.0], [7e-5, 0.0]), answer([0.0, 0.0], [5.0, 1.0], [0.0, 7e-5]), None, (0.0, 0.0)),
+        (answer(0.0, [5.0, 1.0], [9e-5, 0.0]), answer([0.0, 0.0], [5.0, 1.0], [0.0, 0.0]), None, (0.0, 1.0)),
+        (answer(0.0, [5.0, 1.0], [0.0, 0.0]), answer([0.0, 0.0], [5.0, 1.0], [0.0, 9e-5]), None, (0.0, 1.0)),
+        (answer(6.0, [7e-5]), answer([5.0, 1.0], [-7e-5]), None, (0.0, 0.0)),
+        (answer(6.0, [9e-5]), answer([5.0, 1.0], [-9e-5]), None, (0.0, 2.0)),
     ],
 )
 def test_rows_in_company_are_compared_with_the_same_rows_alone(together, alone, rows, expected):
@@ -478,6 +484,6 @@ def test_rows_in_company_are_compared_with_the_same_rows_alone(together, alone, 
     assert change[:2] == pytest.approx(expected)
     assert change.is_rounding == (max(expected) == 0)
     assert ("a row's gradient changes" in str(change)) == (expected[1] > 0)
-    for one, other in ((0.01, 0.5), (0.5, 0.01)):
-        of_both = change_in_company(answer(1.0, rounding=one), answer([1.0], rounding=other))
+    for one, other in ((1e-6, 0.25), (0.25, 1e-6)):
+        of_both = change_in_company(answer(1.0, eps=one), answer([1.0], eps=other))
         assert of_both.rounding == 0.5
