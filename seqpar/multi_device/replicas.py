@@ -122,6 +122,9 @@ def _refuse(module: nn.Module) -> None:
             raise TypeError(f"{kind}.{name} is on the meta device and has no data; use module.to_empty(device=...)")
         if is_dtensor(tensor):
             raise TypeError(f"{kind}.{name} is sharded (a DTensor); use it on one device per rank, without a list")
+        if name in module._parameters and tensor.layout not in (torch.strided, torch.sparse_coo):
+            instead = "chunks add up gradients in dense and COO layouts only; call .to_dense() or .to_sparse_coo()"
+            raise TypeError(f"{kind}.{name} is {tensor.layout}, and {instead}")
 
 
 def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:

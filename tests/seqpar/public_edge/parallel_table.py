@@ -33,12 +33,23 @@ def _meta() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2, device="meta"))
 
 
+def _compressed() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(module.weight.detach().to_sparse_csr())
+    return module
+
+
 def _replicate() -> list[Case]:
     cases = refused("replicate", lambda x: seqpar.replicate(x, TWO), "module", NO_MODULE, TypeError)
     cases += _bad_devices("replicate", partial(seqpar.replicate, nn.Linear(2, 2)))
     for label, make, words in (
         ("meta", _meta, "Linear.weight is on the meta device"),
         ("lazy", lambda: nn.LazyLinear(3), "is lazy, it has no shape yet"),
+        (
+            "compressed",
+            _compressed,
+            "Linear.weight is torch.sparse_csr, and chunks add up",
+        ),
         ("compiled", lambda: torch.compile(nn.Linear(2, 2)), "as it was before torch.compile"),
     ):
         call = partial(lambda make: seqpar.replicate(make(), TWO), make)
