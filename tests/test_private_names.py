@@ -78,7 +78,7 @@ LIBRARIES = {
         "_use_python_reducer",
     },
     ("torch", "seqpar/engine/loss_compute.py"): {"_Loss"},
-    ("torch", "seqpar/engine/effects.py"): {"_flat_weight_refs", "_flat_weights", "_unsafe_preserve_version_counter"},
+    ("torch", "seqpar/core/effects.py"): {"_flat_weight_refs", "_flat_weights", "_unsafe_preserve_version_counter"},
     ("torch", "seqpar/engine/formula_match.py"): {"_C", "_len_torch_function_stack"},
     ("torch", "seqpar/engine/module_calls.py"): {"_cache_enabled"},
     ("torch", "seqpar/engine/kept_state.py"): {"_BatchNorm", "_tensor_name"},

@@ -31,6 +31,8 @@ from seqpar.core.checks import (
     refuse_unknown_leaves,
 )
 from seqpar.core.chunks import Chunk, is_capturing, note_rows
+from seqpar.core.device_facts import is_on_host
+from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, is_asked_for
 from seqpar.core.row_independence import (
     Answer,
@@ -38,11 +40,21 @@ from seqpar.core.row_independence import (
     ask,
     ask_alone,
     change_in_company,
+    difference,
     join_answers,
-    keep_torch_random_states,
 )
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.streams import select_streams
+from seqpar.core.surroundings import (
+    ONE_CHUNKS,
+    Asked,
+    Surroundings,
+    ask_about_state_around,
+    code_of,
+    refuse_graphs_left,
+    refuse_iterators,
+    surroundings_of_function,
+)
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
 ChunkTensors = tuple[Tensor | None, ...]
@@ -125,7 +137,8 @@ def chunked_gradient(
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
             inf; a `per_chunk`, called for the first time, whose loss of a few rows is not the sum of each row's own, or
-            that of a chunk not the sum of those of its halves.
+            that of a chunk not the sum of those of its halves, or depends on what its calls change; or that leaves a
+            tensor with a graph elsewhere.
         RuntimeError: in backward, if it is the second one for one of the tensors (the first has freed its gradient), if
             `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
@@ -169,10 +182,7 @@ def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Seq
 ASKED_ROWS = 4
 """How many rows `per_chunk` is asked about, together and alone."""
 
-MOST_ASKED = 256
-"""How many functions are remembered as asked."""
-
-_asked: dict[object, None] = {}
+_asked = Asked()
 
 
 def _refuse_joined_rows(
@@ -181,12 +191,28 @@ def _refuse_joined_rows(
     """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once.
 
     Nor may that of the first chunk, or of the last, be another one than that of its halves: a few rows may be without
-    padding.
+    padding; nor what it is depend on what calls change. What these calls change is put back.
     """
-    asked = (_code_of(per_chunk), torch.is_grad_enabled())
+    asked = (code_of(per_chunk), torch.is_grad_enabled())
     several = [chunk for chunk in chunks if (chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)) > 1]
-    if asked in _asked or not several or is_capturing(per_token[0].device):
+    if _asked.changes(asked) is not None or not several or is_capturing(per_token[0].device):
         return
+    around = surroundings_of_function("per_chunk", per_chunk)
+    try:
+        _ask_about_rows(per_chunk, several, per_token, params, around)
+    finally:
+        around.put_back(keeps_made=True)
+    _asked.add(asked, changes=False)
+
+
+def _ask_about_rows(
+    per_chunk: PerChunk,
+    several: Sequence[Chunk],
+    per_token: Sequence[Tensor],
+    params: Sequence[Tensor],
+    around: Surroundings,
+) -> None:
+    """Raise ValueError as `_refuse_joined_rows` says; calls change what is around the function."""
     every_N = torch.arange(len(per_token[0]), device=per_token[0].device)
     ends = tuple(p.detach() for p in params)
 
@@ -195,7 +221,19 @@ def _refuse_joined_rows(
         some = slice(int(row_K[0]), int(row_K[-1]) + 1) if is_slice else row_K
         return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
 
-    with keep_torch_random_states(every_N.device), graph_of_its_own():
+    def call() -> Answer:
+        with keep_random_states(every_N.device, around.generators):
+            return ask(partial(total, is_slice=isinstance(several[0], slice)), few)
+
+    few = [t[several[0]][:ASKED_ROWS] for t in (*per_token, every_N)]
+    with keep_random_states(every_N.device, around.generators), graph_of_its_own():
+        rounding = call().precision.rounding
+
+        def is_same(one: Answer, other: Answer) -> bool:
+            return difference(one, other) <= rounding
+
+        refuse_iterators("per_chunk", call, difference, is_same, is_on_host(every_N), around)
+        ask_about_state_around("per_chunk", call, difference, around)
         for chunk in (*several[:1], *several[1:][-1:]):
             own = partial(total, is_slice=isinstance(chunk, slice))
             rows = [t[chunk] for t in (*per_token, every_N)]
@@ -203,9 +241,7 @@ def _refuse_joined_rows(
             _refuse_change(own, few, ask_alone(own, few))
             halves = zip(*(t.tensor_split(2) for t in rows), strict=True)
             _refuse_change(own, rows, join_answers([ask(own, half) for half in halves]))
-    for earliest in list(_asked)[: 1 - MOST_ASKED]:
-        del _asked[earliest]
-    _asked[asked] = None
+        refuse_graphs_left(around, ONE_CHUNKS)
 
 
 def _refuse_change(total: OfRows, rows: Sequence[Tensor], apart: Answer) -> None:
@@ -218,12 +254,6 @@ def _refuse_change(total: OfRows, rows: Sequence[Tensor], apart: Answer) -> None
             f"per_chunk joins rows: {change}. It is called on some rows at a time, so its loss must be a sum of one "
             "term per row that depends on that row alone; add what joins rows to the loss afterwards"
         )
-
-
-def _code_of(function: Any) -> object:
-    """Return what a function runs, and the functions that it takes from around it; a class of anything else."""
-    cells = getattr(function, "__closure__", None) or ()
-    return getattr(function, "__code__", type(function)), tuple(_code_of(cell.cell_contents) for cell in cells)
 
 
 def differentiable_sum(

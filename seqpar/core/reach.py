@@ -41,6 +41,11 @@ class Place(NamedTuple):
     """Returns what it stands for now."""
 
 
+def read_only(name: str, value: Any) -> Place:
+    """Return a place that always stands for the same: only what is in it can change."""
+    return Place(name, value, lambda value: None, lambda: None)
+
+
 def is_of_library(code: Any) -> bool:
     """Return whether a function, class or module comes with one of `LIBRARIES`."""
     name = code.__name__ if isinstance(code, ModuleType) else getattr(code, "__module__", None)
@@ -62,8 +67,7 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
                 partial(getattr, cell, "cell_contents"),
             )
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        # Only what is in it can change
-        yield Place(f"a default of {name}", default, lambda value: None, lambda: None)
+        yield read_only(f"a default of {name}", default)
     yield from _entries(vars(function), {*vars(function)}, f"{name}.")
     names = names_in(function.__code__)
     around = function.__globals__

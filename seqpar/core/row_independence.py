@@ -111,6 +111,12 @@ def ends_of_rows(per_token: Sequence[Tensor]) -> Tensor:
     return torch.stack([size_N.argmin(1), size_N.argmax(1)], 1).flatten()
 
 
+def difference(one: Answer, other: Answer) -> float:
+    """Return the largest relative difference of values and gradients."""
+    pairs = zip((one.values, *one.gradients), (other.values, *other.gradients), strict=True)
+    return max(largest_difference(*pair) for pair in pairs)
+
+
 def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = None) -> Change:
     """Return by how much rows in company differ from the same rows alone.
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from seqpar.core.chunks import CPU_BUDGET
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
+from seqpar.core.surroundings import REPEATS
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.pair import criterion_loss
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial, in_float32
+from seqpar.engine.trial import PROBE_ROWS, Trial, in_float32
 from seqpar.linear.leaves import product_dtype
 from seqpar.rows.criteria import ignored_target
 

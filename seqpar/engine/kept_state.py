@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpar.core.checks import is_dense
+from seqpar.core.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
 from seqpar.core.graphs import version_of
-from seqpar.engine.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
+from seqpar.core.surroundings import REPEATS
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.situation import BufferChanges
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial
+from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
 
 CLOSE = 1e-3
 """The relative difference of a buffer's sum that rounding may make, in any dtype."""

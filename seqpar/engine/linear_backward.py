@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from seqpar.core.graphs import without_autocast
 from seqpar.core.row_independence import CANCELLED, largest_difference
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Outcome, Trial, in_float32, widen
+from seqpar.core.surroundings import REPEATS
+from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial, in_float32, widen
 
 HALVES = "the gradient of a half of the rows plus that of the other"
 

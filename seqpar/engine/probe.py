@@ -28,8 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.chunks import is_capturing
+from seqpar.core.effects import KEEPS_A_GRAPH
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import ends_of_rows, largest_difference, precision_of
+from seqpar.core.surroundings import Surroundings, refuse_graphs_left
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
@@ -41,10 +43,9 @@ from seqpar.engine.row_mixing import ask_about_rows
 from seqpar.engine.shards import Shard, check_targets, criterion_rows_of, rows_of
 from seqpar.engine.situation import LogitFacts, Situation
 from seqpar.engine.surroundings import (
-    Surroundings,
-    ask_about_graphs_left,
     ask_about_iterators,
     ask_about_surroundings,
+    surroundings_of,
 )
 from seqpar.engine.trial import PROBE_ROWS, Trial
 from seqpar.linear.cross_entropy import linear_cross_entropy
@@ -105,7 +106,7 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
         check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion
             is, which on an accelerator would fail with a device-side assertion.
     """
-    around = Surroundings(trial.head)
+    around = surroundings_of(trial.head)
     # A generator of random numbers that stands there is put back, as those of the modules and torch's own are
     trial.held.generators += around.generators
     try:
@@ -134,7 +135,7 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
     # Once more, because a hook may change other things in backward alone
     ask_about_surroundings(trial, around, harmless)
     ask_about_iterators(trial, around)
-    ask_about_graphs_left(trial, around)
+    refuse_graphs_left(around, KEEPS_A_GRAPH)
     why_once = "calls add to its buffers" if buffers.adds_up else ""
     if is_fsdp_unit(trial.head["generator"]):
         why_once = "FSDP2 gathers its weights for forward alone"

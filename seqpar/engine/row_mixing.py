@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from seqpar.core.checks import refuse_reentrant
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import largest_difference, precision_of
-from seqpar.engine.trial import PROBE_ROWS, REPEATS, Trial
+from seqpar.core.surroundings import REPEATS
+from seqpar.engine.trial import PROBE_ROWS, Trial
 
 
 def ask_about_rows(trial: Trial) -> None:

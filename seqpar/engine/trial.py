@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import refuse_reentrant
+from seqpar.core.effects import Held
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes, version_of
 from seqpar.core.row_independence import Precision, largest_difference, precision_of
-from seqpar.engine.effects import Held
 from seqpar.engine.pair import criterion_loss, project
 from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
 from seqpar.multi_device.replicas import bind
@@ -29,9 +29,6 @@ Module = TypeVar("Module", bound=nn.Module)
 
 PROBE_ROWS = 4
 """Two sequences of two time steps."""
-
-REPEATS = 16
-"""How often the same rows must give the same result before a module counts as deterministic."""
 
 
 class Outcome(NamedTuple):

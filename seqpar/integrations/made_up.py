@@ -12,8 +12,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from seqpar.core.effects import keep_random_states
 from seqpar.core.token_loss import wide
-from seqpar.engine.effects import keep_random_states
 
 
 class RefusedModelError(TypeError):

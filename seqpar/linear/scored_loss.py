@@ -6,6 +6,8 @@ J given classes.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,17 +16,28 @@ from torch import Tensor
 from seqpar.core.checks import check_floating, check_shapes, refuse_unknown_leaves
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import is_capturing
+from seqpar.core.device_facts import is_on_host
+from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.row_independence import (
     Answer,
     ask_alone,
     change_in_company,
     ends_of_rows,
-    keep_torch_random_states,
     largest_difference,
     precision_of,
 )
 from seqpar.core.structures import each
+from seqpar.core.surroundings import (
+    ONE_CHUNKS,
+    Asked,
+    Surroundings,
+    ask_about_state_around,
+    code_of,
+    refuse_graphs_left,
+    refuse_iterators,
+    surroundings_of_function,
+)
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import ScoreLoss
@@ -35,6 +48,12 @@ from seqpar.rows.smoothing import RowLosses
 
 Loss = Callable[..., Tensor]
 """(scores, **per-token tensors) -> one number for each row."""
+
+FEW = 4
+"""How many rows are asked whether calls change what is around them."""
+
+_asked = Asked()
+_asking = threading.RLock()
 
 PASSED = "and is not an argument of it; pass it as a per-token keyword of target's shape, or detach it"
 
@@ -79,7 +98,9 @@ def scored_loss(
         loss: a differentiable function of a chunk's scores and per-token tensors, that returns one number for each row.
             `scores` has the fields `log_prob` and `lse` (rows,) and, if asked for, `entropy` (rows,) and
             `log_probs_at` (rows, J), in float32 or wider; `seqpar.rows.scores.Scores` describes them. It is called once
-            or several times for each chunk, and must neither mix rows nor use other tensors that need a gradient.
+            for each chunk, and must neither mix rows nor use other tensors that need a gradient. Counts that it adds up
+            elsewhere are those of all rows, and what it sets there is that of one chunk. (What it changes when it is
+            first asked about some rows is put back.)
         ids: int64 classes (target's shape, J) whose log-probabilities the loss takes.
         entropy: whether the loss takes the entropy of each token's distribution.
         temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
@@ -94,7 +115,8 @@ def scored_loss(
         TypeError, ValueError, IndexError, RuntimeError: as in `linear_cross_entropy` and `token_scores`.
         TypeError: a `loss` that is not a function, or does not return a floating tensor; a per-token argument that is
             not a tensor.
-        ValueError: a loss that mixes rows, or returns a shape other than (rows,); a per-token tensor of another shape.
+        ValueError: a loss that mixes rows, returns a shape other than (rows,), depends on what its calls change, or
+            leaves a tensor with a graph elsewhere; a per-token tensor of another shape.
         RuntimeError: a loss that uses a tensor that needs a gradient and is not a per-token argument, or whose result
             has no gradient at all.
 
@@ -152,13 +174,16 @@ class _LossByAutograd:
         scores = each(lambda t: t.detach().requires_grad_(wanted), scores)
         rows = self._leaves(per_token, wanted)
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
-        # A graph that begins and ends here is not the caller's
-        with torch.set_grad_enabled(wanted), graph_of_its_own():
+        asked = (code_of(self.function), *self.names, scores.log_prob.dtype, wanted)
+        is_known = _asked.changes(asked) is not None
+        # A graph that begins and ends here is not the caller's. Of several devices' threads one asks, and the others
+        # wait, because it puts back what has changed meanwhile
+        with torch.set_grad_enabled(wanted), graph_of_its_own(), contextlib.nullcontext() if is_known else _asking:
             loss_K = self._call(scores, rows)
             # One row cannot be mixed with others; while a CUDA graph is captured no number can be read
             if not self.is_checked and len(loss_K) > 1 and not is_capturing(loss_K.device):
                 self._check(loss_K, leaves)
-                self._refuse_mixing(loss_K, scores, rows)
+                self._ask(asked, loss_K, scores, rows)
                 self.is_checked = True
         if not wanted:
             return RowLosses(loss_K, Upstream())
@@ -191,6 +216,41 @@ class _LossByAutograd:
                 "tensor (.detach(), torch.no_grad())"
             )
         refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
+
+    def _ask(self, asked: object, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
+        """Raise for a loss that mixes rows or, the first time, depends on what its calls change around it.
+
+        What the calls of the first question change is put back. A function that counts something is not asked again,
+        because its counts would be those of more rows.
+        """
+        changes = _asked.changes(asked)
+        if changes is None:
+            around = surroundings_of_function("loss", self.function)
+            try:
+                self._refuse_mixing(loss_K, scores, rows)
+                changes = self._changes_around(around, scores, rows)
+                refuse_graphs_left(around, ONE_CHUNKS)
+            finally:
+                around.put_back(keeps_made=True)
+            _asked.add(asked, changes)
+        elif not changes:
+            self._refuse_mixing(loss_K, scores, rows)
+
+    def _changes_around(self, around: Surroundings, scores: Scores, rows: list[Tensor]) -> bool:
+        """Return whether calls change what is around the function; raise ValueError if its results depend on it."""
+        few = _rows(scores, rows, torch.arange(min(FEW, len(scores.log_prob)), device=scores.log_prob.device))
+
+        def call() -> Tensor:
+            with keep_random_states(scores.log_prob.device, around.generators):
+                return self._call(*few).detach()
+
+        rounding = precision_of(call(), scores.log_prob.dtype).rounding
+
+        def is_same(one: Tensor, other: Tensor) -> bool:
+            return largest_difference(one, other) <= rounding
+
+        refuse_iterators("loss", call, largest_difference, is_same, is_on_host(scores.log_prob), around)
+        return bool(ask_about_state_around("loss", call, largest_difference, around))
 
     def _refuse_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
         """Raise for a loss that mixes rows, as far as these scores show it.
@@ -226,7 +286,7 @@ class _LossByAutograd:
             some_scores = scores._replace(**dict(zip(given, tensors, strict=False)))
             return self._call(some_scores, tensors[len(given) :])
 
-        with keep_torch_random_states(loss_K.device):
+        with keep_random_states(loss_K.device, []):
             alone = ask_alone(loss_of_rows, [t[some] for t in (*given.values(), *rows)])
             change = change_in_company(together, alone)
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import seqpar
-from seqpar.engine import effects
+from seqpar.core import effects
 from seqpar.testing import assert_same_results
 from tests.seqpar.engine.test_contract import Head, V, batch
 

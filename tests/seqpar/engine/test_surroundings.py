@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from seqpar.engine.surroundings import Surroundings
+from seqpar.engine.surroundings import surroundings_of
 
 V = 11
 NUMBER = 0
@@ -776,7 +776,7 @@ def test_an_assertion_in_a_test_brings_nothing_of_pytests_own_with_it() -> None:
         assert len(z) == len(y)
         return F.cross_entropy(z, y, reduction="sum")
 
-    names = [name for name, _ in Surroundings(nn.ModuleList([Calling(function)])).values]
+    names = [name for name, _ in surroundings_of(nn.ModuleList([Calling(function)])).values]
     assert "the global @pytest_ar" in names
     assert not [name for name in names if name.startswith("@pytest_ar.")]
 

@@ -1,0 +1,308 @@
+"""Find what calls of code change around it: globals, attributes of classes and functions, closures.
+
+A number there may count calls without harm as long as no result depends on it; if one does, it would depend on the
+chunks. A tensor that is left there with a graph, such as an auxiliary loss, would be one chunk's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from types import FunctionType, MethodType, NoneType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from seqpar.core.effects import PLAIN, Held, is_open, is_same, named_values, names_of_new_graphs
+from seqpar.core.graphs import version_of
+from seqpar.core.reach import Place, function_in, is_of_library, places_used_by, read_only
+from seqpar.core.structures import has_in_class
+
+Result = TypeVar("Result")
+
+REPEATS = 16
+"""How often the same rows must give the same result before code counts as deterministic."""
+
+MOST_FUNCTIONS = 200
+"""How many functions are looked into: one may reach a whole program."""
+
+MOST_OF_A_TABLE = 2**16
+"""How many numbers a tensor may have that is put back: a data set is larger."""
+
+
+class Surroundings(Held):
+    """What stands under the names that code uses, as it is now.
+
+    Args:
+        used: returns functions and classes, and places beside those that they use.
+    """
+
+    def __init__(self, used: Callable[[], tuple[Iterable[Any], Iterable[Place]]]) -> None:
+        super().__init__()
+        self.used = used
+        self.first: Surroundings | None = None
+        """The same after the first call, once that has been looked at."""
+        self.places: list[Place] = []
+        self._of_name: Counter[str] = Counter()
+        codes, places = used()
+        self._todo: deque[Any] = deque(codes)
+        for place in places:
+            self._add(place)
+        seen: set[object] = set()
+        while self._todo and len(seen) < MOST_FUNCTIONS:
+            code = self._todo.popleft()
+            if code in seen or is_of_library(code):
+                continue
+            seen.add(code)
+            self._take_away_later(code)
+            for place in _places_of(code):
+                self._add(place)
+
+    def now(self) -> Surroundings:
+        """Return what stands there now."""
+        return Surroundings(self.used)
+
+    def _add(self, place: Place) -> None:
+        self.places.append(place)
+        # Of several functions of one name each has its own
+        self.values[place.name, self._of_name[place.name]] = self._look(place.value)
+        self._of_name[place.name] += 1
+
+    def _take_away_later(self, code: Any) -> None:
+        """Remember to take away what a function or class gets in attributes that it does not have."""
+        own = {*vars(code)}
+
+        def put_back() -> None:
+            for name in vars(code).keys() - own:
+                if not is_open(vars(code)[name]):
+                    delattr(code, name)
+
+        self.undo.append(put_back)
+
+    def _look(self, value: Any) -> object:
+        if type(value) in weakref.ProxyTypes:
+            return id(value)
+        if isinstance(value, MethodType):
+            return self._look((value.__func__, value.__self__))
+        if code := value if isinstance(value, type) else function_in(value):
+            self._todo.append(code)
+        else:
+            self._todo += own_classes(value)
+        # Too much hangs on a model, unlike a metric, which has no parameters; and the numbers of a data set are many
+        is_model = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+        if is_model or (has_in_class(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
+            return type(value)
+        return super()._look(value)
+
+    def _look_at_tensor(self, tensor: Tensor) -> object:
+        # Not the numbers of a data set
+        if tensor.grad_fn is None and tensor.numel() > MOST_OF_A_TABLE:
+            return id(tensor), version_of(tensor)
+        return super()._look_at_tensor(tensor)
+
+    def put_back(self, *, keeps_made: bool = False) -> None:
+        """Let names stand for what they stood for, and containers hold what they held.
+
+        Args:
+            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file or a model;
+                but not what calls add to, such as a number, a list or an iterator.
+        """
+        made = [place.value is None and not isinstance(place.read(), (*PLAIN, Tensor)) for place in self.places]
+        now = self.now() if keeps_made and any(made) else None
+        for place, key, is_made in zip(self.places, self.values, made, strict=True):
+            if not (is_made and now is not None and self._stays(place.read(), key, now)):
+                place.write(place.value)
+        for undo in self.undo:
+            undo()
+
+    def _stays(self, made: Any, key: tuple[str, int], now: Surroundings) -> bool:
+        """Return whether what a call has made is open, or has not changed since the first call."""
+        inside: Collection[Any] = made if isinstance(made, (list, tuple, set, deque)) else ()
+        if isinstance(made, dict):
+            inside = made.values()
+        if any(map(is_open, (made, *inside))):
+            return True
+        if isinstance(made, Iterator) or self.first is None:
+            return False
+        missing = object()
+        return is_same(self.first.values.get(key, missing), now.values.get(key))
+
+
+ONE_CHUNKS = (
+    "holds a tensor with a graph after a call, which would be one chunk's: add it to the loss that is returned, or "
+    "detach it where it is only looked at"
+)
+
+MOST_ASKED = 256
+"""How many functions are remembered."""
+
+
+class Asked:
+    """The functions that were asked, and whether they change what is around them."""
+
+    def __init__(self) -> None:
+        self._changes: dict[object, bool] = {}
+
+    def changes(self, code: object) -> bool | None:
+        """Return whether calls of a function change what is around it; None if it has not been asked."""
+        return self._changes.get(code)
+
+    def add(self, code: object, changes: bool) -> None:
+        """Remember a function by its `code_of` and other facts, for as long as no `MOST_ASKED` others come after it."""
+        for earliest in list(self._changes)[: 1 - MOST_ASKED]:
+            self._changes.pop(earliest, None)
+        self._changes[code] = changes
+
+
+def code_of(function: Any) -> object:
+    """Return what a function runs: its code, with that of functions and with the settings around it.
+
+    Settings are flags and words in a closure, the arguments of a partial, and an object that is called or whose method
+    is; but not the numbers and containers of a closure, which may be counts.
+    """
+    if isinstance(function, partial):
+        given = (*function.args, *function.keywords.values())
+        return code_of(function.func), tuple(v if isinstance(v, (int, float)) else code_of(v) for v in given)
+    if isinstance(function, MethodType):
+        return code_of(function.__func__), _Identity(function.__self__)
+    if isinstance(function, FunctionType):
+        cells = function.__closure__ or ()
+        inside = []
+        for cell in cells:
+            # A name that has no value yet
+            with contextlib.suppress(ValueError):
+                inside.append(code_of(cell.cell_contents))
+        return function.__code__, tuple(inside)
+    if isinstance(function, (bool, str, NoneType)):
+        return function
+    return _Identity(function) if callable(function) else type(function)
+
+
+class _Identity:
+    """An object, which is equal to itself alone, and to nothing once it is gone."""
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        self._value = lambda: value
+        # Not every object can be referred to weakly
+        with contextlib.suppress(TypeError):
+            self._value = weakref.ref(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value() is other._value() is not None
+
+
+def own_classes(value: Any) -> Iterator[type]:
+    """Yield the classes of an object but for Python's own and those of libraries: its methods may be called."""
+    return (kind for kind in type(value).__mro__ if kind.__module__ != "builtins" and not is_of_library(kind))
+
+
+def _places_of(code: Any) -> Iterator[Place]:
+    """Yield what a function uses, or the attributes of a class."""
+    if isinstance(code, FunctionType):
+        yield from places_used_by(code)
+        return
+    for name, value in list(vars(code).items()):
+        if not name.startswith("__") or function_in(value):
+            write = partial(_set_on_class, code, name, value)
+            yield Place(f"{code.__name__}.{name}", value, write, partial(vars(code).get, name))
+
+
+def _set_on_class(kind: type, name: str, old: object, value: object) -> None:
+    """Set an attribute that has changed; some of a class cannot be set."""
+    if vars(kind).get(name) is not old:
+        setattr(kind, name, value)
+
+
+def refuse_iterators(
+    what: str,
+    call: Callable[[], Result],
+    difference: Callable[[Result, Result], float],
+    is_same: Callable[[Result, Result], bool],
+    is_exact: bool,
+    *held: Held,
+) -> None:
+    """Raise ValueError if results change where code takes from an iterator, which cannot be put back.
+
+    Args:
+        is_same: whether results are the same up to rounding.
+        is_exact: whether they are the same bit by bit where nothing changes; an accelerator may add in another order
+            each time.
+        held: where iterators are looked for; the others are as in `ask_about_state_around`.
+    """
+    names = [name for one in held for name, _ in named_values(Iterator, one)]
+    if not names:
+        return
+    try:
+        first, *later = (call() for _ in range(1 + REPEATS))
+    except Exception:  # a later question says what does not fit
+        return
+    # A small change in every call is the iterator's
+    changes_a_little = is_exact and all(difference(first, other) for other in later)
+    if changes_a_little or not all(is_same(first, other) for other in later):
+        raise ValueError(
+            f"{names[0]} is an iterator, and the results change from call to call; {what} is called once for each "
+            "chunk, so that what is taken from it would depend on the chunks: take from it outside, once a step"
+        )
+
+
+def refuse_graphs_left(before: Surroundings, wrong: str) -> None:
+    """Raise ValueError, which says what is wrong, if calls have left a tensor with a graph around them."""
+    if left := names_of_new_graphs(before, before.now()):
+        before.put_back()
+        raise ValueError(f"{left[0]} {wrong}")
+
+
+def surroundings_of_function(name: str, function: Any) -> Surroundings:
+    """Return what stands under the names that a function, or an object that is called, uses as it is now."""
+    return Surroundings(lambda: ((), [read_only(name, function)]))
+
+
+def ask_about_state_around(
+    what: str,
+    call: Callable[[], Result],
+    difference: Callable[[Result, Result], float],
+    before: Surroundings,
+    harmless: Collection[str] = (),
+) -> list[str]:
+    """Raise ValueError if results depend on what calls change around them; else return what they change.
+
+    Even a small dependence, such as that of smoothing annealed over many thousand calls: what changes it is put back,
+    and then the results must be the same bit by bit. One that shows after more than `REPEATS` calls is not found.
+
+    Args:
+        what: is called.
+        call: calls it, always with the same random numbers.
+        difference: of two results; 0 for the same.
+        before: what stood around it before the first call, which has been made.
+        harmless: names that an earlier question has returned.
+    """
+    here = before.now()
+    before.first = before.first or here
+    changed = [name for name in before.changed_names(here) if name not in harmless]
+    if not changed:
+        return []
+    # Results may be others in the first call alone; but what it has opened is not opened again
+    before.put_back(keeps_made=True)
+    first = call()
+    later = ((number, call()) for number in range(1, REPEATS))
+    number, other = next((found for found in later if difference(first, found[1])), (0, first))
+    if other is first:
+        return changed
+    for _ in range(REPEATS):
+        before.put_back(keeps_made=True)
+        again = [call() for _ in range(number + 1)]
+        if difference(first, again[0]) or difference(other, again[-1]):
+            return changed
+    # Of which some may have changed in backward alone
+    names = " or ".join(before.changed_names(before.now())[:3])
+    raise ValueError(
+        f"{names} changes with every call, and so do the results; {what} is called once for each chunk, so that "
+        "they would depend on the chunks: change it outside, once a step"
+    )

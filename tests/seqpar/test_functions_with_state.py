@@ -1,0 +1,179 @@
+"""What functions of one's own change around them, in `scored_loss` and `chunked_gradient`.
+
+Counts are of the caller's rows alone, and a result that depends on them is refused by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+
+V, N = 7, 13
+Rows = Callable[[Tensor], Tensor]
+"""The losses of rows -> what becomes of them."""
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (N, V))
+    return hidden, weight, torch.randint(V, (N,))
+
+
+def scored(function: Rows) -> Tensor:
+    return seqpar.scored_loss(*batch(), lambda scores: function(-scores.log_prob), chunk_tokens=4).total
+
+
+def over_devices(function: Rows) -> Tensor:
+    hidden, weight, target = batch()
+    generator = nn.Linear(4, V, bias=False)
+    generator.weight = nn.Parameter(weight.detach())
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 3, chunk_tokens=2)
+    return engine.scored_loss(hidden, target, lambda scores: function(-scores.log_prob)).total
+
+
+def chunked(function: Rows) -> Tensor:
+    hidden, weight, target = batch()
+
+    def per_chunk(params: Any, rows: Any, chunk: Any) -> seqpar.TokenLoss:
+        losses = F.cross_entropy(rows[0] @ params[0].T, target[chunk], reduction="none")
+        return seqpar.TokenLoss(function(losses).sum(), torch.tensor(len(losses)))
+
+    empty = seqpar.TokenLoss.zero(torch.float64, hidden.device, tells=False)
+    chunks = [slice(0, 5), slice(5, 9), slice(9, N)]
+    return seqpar.chunked_gradient(per_chunk, chunks, [hidden], [weight], empty).total
+
+
+DOORS = [scored, over_devices, chunked]
+
+
+class Meter(nn.Module):
+    of_all = 0
+
+    def __init__(self, slope: float = 0.0) -> None:
+        super().__init__()
+        self.slope, self.own = slope, 0
+        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, losses: Tensor) -> Tensor:
+        self.own += len(losses)
+        self.sums += torch.stack([losses.detach().sum(), torch.ones(()).double() * len(losses)])
+        return losses * (1 + self.slope * self.own)
+
+    def by_class(self, losses: Tensor) -> Tensor:
+        Meter.of_all += len(losses)
+        return losses * (1 + self.slope * Meter.of_all)
+
+
+def in_a_list(seen: list[int], slope: float, losses: Tensor) -> Tensor:
+    seen.append(len(losses))
+    return losses * (1 + slope * len(seen))
+
+
+COUNTED = {"rows": 0}
+
+
+def in_a_global(losses: Tensor) -> Tensor:
+    COUNTED["rows"] += len(losses)
+    return losses
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_counts_are_of_the_callers_rows_in_every_call(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, seen = Meter(), list[int]()
+    monkeypatch.setattr(Meter, "of_all", 0)
+    monkeypatch.setitem(COUNTED, "rows", 0)
+    for calls in (1, 2, 3):
+        for function in (meter, meter.by_class, partial(in_a_list, seen, 0.0), in_a_global):
+            total = door(function)
+        assert meter.own == meter.sums[1] == Meter.of_all == sum(seen) == COUNTED["rows"] == N * calls
+        torch.testing.assert_close(meter.sums[0], total.detach() * calls)
+
+
+def over_a_count(numbers: Any, losses: Tensor) -> Tensor:
+    return losses * next(numbers)
+
+
+DEPENDENT: dict[str, tuple[Callable[[], Rows], str]] = {
+    "attribute": (lambda: Meter(1e-9), "changes with every call, and so do the results"),
+    "class": (lambda: Meter(1e-9).by_class, r"Meter\.of_all changes with every call, and so do the results"),
+    "list": (lambda: partial(in_a_list, [], 1e-9), "changes with every call, and so do the results"),
+    "iterator": (lambda: partial(over_a_count, itertools.count(1)), "is an iterator, and the results change from call"),
+    "generator": (lambda: partial(over_a_count, (i for i in range(1, 999))), "is an iterator, and the results change"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_results_that_depend_on_how_often_a_function_was_called_are_refused(name: str, door: Any) -> None:
+    make, said = DEPENDENT[name]
+    with pytest.raises(ValueError, match=said):
+        door(make())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_iterator_that_changes_nothing_passes(door: Any) -> None:
+    assert door(partial(over_a_count, itertools.repeat(1.0))).isfinite()
+
+
+def kept(left: list[Tensor], losses: Tensor) -> Tensor:
+    left.append(losses)
+    return losses
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_tensor_that_is_left_with_a_graph_is_refused(door: Any) -> None:
+    with pytest.raises(ValueError, match=r"holds a tensor with a graph after a call, which would be one chunk's"):
+        door(partial(kept, []))
+
+
+NOISE = {
+    "torch": lambda losses: losses * torch.rand(()),
+    "numpy": lambda losses: losses * np.random.rand(),
+    "Python": lambda losses: losses * random.random(),
+}
+
+
+@pytest.mark.parametrize("door", [scored, chunked])
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_passes_and_the_first_call_draws_none_of_its_own(name: str, door: Any) -> None:
+    def call() -> float:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(5)
+        return float(door(lambda losses: losses * 0 + NOISE[name](torch.ones_like(losses))).detach())
+
+    # `batch` seeds torch anew
+    assert call() == call()
+
+
+def flagged(is_on: bool) -> Rows:
+    return lambda losses: losses - losses.mean().detach() if is_on else losses
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_setting_in_a_closure_makes_it_another_function(door: Any) -> None:
+    door(flagged(False))
+    with pytest.raises(ValueError, match=r"(mixes|joins) rows"):
+        door(flagged(True))
+
+
+def test_a_function_that_changes_nothing_around_it_is_asked_in_every_call() -> None:
+    """A statistic of the batch may act on a later batch alone."""
+    hidden, weight, target = batch()
+
+    def loss(scores: Any, w: Tensor) -> Tensor:
+        return -scores.log_prob * (w / w.max() if bool((w != 1).any()) else w)
+
+    seqpar.scored_loss(hidden, weight, target, loss, w=torch.ones(N).double())
+    with pytest.raises(ValueError, match="loss mixes rows"):
+        seqpar.scored_loss(hidden, weight, target, loss, w=torch.arange(1.0, N + 1).double())
