@@ -29,6 +29,7 @@ import seqpar.multi_device.parallel_apply as parallel_apply
 LACKING = {
     "'Sparseemulated'": "the emulated accelerator has no sparse tensors",
     "'Quantizedemulated'": "the emulated accelerator has no quantised tensors",
+    "aten::view_as_": "the emulated accelerator has no views of complex tensors",
     "___get_torch_function_mode_stack_at": "torch.compile does not trace the switch's mode; test_gpu.py compiles",
     "No backend type associated with device type emulated": "gloo does not know the emulated accelerator",
 }
