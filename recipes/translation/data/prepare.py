@@ -44,6 +44,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
         ready = verified_folder(folder)
     if ready is None or field_in(ready / SETTINGS) != settings:
+        check_symbols([*ModelText.of(config).tags, *config.subwords.symbols])
         make(corpora, folder, settings)
         ready = verified_folder(folder)
     else:
@@ -131,7 +132,6 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     config = corpora.config
     tags = ModelText.of(config).tags
-    check_symbols([*tags, *config.subwords.symbols])
     text = corpora.text
     places = draw_indices(len(text), train_pairs(text, config.subwords.train_pairs))
     sides = [text.sources[place] for place in places], [text.targets[place] for place in places]

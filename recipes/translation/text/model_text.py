@@ -157,14 +157,22 @@ def check_symbols(symbols: Sequence[str]) -> None:
 
 def check_known(tags: Sequence[str], symbols: Sequence[str], source: Subwords, target: Subwords) -> None:
     """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
-    needed = ((source, [*(BLANK + tag for tag in tags), *symbols]), (target, symbols))
-    for side, words in needed:
-        if missing := set(words) - set(side.pieces()):
-            names = ", ".join(sorted(word.removeprefix(BLANK) for word in missing))
+    for side, some in ((source, tags), (target, ())):
+        pieces = side.pieces()
+        # A tag has the blank before it, and a symbol may
+        wanted = {tag: {BLANK + tag} for tag in some} | {symbol: {symbol, BLANK + symbol} for symbol in symbols}
+        if missing := [word for word, names in wanted.items() if names.isdisjoint(pieces)]:
             raise ConfigError(
-                f"the subwords do not have {names}, a tag or symbol of these settings: leave it out, or make new "
-                "subwords without training.start_from"
+                f"the subwords do not have {', '.join(sorted(missing))}, a tag or symbol of these settings: leave it "
+                "out, or make new subwords without training.start_from"
             )
+        for (word, names), ids in zip(wanted.items(), side.encode(list(wanted)), strict=True):
+            found = [pieces[each] for each in ids]
+            if names.isdisjoint(found):
+                raise ConfigError(
+                    f"{word!a}, a tag or symbol of these settings, is never one subword, because the subwords read it "
+                    f"as {side.normalize(word)!a} (subwords.normalization {side.normalization}): choose another word"
+                )
 
 
 def language_tags(data: DataConfig, language: str) -> tuple[str, ...]:

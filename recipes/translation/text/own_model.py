@@ -51,7 +51,22 @@ def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
         raise DataError(f"subwords.model: {path} is no {_expectation(kind, path)}: {error}") from None
     if not any(piece.type == Piece.NORMAL for piece in model.pieces):
         raise DataError(f"subwords.model: {path} is no {_expectation(kind, path)}: it has no pieces")
+    _check_blanks(model, path)
     return _with_our_ids(model, added)
+
+
+def _check_blanks(model: ModelProto, path: Path) -> None:
+    """Raise DataError unless every word begins with the mark of the blank before it, by which words are told apart."""
+    needed = (
+        (model.normalizer_spec, "add_dummy_prefix", True),
+        (model.trainer_spec, "treat_whitespace_as_suffix", False),
+    )
+    for options, name, usual in needed:
+        if getattr(options, name) != usual:
+            raise DataError(
+                f"subwords.model: {path} has {name} {str(not usual).lower()}, and so words that do not begin with "
+                f"{BLANK}: make it with {name} {str(usual).lower()}, or leave subwords.model out"
+            )
 
 
 def _expectation(kind: str, path: Path) -> str:
@@ -96,6 +111,9 @@ def _by_id(path: Path) -> list[str]:
 
 def _with_our_ids(model: ModelProto, added: Sequence[str]) -> bytes:
     """Return the file of a model whose special pieces come first, and the pieces `added` last."""
+    if model.trainer_spec.model_type == TrainerSpec.WORD:
+        # It divides nothing but at blanks
+        added = [BLANK + name.removeprefix(BLANK) for name in added]
     names = _special_names(model)
     own = {piece.piece: piece for piece in model.pieces}
     first = []

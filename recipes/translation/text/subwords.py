@@ -82,14 +82,16 @@ def train_subwords(
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
     (256 of the subwords), so that no text is ever unknown. Each symbol of the settings is one subword, and each of
-    the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
-    stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
+    the `tags` together with the blank before it, as every word with kind none. Sentences above MAX_BYTES are left out,
+    with a note on stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
     rule = rule or normalizations(config)[0]
     # A tab is sentencepiece's own mark between sentences
     sentences = [normalize(sentence, rule).replace("\t", " ") for sentence in sentences]
     _note_long(sentences)
+    # Words are divided nowhere but at blanks
+    before = BLANK if KINDS[config.kind].words else ""
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -100,7 +102,7 @@ def train_subwords(
             bos_id=BOS,
             eos_id=EOS,
             vocab_size=config.vocab_size,
-            user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *(before + symbol for symbol in config.symbols)],
             normalization_rule_name="identity",
             byte_fallback=config.byte_fallback and not KINDS[config.kind].words,
             character_coverage=config.character_coverage,
@@ -213,13 +215,22 @@ class Subwords:
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
-        if self.tags:
-            sentences = [self._tag_apart(sentence) for sentence in sentences]
-        sentences = compose_all(sentences, self._rules)
+        sentences = self._as_read(sentences)
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
             return ids
         return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
+
+    def places(self, sentence: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return a sentence as it is divided, and from which to which of its characters each subword of it extends."""
+        (read,) = self._as_read([sentence])
+        places: list[tuple[int, int]] = self._processor.encode(read, return_type="offset_mapping")["offsets"]
+        return read, places
+
+    def _as_read(self, sentences: list[str]) -> list[str]:
+        if self.tags:
+            sentences = [self._tag_apart(sentence) for sentence in sentences]
+        return compose_all(sentences, self._rules)
 
     @cached_property
     def tags(self) -> frozenset[str]:

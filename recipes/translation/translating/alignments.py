@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -16,6 +18,8 @@ from recipes.translation.translating.sentences import check_unicode
 
 Link = tuple[int, int]
 """The numbers of a source and a target word, from 0; words are what spaces separate."""
+Words = Sequence[int]
+"""The words that a subword is part of: one of the model's subwords may extend over a space."""
 
 
 def align(
@@ -57,17 +61,18 @@ def align(
     return [everyone.get(row, []) for row in range(len(sources))]
 
 
-def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[Link]:
-    """Link the words of a pair, given the attention of each target subword and the word that each subword is part of.
+def links(weights_TS: Tensor, source_words: Sequence[Words], target_words: Sequence[Words]) -> list[Link]:
+    """Link the words of a pair, given the attention of each target subword and the words that each subword is part of.
 
     What follows the subwords of either side, the end symbol and padding, is never linked, and neither is a tag, which
-    has the number -1.
+    is part of none.
     """
-    own = [place for place, word in enumerate(source_words) if word >= 0]
+    own = [place for place, words in enumerate(source_words) if words]
     if not own:
         return []
     best_T = weights_TS[: len(target_words), own].argmax(1).tolist()
-    return sorted({(source_words[own[best]], word) for best, word in zip(best_T, target_words, strict=True)})
+    found = zip((source_words[own[best]] for best in best_T), target_words, strict=True)
+    return sorted({(word, other) for words, others in found for word in words for other in others})
 
 
 def pharaoh(pairs: Sequence[Link]) -> str:
@@ -77,19 +82,32 @@ def pharaoh(pairs: Sequence[Link]) -> str:
 
 def _subwords_of(
     subwords: Subwords, texts: Sequence[str], sentences: Sequence[str]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the number of the sentence's word that each subword is part of, and the subwords, of each text.
+) -> tuple[list[list[Words]], list[list[int]]]:
+    """Return the numbers of the sentence's words that each subword is part of, and the subwords, of each text.
 
-    A text is its sentence as the model reads it: the same words in other letters, after a tag that may be new. Words
-    are encoded one by one, which gives the subwords of the text, as none of them extends over a space.
+    A text is its sentence as the model reads it: the same words in other letters, after a tag that may be new.
     """
-    numbers = []
-    ids = []
-    for text, sentence in zip(texts, sentences, strict=True):
-        words = text.split()
-        encoded = subwords.encode(words)
-        # A tag that the sentence does not have is word -1
-        first = len(sentence.split()) - len(words)
-        numbers.append([number for number, word in enumerate(encoded, start=first) for _ in word])
-        ids.append([subword for word in encoded for subword in word])
-    return numbers, ids
+    words = [_words_of(subwords, text, len(sentence.split())) for text, sentence in zip(texts, sentences, strict=True)]
+    return words, subwords.encode(list(texts))
+
+
+def _words_of(subwords: Subwords, text: str, count: int) -> list[Words]:
+    """Return the words that each subword of a text is part of, where the last word is number `count` - 1.
+
+    A blank is part of the word that follows it, or of the last one.
+    """
+    read, places = subwords.places(text)
+    found = list(re.finditer(r"\S+", read))
+    # A tag that the sentence does not have is no word of it
+    first = count - len(found)
+    # A word that the rules of normalisation remove has no subwords
+    kept = [(number, word) for number, word in enumerate(found, start=first) if subwords.normalize(word[0])]
+    starts = [word.start() for _, word in kept]
+    ends = [word.end() for _, word in kept]
+    words: list[Words] = []
+    for begin, end in places:
+        # What a character becomes may be several subwords, of which all but the last end where they begin
+        low = min(bisect_right(ends, begin), len(kept) - 1)
+        high = max(bisect_left(starts, max(end, begin + 1)), low + 1)
+        words.append([number for number, _ in kept[low:high] if number >= 0])
+    return words

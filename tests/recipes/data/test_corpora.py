@@ -124,6 +124,29 @@ def test_subwords_without_a_tag_or_symbol_of_the_settings_are_refused(tmp_path: 
         load_corpus(config, subwords_of=lambda _: (source, target))
 
 
+@pytest.mark.parametrize(
+    ("rule", "changes", "message"),
+    [
+        (
+            "nfc",
+            {"subwords.symbols": ["cafe\u0301"]},
+            r"'cafe\\u0301', a .* read it as 'caf\\xe9' \(subwords.normalization nfc",
+        ),
+        (
+            "nfkc",
+            {"corpora": {"a": {"tag": "\uff3bBT\uff3d"}}},
+            r"'\\uff3bBT\\uff3d', a tag or symbol .* read it as '\[BT\]'",
+        ),
+    ],
+)
+def test_a_tag_or_symbol_that_normalisation_changes_is_refused(
+    rule: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path / "run", {"data.builtin_pairs": 100, "subwords.normalization": rule, **changes})
+    with pytest.raises(ConfigError, match=message):
+        load_corpus(config)
+
+
 def write(folder: Path, name: str, lines: int) -> None:
     text = "".join(f"word {n} of {name}\n" for n in range(lines))
     for side in ("en", "de"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare, train_pairs
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.text.normalization import rules_of
 from recipes.translation.text.own_model import SPECIAL, own_model
 from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.sentencepiece_file import model_of
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
@@ -117,7 +120,7 @@ def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_
             if (piece, before) != (pieces[UNK],) * 2
         ]
     tagged = source.encode(["<2de> a <url>"])[0]
-    assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", "<url>" if name not in WORDS else pieces[UNK]]
+    assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", BLANK + "<url>" if name in WORDS else "<url>"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=source.model_bytes())
     special = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
     assert special == (PAD, UNK, BOS, EOS)
@@ -213,6 +216,122 @@ def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path: Path) -> None:
         own_model(tmp_path / "tokenizer.json", "unigram", "nfc", ())
 
 
+@pytest.mark.parametrize(("name", "given"), [("add_dummy_prefix", False), ("treat_whitespace_as_suffix", True)])
+def test_a_model_whose_words_do_not_begin_with_the_blank_before_them_is_refused(
+    name: str, given: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "own").write_bytes(spm("bpe", **{name: given}))
+    said = f"^subwords.model: {tmp_path / 'own'} has {name} {str(given).lower()}, and so words that do not begin with"
+    with pytest.raises(DataError, match=f"{said} .: make it with {name} {str(not given).lower()}, or leave subwords"):
+        own_model(tmp_path / "own", "unigram", "nfc", ())
+
+
+CHARSMAP = base64.b64encode(rules_of("nfkc").precompiled_charsmap).decode()
+RULES = {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}
+KEEPING = {
+    "type": "Precompiled",
+    "precompiled_charsmap": base64.b64encode(rules_of("nfc").precompiled_charsmap).decode(),
+}
+MARK = {"type": "Metaspace", "replacement": BLANK, "prepend_scheme": "always", "split": True}
+ONE_BLANK = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+AT_BLANKS = {"type": "WhitespaceSplit"}
+
+
+def as_json(normalizers: list[Any], dividers: list[Any], model: Any = None) -> str:
+    """A tokenizer.json, of unigram pieces unless it has another model."""
+    pieces = [[piece.piece, piece.score] for piece in model_of(spm("unigram")).pieces]
+    found = {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": dividers},
+        "model": model or {"type": "Unigram", "unk_id": 0, "vocab": pieces},
+    }
+    for part, steps in (("normalizer", normalizers), ("pre_tokenizer", dividers)):
+        if len(steps) == 1:
+            found[part] = steps[0]
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("normalizers", "dividers"),
+    [
+        ([RULES, ONE_BLANK], [MARK]),
+        ([RULES, ONE_BLANK], [{**MARK, "prepend_scheme": "first", "split": False}]),
+        ([RULES, ONE_BLANK], [{"type": "Metaspace", "replacement": BLANK, "add_prefix_space": True}]),
+        ([RULES], [AT_BLANKS, MARK]),
+        ([RULES, {"type": "Strip", "strip_left": False, "strip_right": True}, {**ONE_BLANK, "content": BLANK}], [MARK]),
+    ],
+)
+def test_a_tokenizer_json_of_each_version_divides_a_text_as_tokenizers_does(
+    normalizers: list[Any], dividers: list[Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(as_json(normalizers, dividers))
+    model = Subwords(sentencepiece.SentencePieceProcessor(model_proto=own_model(path, "unigram", "nfc", ())))
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    pieces = model.pieces()
+    for text in [*SENTENCES, "the  old\xa0train", "\uff34he trains"]:
+        expected = [piece if piece in pieces else pieces[UNK] for piece in theirs.encode(text).tokens]
+        assert [pieces[each] for each in model.encode([text])[0]] == expected
+
+
+@pytest.mark.parametrize(
+    ("normalizers", "dividers", "message"),
+    [
+        ([RULES, {"type": "Lowercase"}], [MARK], "it has the step Lowercase, which no sentencepiece model takes"),
+        ([RULES, {**ONE_BLANK, "pattern": {"String": "a"}}], [MARK], "it has the step Replace"),
+        ([RULES], [{"type": "Digits", "individual_digits": True}, MARK], "it has the step Digits"),
+        ([KEEPING], [AT_BLANKS, MARK], "it has the step WhitespaceSplit"),
+        ([RULES], [{**MARK, "prepend_scheme": "never"}], f"it does not mark the first word with {BLANK}"),
+        ([RULES], [{**MARK, "replacement": "_"}], f"it does not mark the first word with {BLANK}"),
+        ([RULES], [{"type": "Metaspace", "replacement": BLANK, "add_prefix_space": False}], "it does not mark"),
+        ([RULES], [AT_BLANKS], "it does not mark"),
+        ([RULES, {"type": "Replace", "pattern": "a", "content": " "}], [MARK], "it has the step Replace"),
+    ],
+)
+def test_a_tokenizer_json_that_divides_a_text_as_no_sentencepiece_model_does_is_refused(
+    normalizers: list[Any], dividers: list[Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(as_json(normalizers, dividers))
+    with pytest.raises(DataError, match=f"is no tokenizer.json of pieces: {message}.*: use a file"):
+        own_model(tmp_path / "tokenizer.json", "unigram", "nfc", ())
+
+
+def test_a_tokenizer_json_with_damaged_rules_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(as_json([{**RULES, "precompiled_charsmap": "AAAA"}], [MARK]))
+    with pytest.raises(DataError, match=r"its compiled rules of normalisation are damaged .*: restore it"):
+        own_model(tmp_path / "tokenizer.json", "unigram", "nfc", ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dropout": 0.1}, "it has dropout"),
+        ({"end_of_word_suffix": "</w>"}, "it has end_of_word_suffix"),
+        ({"vocab": {"a": 4, BLANK: 5, f"a{BLANK}": 6}, "merges": [["a", BLANK]]}, f"but has the piece 'a{BLANK}'"),
+    ],
+)
+def test_a_tokenizer_json_that_merges_as_no_sentencepiece_model_does_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = {"type": "BPE", "vocab": {BLANK: 4, "a": 5, f"{BLANK}a": 6}, "merges": [[BLANK, "a"]]}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(as_json([RULES], [MARK], model))
+    own_model(path, "bpe", "nfc", ())
+    path.write_text(as_json([RULES], [MARK], {**model, **changes}))
+    with pytest.raises(DataError, match=f"is no tokenizer.json of pieces: .*{message}"):
+        own_model(path, "bpe", "nfc", ())
+
+
+@pytest.mark.parametrize("symbols", [["two words"], [" "], [""], ["<s>"], [f"a{BLANK}b"], ["<a>", "<a>"], ["<2de>"]])
+def test_symbols_that_cannot_be_one_subword_are_refused_with_own_subwords_too(
+    symbols: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.model").write_bytes(spm("bpe"))
+    given = settings("bpe", tmp_path / "own.model") | {"subwords.symbols": symbols}
+    with pytest.raises(ConfigError, match=r"choose other words for subwords\.symbols"):
+        prepare(Corpora(tiny(tmp_path / "run", given)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -238,12 +357,13 @@ def test_words_that_blanks_divide_are_subwords_and_rare_ones_are_unknown_and_cou
     for side in ("en", "de"):
         (tmp_path / f"a.{side}").write_text("\n".join(lines) + "\n")
     files = {"data.path": str(tmp_path), "data.train": ["a.en", "a.de"], "data.valid": ["a.en", "a.de"]}
-    config = tiny(tmp_path / "run", {**files, "subwords.kind": "none", "subwords.vocab_size": 10})
+    files |= {"subwords.symbols": ["<url>"]}
+    config = tiny(tmp_path / "run", {**files, "subwords.kind": "none", "subwords.vocab_size": 11})
     corpus = load_corpus(config)
     said = capsys.readouterr()
     pieces = corpus.source.pieces()
-    assert set(pieces[4:]) == {BLANK + word for word in ("the", "sat@@", "s", "cat", "dog", "rare")}
-    assert corpus.source.decode(corpus.source.encode(["the cat sat@@ s"])) == ["the cat sat@@ s"]
+    assert set(pieces[4:]) == {BLANK + word for word in ("<url>", "the", "sat@@", "s", "cat", "dog", "rare")}
+    assert corpus.source.decode(corpus.source.encode(["the <url> sat@@ s"])) == ["the <url> sat@@ s"]
     assert "1 of 34 source subwords are unknown" in said.err
 
 

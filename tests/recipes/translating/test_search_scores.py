@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from models import beam_search, length_normaliser
 from models.alignment import attention_weights
@@ -18,7 +23,8 @@ from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
-from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords, train_subwords
+from recipes.translation.translating import alignments
 from recipes.translation.translating.alignments import align, links, pharaoh
 from seqpar.testing.ranks import ranks
 from tests.models.examples import small_transformer
@@ -95,12 +101,13 @@ def test_every_rank_returns_the_alignments_of_all(translator: Translator, tmp_pa
 def test_words_are_linked_if_any_of_their_subwords_are(sources: int, targets: int, data: st.DataObject) -> None:
     shares = st.lists(st.floats(0, 1), min_size=sources + 2, max_size=sources + 2)
     weights = torch.tensor(data.draw(st.lists(shares, min_size=targets + 1, max_size=targets + 1)))
-    source_words = sorted(data.draw(st.lists(st.integers(0, 3), min_size=sources, max_size=sources)))
-    target_words = sorted(data.draw(st.lists(st.integers(0, 3), min_size=targets, max_size=targets)))
+    some = st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True)
+    source_words = data.draw(st.lists(some, min_size=sources, max_size=sources))
+    target_words = data.draw(st.lists(some, min_size=targets, max_size=targets))
     expected = set()
     for t in range(targets):  # the end symbol and padding, the two last positions of the source, are never linked
         row = weights[t, :sources].tolist()
-        expected.add((source_words[row.index(max(row))], target_words[t]))
+        expected |= set(product(source_words[row.index(max(row))], target_words[t]))
     assert links(weights, source_words, target_words) == sorted(expected)
 
 
@@ -125,6 +132,60 @@ def test_the_words_of_a_pair_are_those_between_spaces(translator: Translator) ->
         others = [sum(begins[: at + 1]) - 1 for at in range(len(said))]
         expected = {(words[int(weights[t, : len(ids)].argmax())], others[t]) for t in range(len(said))}
         assert linked == sorted(expected)
+
+
+def trained_elsewhere(**options: Any) -> Subwords:
+    """The subwords of a sentencepiece model with options that ours do not have."""
+    model = io.BytesIO()
+    usual = {"vocab_size": 280, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a man of the town", "one of the men", "none of the towns!"]),
+        model_writer=model,
+        pad_id=PAD,
+        unk_id=UNK,
+        bos_id=BOS,
+        eos_id=EOS,
+        minloglevel=2,
+        **{**usual, **options},
+    )
+    return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
+
+
+OF_THE, TAG = "\u2581of\u2581the", "\u2581>>fra<<"
+APART = [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence", "expected"),
+    [
+        ({}, "a\xa0man of\u2009the\u3000!", [(word, word) for word in range(5)]),
+        ({}, " \xa0", []),
+        ({}, "a \xa0", [(0, 0)]),
+        ({"byte_fallback": False, "vocab_size": 30}, "\u0436\xa0\u0436 a", [*APART, (0, 1), (1, 0), (2, 2)]),
+        ({"normalization_rule_name": "nmt_nfkc"}, "a \x01 \u338f", [(0, 0), (2, 2)]),
+        ({"add_dummy_prefix": False}, " man  town", APART),
+        ({"user_defined_symbols": [OF_THE]}, "a man of the town", [*APART, *product((2, 3), (2, 3)), (4, 4)]),
+        ({"user_defined_symbols": [TAG]}, ">>fra<<a man", APART),
+    ],
+)
+def test_alignments_are_of_the_subwords_that_the_translation_reads_and_of_words_that_white_space_divides(
+    options: dict[str, Any],
+    sentence: str,
+    expected: list[tuple[int, int]],
+    translator: Translator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subwords = trained_elsewhere(**options)
+    (ids,) = subwords.encode([sentence])
+
+    def to_itself(_: object, src_BS: Tensor, tgt_BT: Tensor) -> Tensor:
+        assert src_BS.tolist() == [[*ids, EOS]]
+        assert tgt_BT.tolist() == [[BOS, *ids[:-1]]]
+        return torch.eye(tgt_BT.size(1), src_BS.size(1))[None]
+
+    monkeypatch.setattr(alignments, "attention_weights", to_itself)
+    found = align(replace(translator, source=subwords, target=subwords), [sentence], [sentence])
+    assert found == [sorted(expected)]
 
 
 @pytest.mark.parametrize("pair", [("", "Ein Wort"), ("A word", ""), ("  ", " ")])
