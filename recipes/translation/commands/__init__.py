@@ -47,13 +47,13 @@ PRINTING = ("translate", "compare")
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; return the exit status: 0, 2 for a mistake of the user, or 128 + the number of a signal."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(overview())
-        return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        return fail(f"{unknown('command', name, list(COMMANDS))}; the commands are {', '.join(COMMANDS)}")
     try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print(overview(), flush=True)
+            return 0
+        name, *rest = argv
+        if name not in COMMANDS:
+            return fail(f"{unknown('command', name, list(COMMANDS))}; the commands are {', '.join(COMMANDS)}")
         return run_command(name, rest)
     except KeyboardInterrupt:
         return 130

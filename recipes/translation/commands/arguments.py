@@ -224,8 +224,9 @@ READ = ("file", "sources", "references", "hypotheses", "prefixes", "constraints"
 
 def check_typed(options: argparse.Namespace) -> None:
     """Raise an error for settings of decoding, files and runs that are wrong as typed, before torch is imported."""
+    # Each by itself: whether they fit together, the run's own settings of decoding say
     for name, value in decoding_overrides(options).items():
-        load_config(None, {name: value}, as_option(name.removeprefix("decoding.")))
+        SCHEMA.read_overrides({name: value}, as_option(name.removeprefix("decoding.")))
     for file in (getattr(options, name, None) for name in READ):
         if file and not os.path.exists(file):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)

@@ -22,8 +22,8 @@ Rule = Callable[[Pair], bool]
 """Return whether a pair is to be removed."""
 
 EMPTY = "an empty side"
-VISIBLE = re.compile(r"[^\s\x01-\x1f\x7f\x8f\x9f\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
-"""A character that can be seen. Of all others, such as zero-width spaces, sentencepiece's own rules make blanks."""
+VISIBLE = re.compile(r"[^\s\x01-\x1f\x7f-\x9f\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
+"""A character that can be seen. Of all others, such as zero-width spaces, one of the rules of subwords makes blanks."""
 
 CONTINUATION = (
     "[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00be"

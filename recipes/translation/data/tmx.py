@@ -55,7 +55,7 @@ def _units(path: Path, hashes: Hashes | None) -> Iterator[Element]:
                     open_elements.append(element)
                     continue
                 open_elements.pop()
-                if element.tag == "tu":
+                if _name(element) == "tu":
                     yield element
                     open_elements[-1].clear()
         except ParseError as error:
@@ -64,9 +64,9 @@ def _units(path: Path, hashes: Hashes | None) -> Iterator[Element]:
 
 def _texts(unit: Element) -> dict[str, str]:
     found: dict[str, str] = {}
-    for variant in unit.iter("tuv"):
+    for variant in unit.iterfind(".//{*}tuv"):
         language = next((variant.attrib[name] for name in LANGUAGE if name in variant.attrib), "")
-        segment = variant.find("seg")
+        segment = variant.find("{*}seg")
         if segment is not None:
             found.setdefault(language, LINE_BREAK.sub(" ", "".join(_text(segment))).strip(" "))
     return found
@@ -75,9 +75,14 @@ def _texts(unit: Element) -> dict[str, str]:
 def _text(element: Element) -> Iterator[str]:
     yield element.text or ""
     for part in element:
-        if part.tag not in CODES:
+        if _name(part) not in CODES:
             yield from _text(part)
         yield part.tail or ""
+
+
+def _name(element: Element) -> str:
+    """Return an element's name without its namespace, which some programs write."""
+    return element.tag.rpartition("}")[2]
 
 
 def _in(texts: dict[str, str], language: str) -> str | None:

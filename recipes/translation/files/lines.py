@@ -30,6 +30,46 @@ def _by_pyarrow(file: io.BufferedReader, codec: str) -> Any:
     return pyarrow.CompressedInputStream(file, codec)
 
 
+PACKED = 1 << 16
+"""How many packed bytes are read at a time."""
+
+
+class _Streams(io.RawIOBase):
+    """The text of a file of one or several compressed streams, one after the other.
+
+    Python's own `LZMAFile` and `BZ2File` take a later stream that is damaged for the end of the file.
+    """
+
+    def __init__(self, file: io.BufferedReader, decompressor: Callable[[], Any]) -> None:
+        super().__init__()
+        self._file = file
+        self._decompressor = decompressor
+        self._stream = decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = b""
+        while not found:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data
+                # Zeros between streams, and at the end, are padding
+                while not (packed := packed.lstrip(b"\0")):
+                    packed = self._file.read(PACKED)
+                    if not packed:
+                        return 0
+                self._stream = self._decompressor()
+            elif self._stream.needs_input:
+                packed = self._file.read(PACKED)
+                if not packed:
+                    raise EOFError("it ends within a compressed stream")
+            found = self._stream.decompress(packed, len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
 class Compression(NamedTuple):
     """A way to pack a file: the end of its name, its first bytes, and what unpacks it."""
 
@@ -43,9 +83,11 @@ class Compression(NamedTuple):
 
 COMPRESSIONS = (
     Compression(".gz", b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
-    Compression(".xz", b"\xfd7zXZ\x00", lzma.LZMAFile),
-    Compression(".bz2", b"BZh", bz2.BZ2File),
+    Compression(".xz", b"\xfd7zXZ\x00", lambda file: _Streams(file, lzma.LZMADecompressor)),
+    Compression(".bz2", b"BZh", lambda file: _Streams(file, bz2.BZ2Decompressor)),
     Compression(".zst", b"\x28\xb5\x2f\xfd", lambda file: _by_pyarrow(file, "zstd")),
+    # A frame to be skipped, with which pzstd begins
+    Compression(".zst", b"\x50\x2a\x4d\x18", lambda file: _by_pyarrow(file, "zstd")),
     Compression(".lz4", b"\x04\x22\x4d\x18", lambda file: _by_pyarrow(file, "lz4")),
     Compression(".zip", b"PK\x03\x04", way="unzip"),
     Compression(".7z", b"7z\xbc\xaf\x27\x1c", way="7z x"),
@@ -71,7 +113,11 @@ def read_lines(path: Path) -> list[str]:
 def lines_of(content: bytes, where: str, first: int = 1) -> list[str]:
     """Return the lines of a file's bytes as `each_line` does, which begin with line `first` of `where`."""
     with _explain_errors(where):
-        return list(_lines_in(_unpack(io.BufferedReader(io.BytesIO(content)), where), where, first))
+        file: io.BufferedIOBase = io.BytesIO(content)
+        if first == 1:
+            # Later lines may begin with anything
+            file = _unpack(io.BufferedReader(io.BytesIO(content)), where)
+        return list(_lines_in(file, where, first))
 
 
 Hashes = dict[Path, tuple[int, bytes]]

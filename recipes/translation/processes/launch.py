@@ -46,7 +46,7 @@ def launch(processes: int, argv: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = ["--standalone", "--nproc-per-node", str(processes), "-m", "recipes.translation"]
     try:
-        run(parse_args([*launcher, *map(unambiguous, argv)]))
+        run(parse_args([*launcher, *unambiguous(argv)]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode
@@ -71,8 +71,11 @@ def launcher_words() -> list[str]:
     return words[: words.index("recipes.translation") + 1]
 
 
-def unambiguous(word: str) -> str:
-    """Return --folder for --run, which the launcher would take for an abbreviation of its own options."""
-    if word == "--run" or word.startswith("--run="):
-        return word.replace("--run", "--folder", 1)
-    return word
+def unambiguous(words: Sequence[str]) -> list[str]:
+    """Return words with --folder for --run, which the launcher would take for an abbreviation of its own options.
+
+    After -- there are no options, but sentences.
+    """
+    options = words.index("--") if "--" in words else len(words)
+    is_run = [place < options and (word == "--run" or word.startswith("--run=")) for place, word in enumerate(words)]
+    return [word.replace("--run", "--folder", 1) if found else word for word, found in zip(words, is_run, strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -20,6 +21,9 @@ from recipes.translation.settings.schema import SettingType, nearest
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
+SYMBOLS = "subwords.symbols"
+IN_BRACKETS = re.compile(r"\[[^\[\],'\"\s]+\]")
+"""A word that may be a symbol, such as [NAME]."""
 METAVARS = {int: "N", float: "X", bool: "true|false"}
 
 
@@ -98,8 +102,10 @@ def add_config_options(parser: argparse.ArgumentParser, file: Path | None = None
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """Return the options on the command line by dotted name, for `load_config`."""
     given = {name: value for name, value in vars(options).items() if name in SCHEMA.settings and value is not None}
-    # A single word may be a YAML list itself, or `auto`
-    given = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
+    for name, value in given.items():
+        # A single word may be a YAML list itself, or `auto`; but [NAME] is a symbol
+        if isinstance(value, list) and len(value) == 1 and not (name == SYMBOLS and IN_BRACKETS.fullmatch(value[0])):
+            given[name] = value[0]
     # Some are opened before all settings are read
     return {name: expand_path(value, name) if SCHEMA.settings[name].path else value for name, value in given.items()}
 

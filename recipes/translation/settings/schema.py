@@ -167,10 +167,14 @@ class Schema:
                 _check_gone(key, value, location)
                 continue
             self._check_known(key, location)
+            found = {}
             if key in self.sections:
-                given |= self._read_section(value, key, path)
+                found = self._read_section(value, key, path)
             else:
-                given[key] = Setting(self._value_of_file(key, value, location), location)
+                found[key] = Setting(self._value_of_file(key, value, location), location)
+            for name in given.keys() & found:
+                raise _twice(name, given[name].location, found[name].location)
+            given |= found
         return given
 
     def _check_known(self, key: str, location: str) -> None:
@@ -293,7 +297,7 @@ def _entries(node: yaml.Node, section: str, path: Path, what: str) -> Iterator[t
             key = f"{section}.{key}"
         location = f"{path}:{key_node.start_mark.line + 1}"
         if key in locations:
-            raise ConfigError(f"{key} is given twice ({locations[key]} and {location}); keep one")
+            raise _twice(key, locations[key], location)
         locations[key] = location
         yield key, value, location
 
@@ -411,3 +415,7 @@ def _words(kind: Any, limits: str) -> str:
     if kind is int and (found := re.fullmatch(r"( from .* to )below ([\d,]+)", limits)):
         limits = f"{found[1]}{int(found[2].replace(',', '')) - 1:,}"
     return names[kind] + (limits if kind in (int, float) else "")
+
+
+def _twice(key: str, first: str, second: str) -> ConfigError:
+    return ConfigError(f"{key} is given twice ({first} and {second}); keep one")

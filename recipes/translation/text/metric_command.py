@@ -15,6 +15,7 @@ from shutil import which
 from tempfile import TemporaryDirectory
 
 from recipes.translation.errors import ConfigError
+from recipes.translation.text.model_text import one_line
 
 FILES = ("sources", "translations", "references")
 """What a command may name in braces, as in {sources}: the file with them, one a line."""
@@ -58,8 +59,9 @@ def command_scores(
 ) -> list[float]:
     """Return the number that a command writes for each sentence.
 
-    It gets the files of FILES that it names, or, if it names none, a line of JSON for each sentence on its standard
-    input, with source, translation and, if there are any, reference. Its errors and progress are shown as they come.
+    It gets the files of FILES that it names, with a blank for a line break within a sentence, or, if it names none, a
+    line of JSON for each sentence on its standard input, with source, translation and, if there are any, reference. Its
+    errors and progress are shown as they come.
     Raises ConfigError, with the `named` option, for a command that fails, or does not write one finite number for each
     sentence, one a line.
     """
@@ -77,7 +79,8 @@ def command_scores(
             given = "".join(json.dumps(dict(zip(texts, row, strict=True))) + "\n" for row in rows)
         for name, lines in wanted.items():
             path = Path(folder, f"{name}.txt")
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+            # A break within a sentence, which any program that reads lines may see, would move all scores after it
+            path.write_text("".join(f"{one_line(line)}\n" for line in lines), encoding="utf-8", newline="\n")
             words = [word.replace(f"{{{name}}}", str(path)) for word in words]
         try:
             done = subprocess.run(words, input=given.encode(), stdout=subprocess.PIPE, check=False)

@@ -282,7 +282,7 @@ def going_on(run: Path | str, *words: object) -> str:
         return command(*words)
     if program[1:] == RECIPE:
         return command(*words, "--processes", os.environ["WORLD_SIZE"])
-    return shell(program, map(unambiguous, map(str, words)))
+    return shell(program, unambiguous([str(word) for word in words]))
 
 
 def command(*words: object) -> str:

@@ -431,14 +431,16 @@ def test_rank_0_alone_says_that_another_rank_has_failed(
     assert capsys.readouterr() == ("", said)
 
 
+@pytest.mark.parametrize("command", ["prepare", "--help"])
 def test_a_reader_that_has_closed_the_pipe_ends_a_command_with_141(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = options(tmp_path / "run") if command == "prepare" else []
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert main(["prepare", *options(tmp_path / "run")]) == 141
+        assert main([command, *words]) == 141
         print("what is printed afterwards goes nowhere", flush=True)
         monkeypatch.undo()
 

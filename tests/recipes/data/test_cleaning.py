@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.data import CleaningConfig
+from recipes.translation.text.normalization import normalize
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import count_letters, mostly_in, scripts_of_language
 
@@ -45,12 +45,9 @@ def kept(settings: CleaningConfig, *sides: tuple[str, str], languages: tuple[str
     return clean([Pair(*pair) for pair in sides], settings, *languages)[0]
 
 
-NORMALIZER = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
-
-
 def is_empty(side: str) -> bool:
-    """Whether sentencepiece makes no subword of it."""
-    return not side.strip() or not NORMALIZER.normalize(side).strip("\u2581 ")
+    """Whether sentencepiece makes no subword of it, by one of its rules."""
+    return any(not normalize(side, name).strip("\u2581 \u3000") for name in ("nfc", "nfkc")) or not side.strip()
 
 
 @given(pairs, rules)

@@ -34,6 +34,12 @@ def unit(*variants: tuple[str, str]) -> str:
     return f"<tu>{''.join(variant(*each) for each in variants)}</tu>"
 
 
+def test_names_may_be_in_a_namespace(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tmx", unit(("en", "a <ph>{}</ph>b"), ("de", "x")))
+    path.write_text(path.read_text().replace("<tmx", '<tmx xmlns="http://www.lisa.org/tmx14"'))
+    assert list(tmx_pairs(path, "en", "de")) == [("a b", "x")]
+
+
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5))
 def test_text_comes_back_to_the_letter(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
     path = tmp_path_factory.mktemp("tmx") / "a.tmx"

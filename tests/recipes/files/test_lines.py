@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +94,36 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{number}\.gz cannot be unpacked: .+"):
             list(each_line(path))
+
+
+LINES = [f"line {number}" for number in range(3_000)]
+
+
+@pytest.mark.parametrize("compress", [bz2.compress, lzma.compress])
+def test_a_damaged_stream_after_others_is_named_too(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """Python's own readers take it for the end of the file."""
+    path = tmp_path / "a"
+    parts = [compress("".join(f"{line}\n" for line in LINES[some]).encode()) for some in (slice(9), slice(9, None))]
+    for between in (b"", bytes(8)):
+        path.write_bytes(between.join([*parts, b""]))
+        assert read_lines(path) == LINES
+    whole = b"".join(parts)
+    for damaged in (whole[:-1], parts[0] + b"x" + parts[1], whole + b"x", parts[0] + parts[1][:3]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a cannot be unpacked: .+; copy it again"):
+            read_lines(path)
+
+
+def test_a_file_of_pzstd_begins_with_a_frame_to_be_skipped(tmp_path: Path) -> None:
+    frame = pyarrow.compress("".join(f"{line}\n" for line in LINES).encode(), codec="zstd", asbytes=True)
+    (tmp_path / "a").write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0" + b"size" + frame)
+    assert read_lines(tmp_path / "a") == LINES
+
+
+def test_a_later_line_of_a_pipe_may_begin_as_a_packed_file_does() -> None:
+    assert lines_of(b"Rar! said the lion.\nBZh\n", "it", first=2) == ["Rar! said the lion.", "BZh"]
+    with pytest.raises(DataError, match=r"it is a \.rar file"):
+        lines_of(b"Rar!\n", "it")
 
 
 def test_one_line_in_is_one_line_out_through_file_and_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,12 @@ def test_a_mistake_is_a_line_of_each_process_and_nothing_of_the_launcher(tmp_pat
     assert mistake in errors
 
 
+def test_a_sentence_after_two_dashes_is_no_option() -> None:
+    words = ["translate", "--run", "a", "--run=b", "--", "--run", "--run=c"]
+    assert launch.unambiguous(words) == ["translate", "--folder", "a", "--folder=b", "--", "--run", "--run=c"]
+    assert launch.unambiguous(["--run"]) == ["--folder"]
+
+
 def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp_path: Path) -> None:
     """torch's launcher would kill the processes 30 seconds after the signal."""
     changes = {"training.devices": "auto", "training.steps": 100_000, "training.validate_every": 7}

@@ -61,6 +61,14 @@ def test_each_sentence_is_scored_with_its_own_texts(code: str, words: tuple[str,
     assert command_scores(program(tmp_path, code, *words), *TEXTS) == [4 / 3, 6 / 4]
 
 
+def test_a_line_break_within_a_sentence_moves_no_score_of_another(tmp_path: Path) -> None:
+    """Programs that read lines see breaks that this recipe does not."""
+    code = "import sys\nfor row in zip(*(open(name).read().splitlines() for name in sys.argv[1:])): print(len(row[1]))"
+    sources, translations = ["a\rb", "c", "d"], ["a\nb", "\u2028c\x85c", "d"]
+    command = program(tmp_path, code, "{sources}", "{translations}")
+    assert command_scores(command, sources, translations) == [3, 4, 1]
+
+
 def test_evaluate_shows_the_mean_with_its_interval_and_writes_it_down(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from recipes.translation.settings.config import (
     load_config,
     save_config,
 )
+from recipes.translation.settings.options import overrides
 from recipes.translation.settings.schedules import SCHEDULES
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
@@ -128,6 +130,23 @@ def test_values_given_as_overrides_come_out_exactly(config: RunConfig) -> None:
         assert getattr(getattr(loaded, section) if section else loaded, name) == value
 
 
+@pytest.mark.parametrize(
+    ("typed", "symbols"),
+    [
+        (["[NAME]"], ("[NAME]",)),
+        (["[NAME]", "[b]"], ("[NAME]", "[b]")),
+        (["['[NAME]']"], ("[NAME]",)),
+        (["[]"], ()),
+        (["[a, '[b]']"], ("a", "[b]")),
+    ],
+)
+def test_a_symbol_in_brackets_is_no_list_on_the_command_line(typed: list[str], symbols: tuple[str, ...]) -> None:
+    options = Namespace(**{"subwords.symbols": typed, "training.devices": ["[cpu]"]})
+    config = load_config(None, overrides(options))
+    assert config.subwords.symbols == symbols
+    assert config.training.devices == ("cpu",)
+
+
 def test_a_file_changes_defaults_and_the_command_line_changes_the_file(written: Callable[[str], Path]) -> None:
     path = written("run: runs/a\ntraining:\n  steps: 5\n  warmup: 7\n")
     config = load_config(path, {"training.steps": "100", "model.preset": "small"})
@@ -185,6 +204,8 @@ def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callab
         ("\ntrainig: {steps: 3}", ["trainig", "run.yaml:2", "did you mean training?"]),
         ("qqq: 1", ["qqq", "known: run, data, corpora, cleaning, subwords, model, training, layout, decoding"]),
         ("training:\n  steps: 3\n  seed: 1\n  steps: 4", ["training.steps", "run.yaml:2", "run.yaml:4", "keep one"]),
+        ("training: {steps: 7}\ntraining.steps: 8", ["training.steps is given twice", "run.yaml:1", "run.yaml:2"]),
+        ("training.steps: 8\ntraining: {steps: 7}", ["training.steps is given twice", "run.yaml:1", "run.yaml:2"]),
         ("data: {}\ndata: {}", ["data is given twice", "run.yaml:1", "run.yaml:2"]),
         ("corpora:\n  a: {}\n  a: {}", ["corpora.a is given twice", "run.yaml:2", "run.yaml:3"]),
         ("corpora: [a]", ["run.yaml:1) expects sections, each under a name; got a list of 1"]),

@@ -293,6 +293,14 @@ def test_an_ensemble_of_runs_translates_with_all_of_them(
     assert [line.replace("\t", " ") for line in together] == [line.split("\t")[3] for line in found]
 
 
+def test_a_translation_may_be_required_to_be_longer_than_the_default_allows(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--max-length", "270", "--min-length", "265", "--beam", "1"]
+    (line,) = printed(capsys, "--run", runs[0], *words, "six")
+    assert len(line.split()) >= 265
+
+
 def test_runs_with_other_subwords_make_no_ensemble(
     runs: list[Path], file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +322,10 @@ def test_runs_with_other_subwords_make_no_ensemble(
         (["--sample", "1", "--temperature", "0"], "'0' is not a number above 0"),
         (["--sample", "1", "--temperature", "nan"], "'nan' is not a number above 0"),
         (["--sample", "1", "--top-p", "1.5"], "'1.5' is not a number above 0 and at most 1"),
+        (
+            ["--min-length", "300", "--max-length", "300"],
+            "decoding.min_length is 300, which leaves no translation of",
+        ),
         (["--min-length", "20"], "decoding.min_length is 20, which leaves no translation of at most 20 steps"),
         (["--prefixes", "{one line}"], "--prefixes has 1 lines for 6 sentences"),
         (["--constraints", "{one line}"], "--constraints has 1 lines for 6 sentences"),
