@@ -15,6 +15,8 @@ from seqpar.core.structures import dict_of
 LIBRARIES = {"torch", "torchgen", "seqpar", "numpy", "transformers", "collections", "functools", "typing", "logging"}
 # Every function with an assertion of a test uses the first, and the other's modules are put back by nobody
 LIBRARIES |= {"_pytest", "sys"}
+# What threads share is not put back: an item that one of them has put there meanwhile would be lost, and waited for
+LIBRARIES |= {"queue", "threading", "multiprocessing", "concurrent", "asyncio"}
 """Packages whose code is not looked into."""
 
 

@@ -163,22 +163,29 @@ def code_of(function: Any) -> object:
     Settings are flags and words in a closure, the arguments of a partial, and an object that is called or whose method
     is; but not the numbers and containers of a closure, which may be counts.
     """
-    if isinstance(function, partial):
-        given = (*function.args, *function.keywords.values())
-        return code_of(function.func), tuple(v if isinstance(v, (int, float)) else code_of(v) for v in given)
-    if isinstance(function, MethodType):
-        return code_of(function.__func__), _Identity(function.__self__)
-    if isinstance(function, FunctionType):
-        cells = function.__closure__ or ()
+    return _code_within(function, [])
+
+
+def _code_within(value: Any, around: list[FunctionType]) -> object:
+    """Return the code of what is in the closures of these functions, one of which it may be."""
+    if isinstance(value, partial):
+        given = (*value.args, *value.keywords.values())
+        inside = [each if isinstance(each, (int, float)) else _code_within(each, around) for each in given]
+        return _code_within(value.func, around), tuple(inside)
+    if isinstance(value, MethodType):
+        return _code_within(value.__func__, around), _Identity(value.__self__)
+    if isinstance(value, FunctionType):
+        if any(value is each for each in around):
+            return value.__code__
         inside = []
-        for cell in cells:
+        for cell in value.__closure__ or ():
             # A name that has no value yet
             with contextlib.suppress(ValueError):
-                inside.append(code_of(cell.cell_contents))
-        return function.__code__, tuple(inside)
-    if isinstance(function, (bool, str, NoneType)):
-        return function
-    return _Identity(function) if callable(function) else type(function)
+                inside.append(_code_within(cell.cell_contents, [*around, value]))
+        return value.__code__, tuple(inside)
+    if isinstance(value, (bool, str, NoneType)):
+        return value
+    return _Identity(value) if callable(value) else type(value)
 
 
 class _Identity:

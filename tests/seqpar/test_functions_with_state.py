@@ -6,7 +6,10 @@ Counts are of the caller's rows alone, and a result that depends on them is refu
 from __future__ import annotations
 
 import itertools
+import queue
 import random
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -154,6 +157,43 @@ def test_noise_passes_and_the_first_call_draws_none_of_its_own(name: str, door: 
 
     # `batch` seeds torch anew
     assert call() == call()
+
+
+class Prefetching:
+    """Has a queue that another thread fills whenever it is empty."""
+
+    def __init__(self) -> None:
+        self.full, self.empty = queue.Queue[int](), threading.Semaphore(0)
+        self.thread = threading.Thread(target=self.fill, daemon=True)
+        self.thread.start()
+
+    def fill(self) -> None:
+        for item in itertools.count():
+            self.empty.acquire()
+            self.full.put(item)
+
+    def loss(self, losses: Tensor) -> Tensor:
+        self.empty.release()
+        while self.full.empty():
+            time.sleep(0.001)
+        return losses
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_another_thread_puts_into_a_queue_meanwhile_stays_there(door: Any) -> None:
+    prefetching = Prefetching()
+    door(prefetching.loss)
+    prefetching.empty.release()
+    items = [prefetching.full.get(timeout=5) for _ in range(prefetching.full.qsize() + 1)]
+    assert items == [*range(len(items))]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_function_may_call_itself(door: Any) -> None:
+    def halved(losses: Tensor, times: int = 2) -> Tensor:
+        return halved(losses / 2, times - 1) if times else losses
+
+    torch.testing.assert_close(door(halved) * 4, door(lambda losses: losses))
 
 
 def flagged(is_on: bool) -> Rows:
