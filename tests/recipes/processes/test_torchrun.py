@@ -93,9 +93,13 @@ def test_when_a_rank_is_killed_the_other_says_so_in_a_line_and_a_new_group_goes_
     process = torchrun("train", *options(run, changes), launcher=["--max-restarts", "1"])
     wait_for_steps(run, process, 15)
     (first,), (worker,) = (workers_of(process, rank) for rank in (0, 1))
+    # Or a fast machine would have trained to the end before this one asks
+    for each in (first, worker):
+        os.kill(each, signal.SIGSTOP)
     with pytest.raises(CheckpointError, match=rf"^process {first} on \S+ is writing into"):
         train(tiny(run, changes))
     os.kill(worker, signal.SIGKILL)
+    os.kill(first, signal.SIGCONT)
     began = time.monotonic()
     while Path(f"/proc/{first}").exists():
         assert time.monotonic() - began < 40
