@@ -160,9 +160,12 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
     silent = [target for target, is_so in ignored.items() if is_so]
     # Where nothing has a loss there is no padding either
     if silent and False in ignored.values() and not _counts_none(trial, criterion, logits_KV, silent[0]):
+        says = "has no ignore_index"
+        if named is not None:
+            says = f"its ignore_index is {named}"
         raise ValueError(
-            f"the criterion ignores target {silent[0]} but has no ignore_index: its loss and gradient are 0, and "
-            f"its rows would be counted as tokens; set criterion.ignore_index = {silent[0]}"
+            f"the criterion ignores target {silent[0]} but {says}: its loss and gradient are 0, and its rows would be "
+            f"counted as tokens; set criterion.ignore_index = {silent[0]}"
         )
 
 

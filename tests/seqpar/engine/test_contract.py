@@ -476,6 +476,8 @@ def test_padding_without_a_name_is_refused_with_its_target(padding: int) -> None
     target[15:] = padding
     with pytest.raises(ValueError, match=f"ignores target {padding} but has no ignore_index"):
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding))(hidden, target)
+    with pytest.raises(ValueError, match=f"ignores target {padding} but its ignore_index is -100"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding, -100))(hidden, target)
     loss = seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(padding, padding))(hidden, target)
     assert loss.tokens == (target != padding).sum()
 
@@ -550,7 +552,7 @@ def test_padding_without_a_name_is_found_beside_more_that_has_one() -> None:
     # Neither the first rows nor those that are asked about
     target[1:9:2] = V - 2
     target[9:] = -1
-    with pytest.raises(ValueError, match=f"ignores target {V - 2} but has no ignore_index"):
+    with pytest.raises(ValueError, match=f"ignores target {V - 2} but its ignore_index is "):
         seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(V - 2, named=-1))(hidden, target)
 
 
