@@ -49,10 +49,9 @@ from seqpar.core.surroundings import (
     ONE_CHUNKS,
     Asked,
     Surroundings,
-    ask_about_state_around,
+    ask_about_function,
     code_of,
     refuse_graphs_left,
-    refuse_iterators,
     surroundings_of_function,
 )
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
@@ -228,12 +227,7 @@ def _ask_about_rows(
     few = [t[several[0]][:ASKED_ROWS] for t in (*per_token, every_N)]
     with keep_random_states(every_N.device, around.generators), graph_of_its_own():
         rounding = call().precision.rounding
-
-        def is_same(one: Answer, other: Answer) -> bool:
-            return difference(one, other) <= rounding
-
-        refuse_iterators("per_chunk", call, difference, is_same, is_on_host(every_N), around)
-        ask_about_state_around("per_chunk", call, difference, around)
+        ask_about_function("per_chunk", call, difference, rounding, is_on_host(every_N), around)
         for chunk in (*several[:1], *several[1:][-1:]):
             own = partial(total, is_slice=isinstance(chunk, slice))
             rows = [t[chunk] for t in (*per_token, every_N)]

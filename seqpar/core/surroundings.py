@@ -259,6 +259,27 @@ def refuse_iterators(
         )
 
 
+def ask_about_function(
+    name: str,
+    call: Callable[[], Result],
+    difference: Callable[[Result, Result], float],
+    rounding: float,
+    is_exact: bool,
+    before: Surroundings,
+) -> list[str]:
+    """Raise ValueError if a function's results depend on an iterator or a state; else return what its calls change.
+
+    Args:
+        rounding: the difference of results that are the same; the others are as in `refuse_iterators`.
+    """
+
+    def is_same(one: Result, other: Result) -> bool:
+        return difference(one, other) <= rounding
+
+    refuse_iterators(name, call, difference, is_same, is_exact, before)
+    return ask_about_state_around(name, call, difference, before)
+
+
 def refuse_graphs_left(before: Surroundings, wrong: str) -> None:
     """Raise ValueError, which says what is wrong, if calls have left a tensor with a graph around them."""
     if left := names_of_new_graphs(before, before.now()):

@@ -32,10 +32,9 @@ from seqpar.core.surroundings import (
     ONE_CHUNKS,
     Asked,
     Surroundings,
-    ask_about_state_around,
+    ask_about_function,
     code_of,
     refuse_graphs_left,
-    refuse_iterators,
     surroundings_of_function,
 )
 from seqpar.core.token_loss import TokenLoss
@@ -246,12 +245,7 @@ class _LossByAutograd:
                 return self._call(*few).detach()
 
         rounding = precision_of(call(), scores.log_prob.dtype).rounding
-
-        def is_same(one: Tensor, other: Tensor) -> bool:
-            return largest_difference(one, other) <= rounding
-
-        refuse_iterators("loss", call, largest_difference, is_same, is_on_host(scores.log_prob), around)
-        return bool(ask_about_state_around("loss", call, largest_difference, around))
+        return bool(ask_about_function("loss", call, largest_difference, rounding, is_on_host(scores.log_prob), around))
 
     def _refuse_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
         """Raise for a loss that mixes rows, as far as these scores show it.
