@@ -25,6 +25,10 @@ FROZEN = 1e-9
 """The relative difference up to which the losses of other sentences and weights are the same."""
 MOST_TOKENS = 10_000
 """The largest number of a step's tokens that is found out from the shares of its sentences."""
+TIMES = 10
+"""How many times sqrt(rtol) of its update, and how many roundings, a parameter may be off after the step."""
+AFTER = "after the step"
+UNMOVED = "is not changed by the step"
 DIGITS = 4
 """The number of decimals to which some trainers round the loss that they report."""
 
@@ -39,9 +43,9 @@ def assert_same_step(
     """Assert that a trainer's step is, in each layout, the step of one process with all its sentences at once.
 
     Plain equivalent: train for one step in each layout with the same model and sentences, and compare the loss that is
-    reported, every gradient (every update, where the optimizer is none of torch's), and the optimizer's state. Any
-    trainer will do whose optimizers step by `torch.optim.Optimizer.step`, which is watched. Gradients are compared as
-    they are before `torch.nn.utils.clip_grad_norm_`, because clipping would hide a factor.
+    reported, every gradient, the optimizer's state, and every parameter after the step. Any trainer will do; where no
+    `torch.optim.Optimizer.step`, which is watched, has a gradient, updates are compared in place of gradients. These
+    are compared as they are before `torch.nn.utils.clip_grad_norm_`, because clipping would hide a factor.
 
         def make_trainer(layout):
             model = ...                                       # in layout.dtype; torch's seed is the same in every call
@@ -65,7 +69,8 @@ def assert_same_step(
     Raises:
         AssertionError: a step that differs; the message names the likely cause, what differs and by how much, the first
             module that does, and the call that shows it. Also a step that trains nothing: all gradients 0, parameters
-            as before, or a loss that is the same whatever the weights and the sentences are.
+            as before, or a loss that is the same whatever the weights and the sentences are. And gradients whose norm
+            is the same whatever these are, as after a clipping of your own.
         ValueError, TypeError: arguments of a wrong kind, or a trainer that does more or less than one step.
 
     Example:
@@ -95,7 +100,9 @@ def assert_same_step(
     shaken = (Run(one, other_weights=True) for one in (plain, alone(plain, 0)))
     (reference,), *others = run(make_trainer, Run(plain), *shaken)
     _refuse_untrained(plain, [reference])
-    _refuse_frozen([reference, *(ran for (ran,) in others)])
+    alike = [reference, *(ran for (ran,) in others)]
+    _refuse_frozen(alike)
+    _refuse_normalised(alike)
     truth = reference
     if dtype != torch.float64:
         ((truth,),) = run(make_trainer, Run(Layout()))
@@ -144,6 +151,18 @@ def _refuse_frozen(runs: Sequence[Ran]) -> None:
         )
 
 
+def _refuse_normalised(runs: Sequence[Ran]) -> None:
+    """Raise AssertionError where gradients have the same norm with other weights, and for one sentence as for all."""
+    norms = [math.hypot(*(float(g.double().norm()) for g in one.gradients.values())) for one in runs]
+    is_alike = all(math.isclose(norm, norms[0], rel_tol=FROZEN) for norm in norms)
+    if runs[0].sentences > 1 and norms[0] > 0 and is_alike:
+        raise AssertionError(
+            f"the gradients have the norm {norms[0]:.6g} with other weights as well, for one sentence as for all: they "
+            "are clipped or normalised by other means than torch.nn.utils.clip_grad_norm_, which would hide a factor; "
+            "leave that out here"
+        )
+
+
 class _Trial:
     """A layout's step beside that of one process."""
 
@@ -172,6 +191,8 @@ class _Trial:
             for what, rank, off in self._tensors_off(kind, of):
                 # "exp_avg of head.weight" is of a parameter
                 found.setdefault(what.rpartition(" of ")[2], (rank, off))
+        for name, rank, off in self._weights_off():
+            found.setdefault(name, (rank, off))
         return found
 
     def _tensors_off(self, kind: str, of: Callable[[Ran], Mapping[str, Tensor]]) -> Iterator[tuple[str, int, str]]:
@@ -190,6 +211,44 @@ class _Trial:
             size = largest[what.rpartition(" of ")[0]]
             off = {r: self._off(f"{kind}{what}", t, expected, plainly.get(what), size) for r, t in got.items()}
             yield from [(what, rank, said) for rank, said in off.items() if said][:1]
+
+    def _weights_off(self) -> Iterator[tuple[str, int, str]]:
+        """Yield the parameters that are others after the step, in which rank, and how, in the order of the model."""
+        for name in self.truth.after:
+            there = [(rank, one) for rank, one in enumerate(self.ranks) if name in one.after]
+            for rank, one in there:
+                if off := self._weight_off(name, one, there[0][1]):
+                    if torch.equal(one.after[name], one.before[name]):
+                        off = UNMOVED
+                    yield name, rank, f"{name} {off}"
+                    break
+
+    def _weight_off(self, name: str, one: Ran, first: Ran) -> str:
+        """Return in words how a parameter differs after the step from that of one process; empty if it does not.
+
+        In low precision from that of the first rank, because steps of the same gradient are then the same.
+        """
+        got, right, before = one.after[name], self.truth.after[name], self.truth.before[name]
+        # A plain slice of a larger one is compared by nothing
+        if got.shape != right.shape:
+            return ""
+        mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
+        if self.truth is not self.reference:
+            is_same_gradient = mine is None or other is None or torch.equal(mine, other)
+            is_off = is_same_gradient and not torch.equal(got, first.after[name])
+            return f"differs from that of the first rank {AFTER}" if is_off else ""
+        certain = torch.ones_like(right, dtype=torch.bool)
+        if grad is not None:
+            # Adam divides a gradient by its size, so that the noise of one that is nearly 0 becomes large
+            least = math.sqrt(self.rtol) * max(size_of(g) for g in self.truth.gradients.values())
+            certain = (grad.abs() > least) | ((grad == 0) & (True if mine is None else mine == 0))
+        eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0
+        update = size_of(right - before)
+        apart = (got - right).abs()[certain]
+        # Not `any(apart > ...)`, which is false for nan
+        if (apart <= TIMES * (math.sqrt(self.rtol) * update + eps * size_of(right))).all():
+            return ""
+        return f"is off by {apart.max().item():.3g} {AFTER}, whose update is {update:.3g} large"
 
     def _off(self, what: str, got: Tensor, right: Tensor, plainly: Tensor | None, largest: float) -> str:
         """Return in words how a tensor differs; empty if it does not."""
@@ -237,6 +296,13 @@ class _Trial:
 
     def _cause(self, rank: int, off: str) -> str:
         """Return the likely cause."""
+        if off.endswith(UNMOVED):
+            return "Likely cause: no optimizer steps it there, because loss and gradients are right"
+        if AFTER in off:
+            return (
+                "Likely cause: clipping, or what changes the weights beside the optimizer, such as a decay or an "
+                "average, because loss, gradients and the optimizer's state are right"
+            )
         if not off.startswith(("the loss", "the gradient", "the update")):
             return "Likely cause: other settings of the optimizer, or clipping, because loss and gradients are right"
         return likely_cause(self._evidence(rank))

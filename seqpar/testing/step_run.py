@@ -107,7 +107,7 @@ class Ran(NamedTuple):
     state: dict[str, Tensor]
     """The optimizer's state and settings by parameter, such as "exp_avg of head.weight"."""
     before: dict[str, Tensor]
-    """The parameters before the step,"""
+    """All parameters before the step,"""
     after: dict[str, Tensor]
     """and after it."""
     sentences: int
@@ -123,6 +123,8 @@ class Watch:
         self.gradients: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.stepped: set[str] = set()
+        self.depth = 0
+        """How many optimizers are stepping: one may step another, as ZeroRedundancyOptimizer, SAM and Lookahead do."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -164,8 +166,9 @@ class Watch:
     def _before(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Keep the gradients that an optimizer is about to use, unless a closure is still to compute them."""
         has_closure = any(callable(one) for one in (*arguments[1:], *keywords.values()))
+        self.depth += 1
         for name, parameter, _ in self._name(optimizer):
-            if name in self.stepped:
+            if name in self.stepped and self.depth == 1:
                 raise ValueError(f"{name} was stepped twice; make_trainer's function must train for one step")
             self.stepped.add(name)
             if not has_closure:
@@ -178,6 +181,7 @@ class Watch:
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep an optimizer's state and settings, and gradients of a closure, in which Lightning runs backward."""
+        self.depth -= 1
         for name, parameter, settings in self._name(optimizer):
             self._keep(name, parameter)
             values: dict[str, Any] = {**settings, **optimizer.state.get(parameter, {})}
@@ -267,10 +271,9 @@ def _train_step(rank: int, world: int, sent: Callable[[Layout], Trainer] | None,
         loss = step()
     if isinstance(loss, Tensor):
         loss = float(loss.detach())
-    trained = {name for name, p in named_parameters(model) if p.requires_grad}
-    after = {name: _whole(p) for name, p in named_parameters(model) if name in trained}
+    after = {name: _whole(p) for name, p in named_parameters(model) if name in before}
     sentences = _given[0] if _given else 0
-    return Ran(loss, watch.gradients, watch.state, {n: before[n] for n in after if n in before}, after, sentences)
+    return Ran(loss, watch.gradients, watch.state, before, after, sentences)
 
 
 def _check(made: Any) -> Trainer:

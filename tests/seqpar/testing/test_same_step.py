@@ -224,6 +224,109 @@ def silent(loop):
     return lambda: print(loop.step())
 
 
+def on_the_first_rank(loop):
+    """As where only the main process has an optimizer, or reaches its step."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        loop.optimizer.step = lambda: None
+
+
+def part_on_the_other_ranks(loop):
+    if dist.is_initialized() and dist.get_rank() > 0:
+        loop.optimizer = torch.optim.AdamW(loop.model[0].parameters(), lr=0.1)
+
+
+def decay_of_its_own(loop):
+    """As of a decay that is divided by the number of micro-batches where the loss is."""
+
+    @torch.no_grad()
+    def step(right=loop.step):
+        loss = torch.enable_grad()(right)()
+        for parameter in loop.model.parameters():
+            parameter.mul_(1 - 0.01 / loop.layout.parts)
+        return loss
+
+    return step
+
+
+def clipped_by_itself(loop):
+    def step(right=loop.optimizer.step):
+        norm = torch.stack([p.grad.norm() for p in loop.model.parameters()]).norm()
+        for parameter in loop.model.parameters():
+            parameter.grad *= 0.01 / norm
+        right()
+
+    loop.optimizer.step = step
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            on_the_first_rank,
+            r"no optimizer steps it there.*\n2 ranks: 0\.weight is not changed by the step, in rank 1; the",
+        ),
+        (
+            part_on_the_other_ranks,
+            r"no optimizer steps it there.*\n2 ranks: 1\.weight is not changed by the step, in rank",
+        ),
+    ],
+)
+def test_a_rank_whose_weights_stay_behind_is_caught(change, said, dtype):
+    with pytest.raises(AssertionError, match=f"Likely cause: {said}"):
+        assert_same_step(changed(change), [Layout(ranks=2)], dtype=dtype)
+
+
+def test_weights_that_are_changed_beside_the_optimizer_are_compared():
+    with pytest.raises(
+        AssertionError, match=r"Likely cause: clipping, or what changes the weights beside the opt"
+    ) as e:
+        assert_same_step(changed(decay_of_its_own), [Layout(accumulation=2)])
+    assert "2 micro-batches: 0.weight is off by 0.0" in str(e.value)
+
+
+def test_gradients_that_a_trainer_clips_by_itself_are_refused():
+    with pytest.raises(
+        AssertionError, match=r"the gradients have the norm 0\.01 with other weights as well, for one s"
+    ):
+        assert_same_step(changed(clipped_by_itself), [Layout(accumulation=2)])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that steps another one."""
+
+    def __init__(self, parameters, lr):
+        self.inner = torch.optim.AdamW(parameters, lr=lr)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def sharded(parameters, lr):
+    """ZeRO's first stage: each rank steps its own share, and is sent the others."""
+    if not dist.is_initialized():
+        return torch.optim.AdamW(parameters, lr=lr)
+    # torch warns of its own torch.jit.script when it is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("optimizer", [Lookahead, sharded])
+def test_an_optimizer_may_step_another_one(optimizer):
+    assert_same_step(trainer(optimizer=optimizer), [Layout(accumulation=2), Layout(ranks=2)])
+    with pytest.raises(AssertionError, match="mean of means"):
+        assert_same_step(trainer("means", optimizer=optimizer), [Layout(ranks=2)])
+
+
+def test_the_state_of_an_optimizer_inside_another_is_compared():
+    with pytest.raises(AssertionError, match="Likely cause: other settings of the optimizer") as caught:
+        assert_same_step(trainer("rate", optimizer=Lookahead), [Layout(ranks=2)])
+    assert "the lr of 0.weight is off by 0.1 where the reference is 0.1 large" in str(caught.value)
+
+
 class Phases(nn.Module):
     """Complex weights, which a step may differentiate with wrong imaginary parts."""
 

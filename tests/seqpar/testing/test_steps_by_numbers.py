@@ -8,7 +8,15 @@ from torch import nn
 
 from seqpar.testing import Layout, assert_same_step, same_step
 from seqpar.testing.evidence import NEVER
-from seqpar.testing.same_step import _differ, _parts, _refuse_frozen, _refuse_untrained, _result, _Trial
+from seqpar.testing.same_step import (
+    _differ,
+    _parts,
+    _refuse_frozen,
+    _refuse_normalised,
+    _refuse_untrained,
+    _result,
+    _Trial,
+)
 from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named_parameters
 from tests.seqpar.testing.test_same_step import trainer
 
@@ -20,7 +28,8 @@ def ran(loss=4.0, state=1.0, after=None, **gradients):
     tensors = {name: torch.tensor(g, dtype=torch.float64) for name, g in gradients.items() if g is not None}
     before = {"a.w": torch.zeros(2).double(), "b": torch.zeros(2).double()}
     states = {"exp_avg of a.w": torch.full((2,), state).double()}
-    return Ran(loss, {"a.w" if name == "a" else name: g for name, g in tensors.items()}, states, before, before, 6)
+    after = before | {name: torch.tensor(p, dtype=torch.float64) for name, p in (after or {}).items()}
+    return Ran(loss, {"a.w" if name == "a" else name: g for name, g in tensors.items()}, states, before, after, 6)
 
 
 RIGHT = {"a": [1.0, -3.0], "b": [0.0, 2.0]}
@@ -92,6 +101,55 @@ STEPS = [
 def test_what_differs_in_a_step_is_said_with_its_rank_and_both_numbers(row):
     ranks, given, wanted = STEPS[row]
     found = step_off(*ranks, **given)
+    assert found.keys() == wanted.keys(), found
+    for name, (rank, said) in wanted.items():
+        assert found[name][0] == rank
+        assert found[name][1].startswith(said), found[name][1]
+
+
+DONE = {"a.w": [4.0, 5.0], "b": [-2.0, 1.0]}
+NOISE = {"a": [2.9e-6, -3.0], "b": [0.0, 2.0]}
+NOISY = NOISE | {"b": [1e-15, 2.0]}
+WIDE = ran(**RIGHT)
+HALF = {"layout": Layout(ranks=2, dtype=torch.bfloat16), "truth": ran(after=DONE, **RIGHT), "reference": WIDE}
+WEIGHTS = [
+    ([RIGHT, DONE], [RIGHT, DONE], RIGHT, {}, {}),
+    ([RIGHT, DONE], [RIGHT, {}], RIGHT, {}, {"a.w": (1, "a.w is not changed by the step"), "b": (1, "b is not ch")}),
+    ([RIGHT, {}], [RIGHT, DONE], RIGHT, {}, {"a.w": (0, "a.w is not changed by the step"), "b": (0, "b is not ch")}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 2.1e-5]}], RIGHT, {}, {"b": (1, "b is off by 2.1e-05 after the "
+        "step, whose update is 2 large")}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 1.9e-5]}], RIGHT, {}, {}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 2.1e-5]}], RIGHT, {"rtol": 2e-12}, {}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [float("nan"), 1.0]}], RIGHT, {}, {"b": (1, "b is off by nan after the st")}),
+    # The sign of noise, by which Adam and Lion move a weight
+    ([NOISE, DONE], [NOISE, DONE | {"a.w": [-4.0, 5.0]}], NOISE, {}, {}),
+    ([NOISE, DONE], [NOISE, DONE | {"a.w": [4.0, -5.0]}], NOISE, {}, {"a.w": (1, "a.w is off by 10 after the step")}),
+    ([NOISE, DONE], [NOISE, DONE | {"b": [2.0, 1.0]}], NOISE, {}, {"b": (1, "b is off by 4 after the step, whose ")}),
+    ([NOISE, DONE], [NOISY, DONE | {"b": [2.0, 1.0]}], NOISE, {}, {}),
+    ([NOISE, DONE], [NOISE | {"b": None}, DONE | {"b": [2.0, 1.0]}], NOISE, {}, {"b": (1, "b is off by 4 after the ")}),
+    # A part of the weights that is frozen there, and one that is frozen elsewhere
+    ([{"a": [1.0, -3.0]}, DONE], [{"a": [1.0, -3.0]}, DONE | {"b": [-2.0, 1.1]}], {"a": [1.0, -3.0]}, {}, {"b": (1,
+        "b is off by 0.1 after the step")}),
+    # Ranks of a pipeline, and slices that a rank keeps
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0, 3.0]}], RIGHT, {}, {}),
+    # In low precision the ranks' own
+    ([RIGHT, DONE], [RIGHT, DONE], RIGHT, HALF, {}),
+    ([RIGHT, {"b": [9.0, 9.0]}], [RIGHT, {"b": [9.0, 9.0]}], RIGHT, HALF, {}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF, {"b": (1, "b differs from that of the first rank "
+        "after the step")}),
+    ([RIGHT, DONE], [RIGHT, {}], RIGHT, HALF, {"a.w": (1, "a.w is not changed by the step"), "b": (1, "b is not ch")}),
+    ([RIGHT, DONE], [RIGHT | {"b": None}, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF, {"b": (1, "b differs from that")}),
+    ([RIGHT, DONE], [RIGHT | {"b": [0.0, 2.0 + 1e-9]}, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF, {}),
+]  # fmt: skip
+"""Gradients and weights of two ranks, those gradients that are right, what else is given, and what is found."""
+
+
+@pytest.mark.parametrize("row", range(len(WEIGHTS)))
+def test_weights_are_compared_after_the_step(row):
+    (first, one), (second, other), right, given, wanted = WEIGHTS[row]
+    found = step_off(
+        ran(after=one, **first), ran(after=other, **second), **({"reference": ran(after=DONE, **right)} | given)
+    )
     assert found.keys() == wanted.keys(), found
     for name, (rank, said) in wanted.items():
         assert found[name][0] == rank
@@ -230,6 +288,18 @@ def test_a_loss_is_frozen_if_all_are_the_same_to_a_billionth_and_not_0():
         _refuse_frozen([ran(-2.5)] * 3)
 
 
+def test_gradients_are_normalised_if_all_have_the_same_norm_to_a_billionth_and_more_than_one_sentence():
+    same, other = ran(**RIGHT), ran(a=[3.0, 1.0], b=[2.0 * (1 + 1e-8), 0.0])
+    _refuse_normalised([same, same, other])
+    _refuse_normalised([ran(a=[0.0], b=[0.0])] * 3)
+    _refuse_normalised([ran()] * 3)
+    for sentences in (0, 1):
+        _refuse_normalised([same._replace(sentences=sentences)] * 3)
+    for turned in (same, ran(a=[3.0, 1.0], b=[2.0, 0.0]), ran(a=[3.0, 1.0], b=[2.0 * (1 + 1e-10), 0.0])):
+        with pytest.raises(AssertionError, match=r"the gradients have the norm 3\.74166 with other weights as well"):
+            _refuse_normalised([same._replace(sentences=2), same, turned])
+
+
 def test_a_tolerance_and_a_builder_of_a_wrong_kind_are_refused_before_anything_runs():
     with pytest.raises(ValueError, match=r"^rtol is -1\.0"):
         assert_same_step(trainer(), [Layout()], rtol=-1.0)
@@ -314,7 +384,10 @@ def test_every_layout_is_run_beside_one_process_with_other_weights_and_one_in_fl
 
     def canned(make_trainer, *runs):
         asked.extend(runs)
-        return [[moved(None if one.layout.ranks == silent else 4.0 + one.other_weights)] for one in runs]
+        # Of other weights, and of another norm
+        gradients = [RIGHT | {"b": [0.0, 3.0]} if one.other_weights else RIGHT for one in runs]
+        losses = [None if one.layout.ranks == silent else 4.0 + one.other_weights for one in runs]
+        return [[moved(loss, **found)] for loss, found in zip(losses, gradients, strict=True)]
 
     monkeypatch.setattr(same_step, "run", canned)
     narrow, two = Layout(dtype=torch.float32), Layout(ranks=2, dtype=torch.float32)
