@@ -414,6 +414,8 @@ def _check_token_loss(loss: TokenLoss) -> TokenLoss:
     """Return the loss with a total of no dimensions in float32 or wider; raise unless it is a TokenLoss of a sum."""
     check_type(loss, "per_chunk", TokenLoss, "a TokenLoss of sums", verb="returned")
     total = loss.total
+    # Of a weight or a factor that is not among the arguments
+    refuse_transforms((total,))
     if total.numel() != 1 or total.is_complex():
         returned = f"shape {tuple(total.shape)} in {total.dtype}"
         raise ValueError(f"the criterion returned {returned}; it must return one real number, the sum")

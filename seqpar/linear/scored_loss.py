@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_floating, check_shapes, refuse_unknown_leaves
+from seqpar.core.checks import check_floating, check_shapes, refuse_transforms, refuse_unknown_leaves
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import is_capturing
 from seqpar.core.device_facts import is_on_host
@@ -200,6 +200,7 @@ class _LossByAutograd:
         """Return the function's result in the dtype of the scores, after checking it."""
         loss_K = self.function(scores, **dict(zip(self.names, rows, strict=True)))
         check_floating(loss_K, "what loss returned")
+        refuse_transforms((loss_K,))
         wanted = f"({len(scores.log_prob)},): one number for each row, without a sum or a mean"
         check_shapes(loss_K.shape == scores.log_prob.shape, wanted, **{"what loss returned": loss_K})
         return loss_K.to(scores.log_prob.dtype)

@@ -692,6 +692,52 @@ def test_transforms_of_functions_are_refused_in_one_line(kind: str) -> None:
         one(hidden)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("place", ["weight", "layer", "criterion", "scored_loss"])
+def test_a_forward_mode_derivative_of_what_is_no_argument_is_refused(place: str, again: bool, grad: bool) -> None:
+    """As the tutorial of torch gives parameters one: by deleting them, and setting dual tensors of their names."""
+    hidden, weight = torch.randn(7, 4).double(), torch.randn(V, 4).double()
+    target = torch.randint(V, (7,))
+    criterion = Scaled(nn.CrossEntropyLoss(reduction="sum"))
+    generator = nn.Linear(4, V).double() if place == "weight" else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, V))
+    engine = seqpar.LossCompute(generator.double(), criterion, chunk_tokens=3)
+    factor = torch.ones(7).double()
+
+    def loss() -> Tensor:
+        if place == "scored_loss":
+            return seqpar.scored_loss(hidden, weight, target, lambda s: -s.log_prob * held[0]).total
+        return engine(hidden, target).total
+
+    held = [factor.mean()]
+    if again:
+        loss()
+    module, name = (criterion, "scale")
+    if place in ("weight", "layer"):
+        module, name = (generator if place == "weight" else generator[0]), "weight"
+    with torch.set_grad_enabled(grad), torch.autograd.forward_ad.dual_level():
+        loss()
+        given = getattr(module, name)
+        delattr(module, name)
+        setattr(module, name, torch.autograd.forward_ad.make_dual(given.detach(), torch.ones_like(given)))
+        held[0] = torch.autograd.forward_ad.make_dual(held[0], torch.ones_like(held[0]))
+        with pytest.raises(RuntimeError, match="has a forward-mode derivative; the chunked loss runs under plain auto"):
+            loss()
+
+
+class Scaled(nn.Module):
+    """A criterion times a tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, torch.ones(()).double()
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.inner(scores * self.scale, target)
+        return loss
+
+
 class Keeping(nn.Linear):
     """A generator that keeps its latest scores, as many keep their attention."""
 
