@@ -194,11 +194,12 @@ def _refuse_joined_rows(
     """
     asked = (code_of(per_chunk), torch.is_grad_enabled())
     several = [chunk for chunk in chunks if (chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)) > 1]
-    if _asked.changes(asked) is not None or not several or is_capturing(per_token[0].device):
+    if _asked.changes(asked) is not None or not chunks or is_capturing(per_token[0].device):
         return
     around = surroundings_of_function("per_chunk", per_chunk)
     try:
-        _ask_about_rows(per_chunk, several, per_token, params, around)
+        # Rows that are all chunks of their own have nothing to be joined with
+        _ask_about_rows(per_chunk, (several or chunks)[0], several, per_token, params, around)
     finally:
         around.put_back(keeps_made=True)
     _asked.add(asked, changes=False)
@@ -206,12 +207,18 @@ def _refuse_joined_rows(
 
 def _ask_about_rows(
     per_chunk: PerChunk,
+    first: Chunk,
     several: Sequence[Chunk],
     per_token: Sequence[Tensor],
     params: Sequence[Tensor],
     around: Surroundings,
 ) -> None:
-    """Raise ValueError as `_refuse_joined_rows` says; calls change what is around the function."""
+    """Raise ValueError as `_refuse_joined_rows` says; calls change what is around the function.
+
+    Args:
+        first: a chunk.
+        several: the chunks of more than one row.
+    """
     every_N = torch.arange(len(per_token[0]), device=per_token[0].device)
     ends = tuple(p.detach() for p in params)
 
@@ -222,9 +229,9 @@ def _ask_about_rows(
 
     def call() -> Answer:
         with keep_random_states(every_N.device, around.generators):
-            return ask(partial(total, is_slice=isinstance(several[0], slice)), few)
+            return ask(partial(total, is_slice=isinstance(first, slice)), few)
 
-    few = [t[several[0]][:ASKED_ROWS] for t in (*per_token, every_N)]
+    few = [t[first][:ASKED_ROWS] for t in (*per_token, every_N)]
     with keep_random_states(every_N.device, around.generators), graph_of_its_own():
         rounding = call().precision.rounding
         ask_about_function("per_chunk", call, difference, rounding, is_on_host(every_N), around)
@@ -377,7 +384,6 @@ class AutogradChunkLoss:
     def __init__(self, function: PerChunk, params: Sequence[Tensor]) -> None:
         self.function = function
         self.params = tuple(params)
-        self.graph_is_checked = False
 
     def __call__(self, rows: ChunkTensors, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """Return the chunk's summed loss; store its gradient in `gradients` unless that is None."""
@@ -393,10 +399,8 @@ class AutogradChunkLoss:
             # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
             own = tuple(t.clone() if t.requires_grad else t for t in given)
             loss = _check_token_loss(self.function(self.params, own, chunk))
-        # Once is enough: every chunk runs the same code
-        if not self.graph_is_checked:
-            refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
-            self.graph_is_checked = True
+        # In every chunk: the first may have no token of an expert that is in a plain list
+        refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
         gradients.detached_chunks += not loss.total.requires_grad
         grads = _gradients(loss.total, leaves, gradients.scale)
         # `grads` is in the order of `leaves`: first the rows, then the parameters

@@ -180,9 +180,11 @@ class _LossByAutograd:
         # wait, because it puts back what has changed meanwhile
         with torch.set_grad_enabled(wanted), graph_of_its_own(), contextlib.nullcontext() if is_known else _asking:
             loss_K = self._call(scores, rows)
-            # One row cannot be mixed with others; while a CUDA graph is captured no number can be read
-            if not self.is_checked and len(loss_K) > 1 and not is_capturing(loss_K.device):
-                self._check(loss_K, leaves)
+            # In every chunk: what a function uses may depend on its rows
+            refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
+            # While a CUDA graph is captured no number can be read
+            if not self.is_checked and len(loss_K) and not is_capturing(loss_K.device):
+                self._refuse_detached(loss_K, leaves)
                 self._ask(asked, loss_K, scores, rows)
                 self.is_checked = True
         if not wanted:
@@ -209,14 +211,13 @@ class _LossByAutograd:
         """Return rows of the per-token tensors, of which those that want a gradient may have one."""
         return [t.detach().requires_grad_(wanted and w) for t, w in zip(per_token, self.wanted, strict=True)]
 
-    def _check(self, loss_K: Tensor, leaves: list[Tensor]) -> None:
-        """Raise for a loss that loses a gradient."""
+    def _refuse_detached(self, loss_K: Tensor, leaves: list[Tensor]) -> None:
+        """Raise for a loss without a gradient, though there is something to differentiate."""
         if leaves and not loss_K.requires_grad and bool((loss_K != 0).any()):
             raise RuntimeError(
                 "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
                 "tensor (.detach(), torch.no_grad())"
             )
-        refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
 
     def _ask(self, asked: object, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
         """Raise for a loss that mixes rows or, the first time, depends on what its calls change around it.
@@ -253,8 +254,11 @@ class _LossByAutograd:
 
         The per-token tensors beside them are those of rows from all of the batch: the first chunk may have no padding.
         """
-        if any(len(t) > len(loss_K) for t in self.per_token):
-            rows = self._leaves(_varied_rows(self.per_token, len(loss_K)), torch.is_grad_enabled())
+        if len(loss_K) == 1:
+            scores = each(_two_rows, scores)
+        count = len(scores.log_prob)
+        if count != len(loss_K) or any(len(t) > count for t in self.per_token):
+            rows = self._leaves(_varied_rows(self.per_token, count), torch.is_grad_enabled())
             loss_K = self._call(scores, rows)
         mixed = self._row_mixing(loss_K, scores, rows)
         if mixed:
@@ -295,8 +299,15 @@ class _LossByAutograd:
         return str(change)
 
 
+def _two_rows(score: Tensor) -> Tensor:
+    """Return a score of one row, and one that differs from it, by which it is seen whether one row acts on another."""
+    return torch.cat([score, 1.25 * score]).detach().requires_grad_(score.requires_grad)
+
+
 def _varied_rows(per_token: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return some rows of all: the least and the largest of each tensor, and others spread over the batch."""
+    if not per_token:
+        return []
     ends = ends_of_rows(per_token)
     spread_K = torch.arange(count, device=ends.device) * len(per_token[0]) // count
     place_K = torch.cat([ends, spread_K])[:count]

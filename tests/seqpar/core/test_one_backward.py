@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 import seqpar
-from seqpar.core.checks import refuse_unknown_leaves
-from seqpar.core.chunked_gradient import chunked_gradient
 
 pytestmark = pytest.mark.usefixtures("nothing_on_the_default_device")
 
@@ -76,25 +74,64 @@ def test_a_stored_gradient_is_freed_when_it_is_handed_out():
     assert stored() == (hidden_before, weight_before)
 
 
-def test_leaves_of_the_graph_are_looked_for_in_one_chunk_of_a_loss(monkeypatch):
-    """Every chunk runs the same code, and the search walks the whole graph."""
-    looked = []
+class Experts(nn.Module):
+    """Sends rows to a second layer, which is in a plain list and so not registered."""
 
-    def noting(*given):
-        looked.append(given)
-        refuse_unknown_leaves(*given)
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.others = nn.Linear(4, 4), nn.Linear(4, 9), [nn.Linear(4, 4).double()]
 
-    monkeypatch.setattr("seqpar.core.chunked_gradient.refuse_unknown_leaves", noting)
-    chunks = [torch.arange(3), torch.arange(3, 6)]
-    hidden = torch.ones(6, 2, requires_grad=True)
-    empty = seqpar.TokenLoss.zero(torch.float32, hidden.device, False)
+    def forward(self, x):
+        mine = self.first(x)
+        there = x[..., :1] > 5
+        if there.any():
+            mine = torch.where(there, self.others[0](x), mine)
+        return self.head(mine)
 
-    def summed(params, rows, chunk):
-        return seqpar.TokenLoss(rows[0].square().sum(), torch.tensor(len(chunk)))
 
-    for losses in (1, 2):
-        chunked_gradient(summed, chunks, (hidden,), (), empty)
-        assert len(looked) == losses
+class Rare(nn.Module):
+    """A criterion with a factor for one class that is in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = [torch.ones((), dtype=torch.float64, requires_grad=True)]
+
+    def forward(self, scores, target):
+        losses = nn.functional.cross_entropy(scores, target, reduction="none")
+        if (target == 8).any():
+            losses = torch.where(target == 8, losses * self.factors[0], losses)
+        return losses.sum()
+
+
+def of_experts(hidden, target, chunk_tokens):
+    return seqpar.LossCompute(Experts().double(), seqpar.CrossEntropy(), chunk_tokens=chunk_tokens)(hidden, target)
+
+
+def of_a_rare_class(hidden, target, chunk_tokens):
+    return seqpar.LossCompute(nn.Linear(4, 9).double(), Rare(), chunk_tokens=chunk_tokens)(hidden, target)
+
+
+def of_scores(hidden, target, chunk_tokens):
+    factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def loss(scores):
+        rare = scores.log_prob < -9
+        return -torch.where(rare, scores.log_prob * factor, scores.log_prob) if rare.any() else -scores.log_prob
+
+    # The weight's scores of the last row are far below those of the others
+    return seqpar.scored_loss(hidden, torch.eye(9, 4).double(), target, loss, chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 12])
+@pytest.mark.parametrize("door", [of_experts, of_a_rare_class, of_scores])
+def test_a_leaf_that_only_the_last_rows_use_is_refused(door, chunk_tokens):
+    """In its first chunk each of these runs other code than in its last."""
+    torch.manual_seed(3)
+    hidden, target = torch.randn(12, 4).double().clamp(max=4), torch.randint(8, (12,))
+    hidden[-1, 0], target[-1] = 20.0, 8
+    hidden.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"used a tensor of shape \(.*\) that needs a gradient and is n"):
+        door(hidden, target, chunk_tokens)
 
 
 def test_a_second_derivative_is_a_clear_error():
@@ -277,7 +314,7 @@ def test_the_core_takes_any_pure_function():
     def per_chunk(params, rows, chunk):
         return seqpar.TokenLoss((rows[0] @ params[0] - y[chunk]).square().sum(), torch.tensor(len(rows[0])))
 
-    loss = chunked_gradient(per_chunk, [slice(0, 3), torch.tensor([5, 4, 3])], [x], [w], none)
+    loss = seqpar.chunked_gradient(per_chunk, [slice(0, 3), torch.tensor([5, 4, 3])], [x], [w], none)
     got = torch.autograd.grad(loss.total * 0.3, (x, w))
     expected = torch.autograd.grad((x[:6] @ w - y[:6]).square().sum() * 0.3, (x, w))
     assert loss.tokens == 6
