@@ -192,7 +192,8 @@ def _refuse_joined_rows(
     Nor may that of the first chunk, or of the last, be another one than that of its halves: a few rows may be without
     padding; nor what it is depend on what calls change. What these calls change is put back.
     """
-    asked = (code_of(per_chunk), torch.is_grad_enabled())
+    wanted = [torch.is_grad_enabled() and t.requires_grad for t in (*per_token, *params)]
+    asked = (code_of(per_chunk), *wanted)
     several = [chunk for chunk in chunks if (chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)) > 1]
     if _asked.changes(asked) is not None or not chunks or is_capturing(per_token[0].device):
         return

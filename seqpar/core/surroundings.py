@@ -160,8 +160,8 @@ class Asked:
 def code_of(function: Any) -> object:
     """Return what a function runs: its code, with that of functions and with the settings around it.
 
-    Settings are flags and words in a closure, the arguments of a partial, and an object that is called or whose method
-    is; but not the numbers and containers of a closure, which may be counts.
+    Settings are flags and words in a closure or among the defaults, the arguments of a partial, and an object that is
+    called or whose method is; but not the numbers and containers of a closure, which may be counts.
     """
     return _code_within(function, [])
 
@@ -170,14 +170,15 @@ def _code_within(value: Any, around: list[FunctionType]) -> object:
     """Return the code of what is in the closures of these functions, one of which it may be."""
     if isinstance(value, partial):
         given = (*value.args, *value.keywords.values())
-        inside = [each if isinstance(each, (int, float)) else _code_within(each, around) for each in given]
-        return _code_within(value.func, around), tuple(inside)
+        settings = [each if isinstance(each, (int, float)) else _code_within(each, around) for each in given]
+        return _code_within(value.func, around), tuple(value.keywords), tuple(settings)
     if isinstance(value, MethodType):
         return _code_within(value.__func__, around), _Identity(value.__self__)
     if isinstance(value, FunctionType):
         if any(value is each for each in around):
             return value.__code__
-        inside = []
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        inside = [_code_within(default, [*around, value]) for default in defaults]
         for cell in value.__closure__ or ():
             # A name that has no value yet
             with contextlib.suppress(ValueError):

@@ -157,9 +157,10 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
         has_gradient_M = grad.isfinite().all(1) & grad.any(1)
         ignored.update(dict.fromkeys(class_M[has_gradient_M].tolist(), False))
     ignored.update({target: is_ignored(target) for target, is_so in ignored.items() if is_so is None})
-    silent = [target for target, is_so in ignored.items() if is_so]
     # Where nothing has a loss there is no padding either
-    if silent and False in ignored.values() and not _counts_none(trial, criterion, logits_KV, silent[0]):
+    silent = [target for target, is_so in ignored.items() if is_so and False in ignored.values()]
+    silent = [target for target in silent if not _counts_none(trial, criterion, logits_KV, target)]
+    if silent:
         says = "has no ignore_index"
         if named is not None:
             says = f"its ignore_index is {named}"

@@ -301,14 +301,15 @@ def _is_what_runs(
 ) -> bool:
     """Return whether the closed form is what a call of the pair gives; it is called once, on a few rows."""
     hidden = shards[0].hidden
-    key = (what_formulas_replace(head["criterion"]), hidden.dtype, torch.is_autocast_enabled(hidden.device.type))
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in parts.parameters))
+    called = what_formulas_replace(head["criterion"])
+    key = (called, hidden.dtype, torch.is_autocast_enabled(hidden.device.type), wanted)
     known = formulas.get(key)
     if known is not None or is_capturing(hidden.device):
         return known is not False
     # Before a criterion is called with them
     check_targets(shards, match.vocab_size)
     for replica, shard in zip(heads_on(head, parts.parameters, shards), shards, strict=True):
-        wanted = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in parts.parameters))
         found = gives_formula((replica, head), match, shard, wanted)
         if found is not None:
             return formulas.setdefault(key, found)

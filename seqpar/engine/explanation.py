@@ -81,7 +81,8 @@ def how_it_is_cut(
     """
     if facts is None:
         return "the size of a chunk will be known after the first call"
-    rows = min(tokens, chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type, width))
+    # A loss of no tokens has no chunk
+    rows = min(max(1, tokens), chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type, width))
     size = rows * facts.vocab_size * (wide(facts.dtype) if width is None else facts.dtype).itemsize
     chunks = -(-tokens // rows)
     word = "chunk" if chunks == 1 else "chunks"

@@ -117,14 +117,15 @@ def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
     )
 
 
-Asked = tuple[tuple[object, ...], torch.dtype, bool]
-"""When a pair was compared with its closed form: what it called, hidden's dtype, and whether under autocast."""
+Asked = tuple[tuple[object, ...], torch.dtype, bool, bool]
+"""When a pair was compared with its closed form: what it called, hidden's dtype, whether under autocast, and whether
+gradients were compared."""
 
 
 def was_replaced(criterion: nn.Module, formulas: Mapping[Asked, bool]) -> bool:
     """Return whether a pair, as it would be called now, has given another loss than its closed form."""
     called = what_formulas_replace(criterion)
-    return any(earlier == called and not same for (earlier, _, _), same in formulas.items())
+    return any(earlier == called and not same for (earlier, *_), same in formulas.items())
 
 
 def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMatch:

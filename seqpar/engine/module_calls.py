@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
@@ -17,7 +20,13 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Where a module keeps its hooks; torch keeps those of all modules under the same names, beginning with _global."""
 OF_ALL = tuple((f"_global{hooks}", getattr(torch_modules, f"_global{hooks}")) for hooks in HOOKS)
 """Registered by torch.nn.modules.module.register_module_forward_hook and its siblings; torch keeps these dicts."""
-SWITCHES = (bool, str, FunctionType, BuiltinFunctionType, MethodType)
+SETTINGS = (bool, str, Enum, torch.dtype, torch.device)
+"""Values that choose what code runs; numbers are left out, because many change in every step."""
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+MOST_SETTINGS = 64
+"""How many entries of a dict are looked at in every call: a longer one is data."""
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""What torch itself keeps in a module."""
 
 
 TRACKERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
@@ -109,11 +118,13 @@ def refuse_cached(parts: Parts) -> None:
 def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
     """Return what decides which code calls of these modules run, for comparison with another time.
 
-    For each of them: the class, the names of its submodules, the hooks, and the attributes that are flags (the mode is
-    one), text or functions. Numbers are left out, because many change in every step, such as one that counts them.
+    For each of them: the class, the names of its submodules, the hooks, and the attributes that are settings (the mode
+    is one) or may be called; and those of an object or a dict that it holds, such as a configuration. Numbers are left
+    out, because many change in every step, such as one that counts them.
     """
     found: list[object] = [hooks_of_all()]
-    is_switch = _IS_SWITCH
+    kind_of, of_torch = _KIND, OF_TORCH
+    held: dict[int, Any] = {}
     for module in modules:
         own = vars(module)
         found.append(type(module))
@@ -122,18 +133,50 @@ def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
             if own[hooks]:
                 found.append((hooks, *own[hooks]))
         for name, value in own.items():
-            if is_switch[type(value)]:
-                # A function may hold a batch; its reference equals another one only while the function lives
-                found.append((name, ref(value) if callable(value) else value))
+            if name not in of_torch and (kind := kind_of[type(value)]):
+                if kind is HOLDS:
+                    # A configuration is held by many modules of a model
+                    held[id(value)] = value
+                else:
+                    found.append((name, ref(value) if kind is CALLED else value))
+    for holder in held.values():
+        found += _settings_of(holder if isinstance(holder, dict) else vars(holder))
     return tuple(found)
 
 
-class _IsSwitch(dict[type, bool]):
-    """Of each class of attributes whether it is one of `SWITCHES`: asked thousands of times a call."""
+def _settings_of(held: Mapping[Any, Any]) -> Iterator[object]:
+    """Yield the settings and functions among what is held, by their names."""
+    if len(held) <= MOST_SETTINGS:
+        for name, value in held.items():
+            kind = _KIND[type(value)]
+            if kind is SET or kind is CALLED:
+                yield name, ref(value) if kind is CALLED else value
 
-    def __missing__(self, kind: type) -> bool:
+
+SET, CALLED, HOLDS = "a setting", "a function", "a holder of settings"
+"""What attributes may be. A function may hold a batch: its reference equals another one only while it lives."""
+
+
+class _Kind(dict[type, str]):
+    """Of each class of attributes what they are, empty for anything else: asked thousands of times a call."""
+
+    def __missing__(self, kind: type) -> str:
         """Find out about a class that is asked for the first time."""
-        return self.setdefault(kind, issubclass(kind, SWITCHES))
+        found = ""
+        if issubclass(kind, SETTINGS):
+            found = SET
+        elif issubclass(kind, FUNCTIONS) or _is_function(kind):
+            found = CALLED
+        elif issubclass(kind, dict) or (kind.__dictoffset__ and not issubclass(kind, (Tensor, nn.Module))):
+            found = HOLDS
+        return self.setdefault(kind, found)
 
 
-_IS_SWITCH = _IsSwitch()
+def _is_function(kind: type) -> bool:
+    """Return whether objects of a class may be called, such as a partial, and are equal to nothing but themselves."""
+    if issubclass(kind, (Tensor, nn.Module)) or kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
+        return False
+    return any("__call__" in vars(base) for base in kind.__mro__)
+
+
+_KIND = _Kind()

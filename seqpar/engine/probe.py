@@ -14,8 +14,8 @@ That gives the plain loss and its gradient if and only if the pair
 
 What is random, for example by dropout, is asked again in evaluation mode. Nothing here finds mixing of distant rows
 only, nor what rarely acts. The probe is made again when another code may run (`Situation`): in another mode or dtype,
-as batch normalisation mixes rows in training only, and after hooks, submodules, buffers, flags or the number of
-hidden's dimensions have changed; other numbers are not noticed.
+as batch normalisation mixes rows in training only, and after hooks, submodules, buffers, flags, those of a
+configuration that a module holds, or the number of hidden's dimensions have changed; other numbers are not noticed.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -47,7 +47,7 @@ from seqpar.engine.surroundings import (
     ask_about_surroundings,
     surroundings_of,
 )
-from seqpar.engine.trial import PROBE_ROWS, Trial
+from seqpar.engine.trial import PROBE_ROWS, Trial, in_short
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.leaves import product_dtype
 
@@ -212,7 +212,7 @@ def _padding_candidates(shard: Shard) -> set[int]:
 def gives_formula(
     heads: tuple[nn.ModuleDict, nn.ModuleDict], match: FormulaMatch, shard: Shard, wanted: bool
 ) -> bool | None:
-    """Return whether a pair, called on a few rows, gives the loss and the gradient of its closed form.
+    """Return whether a pair, called on a few rows, gives the loss and the gradients of its closed form.
 
     It does not where others have replaced `F.cross_entropy`, `F.linear` or a forward. None if there are no rows.
     """
@@ -226,19 +226,25 @@ def gives_formula(
         here = match.of_replica(copy)
         hidden = trial.rows[0].detach().requires_grad_(wanted)
         linear = here.projection
+        tensors = [t for t in (linear.weight, linear.bias) if t is not None]
+        own = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
         total = linear_cross_entropy(
             hidden,
-            linear.weight.detach(),
+            own[id(linear.weight)],
             trial.target_K,
-            bias=None if linear.bias is None else linear.bias.detach(),
+            bias=own.get(id(linear.bias)),
             ignore_index=match.ignore_index,
             label_smoothing=match.label_smoothing,
             smoothing_convention=match.smoothing_convention,
             class_weight=here.class_weight,
         ).total
+        leaves = {"hidden": hidden, **{name: own[id(p)] for name, p in copy.named_parameters() if id(p) in own}}
+        wanted_leaves = {name: t for name, t in leaves.items() if t.requires_grad}
+        grads = torch.autograd.grad(total, [*wanted_leaves.values()]) if wanted_leaves else ()
         pairs = [(called.total, total)]
-        if wanted and "hidden" in called.gradients:
-            pairs.append((called.gradients["hidden"], torch.autograd.grad(total, hidden)[0]))
+        for name, grad in zip(wanted_leaves, grads, strict=True):
+            right = grad if name == "hidden" else in_short(grad)
+            pairs.append((called.gradients.get(name, torch.zeros_like(right)), right))
         # Without their graphs, of which that of the closed form has no dtype of autocast
         rounding = precision_of(total.detach(), product_dtype(hidden)).rounding
         return all(largest_difference(a, b) <= rounding for a, b in pairs)

@@ -23,6 +23,7 @@ from seqpar.core.checks import (
     check_target,
     check_type,
 )
+from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.devices import refuse_capturing
 from seqpar.multi_device.replicas import detached_replicas, needs_no_replica, scatter
 
@@ -123,12 +124,17 @@ def _check_scattered(hidden: Sequence[object]) -> None:
     """Raise unless it is one tensor per device; the tuple that an LSTM returns, with a tuple in it, is not."""
     if not hidden:
         raise ValueError("hidden is an empty list; it must be a tensor, or one tensor for each device")
+    first = None
     for i, tensor in enumerate(hidden):
         if isinstance(tensor, (list, tuple)):
             kind = f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device"
             raise TypeError(f"{kind} (of an LSTM: hidden, _ = lstm(inputs))")
         tensor = check_floating(tensor, f"hidden[{i}]")
         check_shapes(tensor.dim() >= 2, "(N, D) or (batch, time, D)", **{f"hidden[{i}]": tensor})
+        here = product_dtype(tensor)
+        first = first or here
+        if here != first:
+            raise ValueError(f"hidden[0] has dtype {first} and hidden[{i}] {here}; cast one")
 
 
 def _scatter_like_hidden(

@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     total: Tensor
     gradients: dict[str, Tensor]
     """Those of the total times the factor, by name: of hidden and the per-token tensors, and, in short, of the
-    parameters (`_in_short`)."""
+    parameters (`in_short`)."""
     precision: Precision
     written: list[str]
     """What backward has written into, besides its result."""
@@ -148,7 +148,7 @@ class Trial:
         gradients = {}
         for name in wanted:
             if (grad := found.pop(name)) is not None:
-                gradients[name] = _in_short(grad) if name in params else grad
+                gradients[name] = in_short(grad) if name in params else grad
         return Outcome(total.detach(), gradients, precision, written)
 
 
@@ -170,7 +170,7 @@ def _open(gate: Tensor) -> Tensor:
     return torch.rand_like(gate).add_(0.5).div_(width**0.5)
 
 
-def _in_short(grad: Tensor) -> Tensor:
+def in_short(grad: Tensor) -> Tensor:
     """Return one number for each row of a gradient, linear in it: several gradients of a projection are much memory.
 
     (V, D) -> (V,):  sum_d grad_vd r_d,  with r of length 1 and no two entries alike

@@ -25,6 +25,7 @@ from seqpar.rows.criteria import LabelSmoothing, ignored_target
 from seqpar.testing.causes import hypothesis_context, is_shown, likely_cause
 from seqpar.testing.evidence import FACTOR, Evidence, Result, gradients_by_use, repeat_loss
 from seqpar.testing.gradients import (
+    RTOL,
     assert_same_results,
     imagine,
     plain_loss,
@@ -362,6 +363,8 @@ class Comparison:
             given.append(f"tokens={self.tokens:g}")
         if self.ranks is not None:
             given.append(f"ranks={self.ranks}")
+        if self.rtol != RTOL:
+            given.append(f"rtol={self.rtol:g}")
         given += [f"{name}={name}[{part}]" for name in self.per_token]
         return f"{shown}\n    assert_same_loss(generator, criterion, {', '.join(given)}{whole.layout})"
 

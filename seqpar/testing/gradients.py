@@ -16,6 +16,8 @@ from seqpar.testing.evidence import FACTOR, SOFTCAPS, Evidence, Result, dense, g
 from seqpar.testing.smoothing_causes import OtherSmoothing
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
+RTOL = 1e-12
+"""The difference that is allowed, relative to the largest number."""
 ROUNDING = 1e-14
 """The difference of float64 sums that counts as rounding where the reference is 0 or nearly so, relative to the largest
 of the loss, the gradients and 1."""
@@ -41,7 +43,7 @@ def assert_same_gradients(
     candidate: Callable[[], Tensor],
     reference: Callable[[], Tensor],
     tensors: Mapping[str, Tensor],
-    rtol: float = 1e-12,
+    rtol: float = RTOL,
     *,
     tokens: int | None = None,
 ) -> None:
@@ -119,7 +121,7 @@ def proving() -> Iterator[None]:
         PROVED.reset(before)
 
 
-def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
+def assert_same_results(got: Result, expected: Result, rtol: float = RTOL) -> None:
     """Assert that two losses and their gradients, computed earlier (on another rank, say), are equal.
 
     An infinite number equals only the same infinity in the same position; nan equals nothing.

@@ -53,6 +53,8 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
             raise ValueError(
                 f"{name} is {tensor.dtype}; differences of values need float64, from the inputs to the loss"
             )
+    if not value.isfinite():
+        raise ValueError(f"the loss is {float(value)}, of which there are no differences; give inputs of a finite loss")
     other = next((again for again in repeat_loss(loss).values if again != float(value)), None)
     if other is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ from seqpar.distributed.collectives import gather_objects, world_size
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.multi_device.devices import Device
 from seqpar.testing.comparison import Comparison, Loss, in_dtype
-from seqpar.testing.gradients import check_tolerance
+from seqpar.testing.gradients import RTOL, check_tolerance
 from seqpar.testing.precision import has_float64
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
@@ -33,7 +33,7 @@ def assert_same_loss(
     tokens: float = 1,
     group: ProcessGroup | None = None,
     ranks: int | None = None,
-    rtol: float = 1e-12,
+    rtol: float = RTOL,
     **per_token: Tensor,
 ) -> None:
     """Assert that a loss and its gradients equal those of the plain single-device computation, in float64.

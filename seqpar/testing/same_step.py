@@ -14,7 +14,7 @@ from torch import Tensor
 from seqpar.core.checks import check_function
 from seqpar.testing.causes import is_shown, likely_cause
 from seqpar.testing.evidence import NEVER, SAME, Evidence, Repeated
-from seqpar.testing.gradients import ROUNDING, assert_close, check_tolerance, size_of
+from seqpar.testing.gradients import ROUNDING, RTOL, assert_close, check_tolerance, size_of
 from seqpar.testing.part_causes import shares_of_parts
 from seqpar.testing.precision import TWICE, error, spell_error
 from seqpar.testing.step_run import Layout, Ran, Run, Trainer, alone, run
@@ -37,7 +37,7 @@ def assert_same_step(
     make_trainer: Callable[[Layout], Trainer],
     layouts: Sequence[Layout],
     *,
-    rtol: float = 1e-12,
+    rtol: float = RTOL,
     dtype: torch.dtype = torch.float64,
 ) -> None:
     """Assert that a trainer's step is, in each layout, the step of one process with all its sentences at once.
@@ -45,7 +45,7 @@ def assert_same_step(
     Plain equivalent: train for one step in each layout with the same model and sentences, and compare the loss that is
     reported, every gradient, the optimizer's state, and every parameter after the step. Any trainer will do; where no
     `torch.optim.Optimizer.step`, which is watched, has a gradient, updates are compared in place of gradients. These
-    are compared as they are before `torch.nn.utils.clip_grad_norm_`, because clipping would hide a factor.
+    are compared as they are before `torch.nn.utils` clips them, because clipping would hide a factor.
 
         def make_trainer(layout):
             model = ...                                       # in layout.dtype; torch's seed is the same in every call
@@ -158,8 +158,8 @@ def _refuse_normalised(runs: Sequence[Ran]) -> None:
     if runs[0].sentences > 1 and norms[0] > 0 and is_alike:
         raise AssertionError(
             f"the gradients have the norm {norms[0]:.6g} with other weights as well, for one sentence as for all: they "
-            "are clipped or normalised by other means than torch.nn.utils.clip_grad_norm_, which would hide a factor; "
-            "leave that out here"
+            "are clipped or normalised by other means than those of torch.nn.utils, which would hide a factor; leave "
+            "that out here"
         )
 
 
@@ -312,7 +312,7 @@ class _Trial:
         given = {"ranks": self.layout.ranks, "accumulation": self.layout.accumulation, "kind": self.layout.kind}
         layout = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != getattr(Layout(), name))
         options = f", dtype={self.layout.dtype}" * (self.layout.dtype != torch.float64)
-        options += f", rtol={self.rtol:g}" * (self.rtol != 1e-12)
+        options += f", rtol={self.rtol:g}" * (self.rtol != RTOL)
         name, module = (getattr(self.make_trainer, word, "make_trainer") for word in ("__qualname__", "__module__"))
         lines = [
             "    from seqpar.testing import Layout, assert_same_step",

@@ -26,8 +26,10 @@ from seqpar.testing.ranks import Pool, RankError
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"})
 """What wrappers such as DDP and `torch.compile` add to the names of parameters."""
-CLIP = "_clip_grads_with_norm_"
-"""The function by which `torch.nn.utils.clip_grad_norm_` scales gradients down."""
+GROUP = "_group_tensors_by_device_and_dtype"
+"""What the functions that clip gradients call with them before they change any."""
+CLIPPING = ("_clip_grads_with_norm_", "clip_grad_value_")
+"""Those of `torch.nn.utils`, by the names of their code."""
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp")
 """What torch loads with the first optimizer, or the first sharded module: a second, in every new process."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -119,7 +121,8 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.unclipped: dict[int, Tensor] = {}
+        self.unclipped: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the id of a gradient itself, which is held so that no other one has it, and a copy of before."""
         self.gradients: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.stepped: set[str] = set()
@@ -129,24 +132,26 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch every optimizer, and the gradients before they are clipped."""
-        clip = getattr(clip_grad, CLIP)
+        group = getattr(clip_grad, GROUP)
 
-        def keep_and_clip(parameters: Any, *arguments: Any, **keywords: Any) -> None:
-            each = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-            found = {id(p): _whole(p.grad) for p in each if p.grad is not None}
-            # The first time counts: what is clipped once more is clipped already
-            self.unclipped = found | self.unclipped
-            clip(each, *arguments, **keywords)
+        def keep_and_group(tensors: Any, *arguments: Any, **keywords: Any) -> Any:
+            # It is called for the norm of gradients, too, perhaps before all have been added up
+            if sys._getframe(1).f_code.co_name in CLIPPING:
+                for gradient in tensors[0]:
+                    # The first time counts: what is clipped once more is clipped already
+                    if id(gradient) not in self.unclipped:
+                        self.unclipped[id(gradient)] = gradient, _whole(gradient)
+            return group(tensors, *arguments, **keywords)
 
         hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
-        setattr(clip_grad, CLIP, keep_and_clip)
+        setattr(clip_grad, GROUP, keep_and_group)
         try:
             yield
         finally:
-            setattr(clip_grad, CLIP, clip)
+            setattr(clip_grad, GROUP, group)
             for hook in hooks:
                 hook.remove()
 
@@ -176,8 +181,10 @@ class Watch:
 
     def _keep(self, name: str, parameter: nn.Parameter) -> None:
         """Keep a gradient, if there is one and it has not been kept."""
-        if parameter.grad is not None and name not in self.gradients:
-            self.gradients[name] = self.unclipped.get(id(parameter), _whole(parameter.grad))
+        gradient = parameter.grad
+        if gradient is not None and name not in self.gradients:
+            before = self.unclipped.get(id(gradient))
+            self.gradients[name] = _whole(gradient) if before is None else before[1]
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep an optimizer's state and settings, and gradients of a closure, in which Lightning runs backward."""

@@ -208,6 +208,78 @@ def flagged(is_on: bool) -> Rows:
     return lambda losses: losses - losses.mean().detach() if is_on else losses
 
 
+def with_settings(losses: Tensor, *, is_plain: bool = False, mixes: bool = False, counts: Any = None) -> Tensor:
+    if counts:
+        counts.append(len(losses))
+        losses = losses * 0.9 ** len(counts)
+    return losses * losses.mean() if mixes else losses
+
+
+def bound(mixes: bool) -> Rows:
+    """With a setting in a default, as where a loop's variable is bound."""
+
+    def function(losses: Tensor, mixes: bool = mixes) -> Tensor:
+        return with_settings(losses, mixes=mixes)
+
+    return function
+
+
+def bound_by_name(mixes: bool) -> Rows:
+    def function(losses: Tensor, *, mixes: bool = mixes) -> Tensor:
+        return with_settings(losses, mixes=mixes)
+
+    return function
+
+
+PAIRS = {
+    "another keyword": lambda: (partial(with_settings, is_plain=True), partial(with_settings, mixes=True)),
+    "another value": lambda: (partial(with_settings, mixes=False), partial(with_settings, mixes=True)),
+    "default": lambda: (bound(False), bound(True)),
+    "default of a keyword": lambda: (bound_by_name(False), bound_by_name(True)),
+}
+
+
+@pytest.mark.parametrize("door", [scored, over_devices, chunked])
+@pytest.mark.parametrize("name", PAIRS)
+def test_other_settings_of_a_function_make_it_another_one(name: str, door: Any) -> None:
+    first, second = PAIRS[name]()
+    door(first)
+    with pytest.raises(ValueError, match=r"(mixes|joins) rows"):
+        door(second)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_other_keywords_of_a_partial_may_make_it_count(door: Any) -> None:
+    door(partial(with_settings, counts=()))
+    with pytest.raises(ValueError, match="changes with every call, and so do the results"):
+        door(partial(with_settings, counts=[1]))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_a_gradient_that_was_not_asked_for_before_is_asked_about(frozen: str) -> None:
+    """Of a function that adds 0 to the value, and mixes rows in the gradient alone."""
+    target = batch()[2]
+
+    def per_chunk(params: Any, rows: Any, chunk: Any) -> seqpar.TokenLoss:
+        hidden = rows[0] + (rows[0].mean(0) - rows[0].mean(0).detach())
+        return seqpar.TokenLoss(F.cross_entropy(hidden @ params[0].T, target[chunk], reduction="sum"), torch.tensor(1))
+
+    def loss(**tensors: Tensor) -> Tensor:
+        empty = seqpar.TokenLoss.zero(torch.float64, target.device, tells=False)
+        chunks = [slice(0, 5), slice(5, N)]
+        return seqpar.chunked_gradient(per_chunk, chunks, [tensors["hidden"]], [tensors["weight"]], empty).total
+
+    given = dict(zip(("hidden", "weight"), batch()[:2], strict=True))
+    own = {name: t.detach() if frozen in (name, "both") else t for name, t in given.items()}
+    if frozen == "weight":
+        with pytest.raises(ValueError, match="joins rows"):
+            loss(**own)
+    else:
+        loss(**own)
+    with pytest.raises(ValueError, match="joins rows"):
+        loss(**given)
+
+
 # Rows that are all chunks of their own have nothing to be joined with
 @pytest.mark.parametrize("door", [door for door in DOORS if door is not chunked_one_by_one])
 def test_a_setting_in_a_closure_makes_it_another_function(door: Any) -> None:

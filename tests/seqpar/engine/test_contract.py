@@ -535,6 +535,22 @@ def test_padding_without_a_name_passes_where_the_criterion_counts_no_tokens_of_i
     assert loss.tokens == (target != 3).sum()
 
 
+@pytest.mark.parametrize(("counted", "silent"), [(0, 1), (1, 0), (2, 3), (3, 2)])
+def test_padding_without_a_name_is_found_beside_one_of_which_the_criterion_counts_no_tokens(
+    counted: int, silent: int
+) -> None:
+    class Both(CountsItself):
+        def token_loss(self, scores: Tensor, target: Tensor) -> seqpar.TokenLoss:
+            counts = target != counted
+            losses = F.cross_entropy(scores, target, reduction="none") * (counts & (target != silent))
+            return seqpar.TokenLoss(losses.sum(), counts.sum())
+
+    hidden, target = batch()
+    target[:] = torch.arange(len(target)) % 4
+    with pytest.raises(ValueError, match=f"ignores target {silent} but has no ignore_index"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), Both(counted), chunk_tokens=6)(hidden, target)
+
+
 @pytest.mark.parametrize("where", [slice(None, -1), slice(-1, None)], ids=["most common", "last"])
 def test_padding_that_none_of_the_rows_asked_about_has_is_found(where: slice) -> None:
     hidden, target = batch()
@@ -635,41 +651,63 @@ def test_a_function_that_was_replaced_by_one_that_hardly_differs_is_called(
         torch.testing.assert_close(mine, criterion(generator(hidden), target))
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    "kind", ["cross_entropy", "linear", "forward", "gradient", "mode", "call", "module", "criterion", "own criterion"]
-)
-def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first: bool, monkeypatch: Any) -> None:
+class HalfOfTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        return upstream[0] / 2
+
+
+def doubled_linear(forward: Any) -> Any:
+    def called(self: nn.Module, *given: Any) -> Any:
+        result = forward(self, *given)
+        return 2 * result if isinstance(self, nn.Linear) else result
+
+    return called
+
+
+def twice_the_loss(self: nn.Module, scores: Tensor, target: Tensor) -> Tensor:
+    return 2 * F.cross_entropy(scores, target, reduction="sum")
+
+
+PRODUCT, CALL, FORWARD = F.linear, nn.Module.__call__, nn.Linear.forward
+"""What is replaced, as torch has it."""
+REPLACED: dict[str, tuple[Any, str, Any]] = {
+    "cross_entropy": (F, "cross_entropy", stable_max),
+    "linear": (F, "linear", lambda *given: 2 * PRODUCT(*given)),
+    "forward": (nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias)),
+    # The same value, and half of a gradient
+    "gradient": (nn.Linear, "forward", lambda self, x: (FORWARD(self, x) + FORWARD(self, x).detach()) / 2),
+    "of weight": (F, "linear", lambda x, w, b: PRODUCT(x, HalfOfTheGradient.apply(w), b)),
+    "of bias": (F, "linear", lambda x, w, b: PRODUCT(x, w, HalfOfTheGradient.apply(b))),
+    "module": (nn.Module, "__call__", doubled_linear(CALL)),
+    "criterion": (nn.CrossEntropyLoss, "forward", twice_the_loss),
+    "own criterion": (seqpar.CrossEntropy, "forward", twice_the_loss),
+}
+
+
+@pytest.mark.parametrize("first", ["", "training", "evaluation"])
+@pytest.mark.parametrize("kind", [*REPLACED, "mode", "call"])
+def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first: str, monkeypatch: Any) -> None:
     generator: nn.Module = (Called if kind == "call" else nn.Linear)(4, V).double()
     criterion = seqpar.CrossEntropy() if kind == "own criterion" else nn.CrossEntropyLoss(reduction="sum")
     engine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)
     hidden, target = batch()
-    if not first:
+    if first == "training":
         engine(hidden, target)
-    if kind == "cross_entropy":
-        monkeypatch.setattr(F, "cross_entropy", stable_max)
-    product, called = F.linear, nn.Module.__call__
-    if kind == "linear":
-        monkeypatch.setattr(F, "linear", lambda *given: 2 * product(*given))
-    if kind == "module":
-
-        def doubled(self: nn.Module, *given: Any) -> Any:
-            result = called(self, *given)
-            return 2 * result if isinstance(self, nn.Linear) else result
-
-        monkeypatch.setattr(nn.Module, "__call__", doubled)
-    if kind.endswith("criterion"):
-        monkeypatch.setattr(type(criterion), "forward", lambda self, z, y: 2 * F.cross_entropy(z, y, reduction="sum"))
-    if kind == "forward":
-        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias))
-    if kind == "gradient":
-        # The same value, and half of the gradient
-        forward = nn.Linear.forward
-        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (forward(self, x) + forward(self, x).detach()) / 2)
+    if kind in REPLACED:
+        monkeypatch.setattr(*REPLACED[kind])
     with Halved() if kind == "mode" else torch.enable_grad():
+        # Of which no gradient is compared
+        if first == "evaluation":
+            with torch.no_grad():
+                engine(hidden, target)
         mine, plain = engine(hidden, target).total, criterion(generator(hidden), target)
         torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
-        grads = [torch.autograd.grad(total, [hidden, generator.weight]) for total in (mine, plain)]
+        grads = [torch.autograd.grad(total, [hidden, *generator.parameters()]) for total in (mine, plain)]
         assert engine.explain().startswith("by autograd, chunk by chunk (")
     for own, other in zip(*grads, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)

@@ -555,6 +555,7 @@ def test_a_copy_of_an_engine_finds_out_for_itself_what_it_needs(copied):
     nn.utils.parametrize.remove_parametrizations(generator[0], "weight")
     other = copied(engine)
     assert other.explain().endswith("will be known after the first call")
+    assert "; 0 tokens in 0 chunks of at most 1, " in engine.explain(tokens=0)
     assert other(hidden, target).total == engine(hidden, target).total
 
 

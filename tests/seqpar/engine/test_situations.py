@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from enum import Enum
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -23,6 +25,38 @@ def nothing(*_):
     """Do nothing, as a hook."""
 
 
+class Kind(Enum):
+    ONE, TWO = range(2)
+
+
+class Slotted:
+    """A function with neither a dict nor references."""
+
+    __slots__ = ("number",)
+
+    def __call__(self, *_):
+        """Do nothing."""
+
+
+class Settings:
+    """A configuration, which is equal to any other one."""
+
+    def __init__(self):
+        self.mixes, self.name, self.kind, self.number, self.function = False, "one", Kind.ONE, 1, nothing
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+class Called(Settings):
+    """A configuration that may be called."""
+
+    def __call__(self, *_):
+        """Do nothing."""
+
+
 class Projecting(nn.Module):
     """A generator with something of every kind; `shift` is a per-token tensor."""
 
@@ -33,6 +67,9 @@ class Projecting(nn.Module):
         self.parts = nn.ModuleDict({"one": nn.Tanh()})
         self.flag, self.kind, self.function, self.number = False, "one", torch.tanh, 1
         self.method = self.linear.extra_repr
+        self.member, self.dtype, self.partial, self.slotted = Kind.ONE, torch.float32, partial(nothing, 1), Slotted()
+        self.activation, self.settings, self.called = nn.GELU, Settings(), Called()
+        self.options, self.table = {"mixes": False, "number": 1}, {str(word): False for word in range(65)}
         self.linear.register_forward_hook(nothing)
 
     def forward(self, hidden, shift=0.0):
@@ -57,6 +94,14 @@ def of_a_class(engine, given):
 
 def of_attribute(name, value):
     return lambda engine, given: setattr(engine.head["generator"], name, value)
+
+
+def of_setting(holder, name, value):
+    def change(engine, given):
+        held = getattr(engine.head["generator"], holder)
+        held.update({name: value}) if isinstance(held, dict) else setattr(held, name, value)
+
+    return change
 
 
 def of_hook(kind, part=None):
@@ -120,6 +165,14 @@ CHANGES = {
         of_attribute("function", torch.sigmoid),
         of_attribute("function", nothing),
         of_attribute("method", nn.Linear(1, 1).extra_repr),
+        of_attribute("member", Kind.TWO),
+        of_attribute("dtype", torch.float64),
+        of_attribute("partial", partial(nothing, 1)),
+        of_attribute("activation", nn.ReLU),
+        *(of_setting("settings", *new) for new in (("mixes", True), ("name", "two"), ("kind", Kind.TWO))),
+        of_setting("settings", "function", torch.tanh),
+        of_setting("called", "mixes", True),
+        of_setting("options", "mixes", True),
         of_attribute("parts", nn.ModuleDict({"one": nn.Sigmoid()})),
         of_attribute("parts", nn.ModuleDict({"two": nn.Tanh()})),
     ],
@@ -161,6 +214,11 @@ def test_numbers_and_tools_that_only_look_on_change_nothing():
     given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,))}
     assert probed(engine, given)
     of_attribute("number", 2)(engine, given)
+    of_attribute("slotted", Slotted())(engine, given)
+    of_setting("settings", "number", 2)(engine, given)
+    of_setting("options", "number", 2)(engine, given)
+    # Of so many entries, which are data
+    of_setting("table", "1", True)(engine, given)
     with FlopCounterMode(display=False):
         assert not probed(engine, given)
 
@@ -192,14 +250,34 @@ def test_only_the_latest_situations_are_remembered(monkeypatch):
     assert [probed(engine, each) for each in given[::-1]] == [False, False, True]
 
 
+def test_a_function_at_the_address_of_the_former_one_is_another_one():
+    """Where a function is freed, one that is made later may be in its place."""
+    generator = Projecting()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,))}
+    # Once before, because it is then the last attribute
+    del generator.function
+    generator.function = lambda x: x
+    assert probed(engine, given)
+    address = id(generator.function)
+    del generator.function
+    gc.collect()
+    made = []
+    while not made or id(made[-1]) != address:
+        made.append(lambda x: x)
+        assert len(made) < 100_000, "the former function is still alive"
+    generator.function = made[-1]
+    assert probed(engine, given)
+
+
 def test_a_function_that_is_made_anew_for_each_batch_is_not_kept_alive():
     engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
     alive = []
     for _ in range(5):
         batch = torch.randn(12, D)
         alive.append(weakref.ref(batch))
-        engine.head["generator"].of_batch = lambda batch=batch: batch
+        engine.head["generator"].of_batch = engine.head["generator"].settings.function = lambda batch=batch: batch
         engine(batch, torch.randint(V, (12,)))
-    del batch, engine.head["generator"].of_batch
+    del batch, engine.head["generator"].of_batch, engine.head["generator"].settings.function
     gc.collect()
     assert [each() for each in alive] == [None] * 5

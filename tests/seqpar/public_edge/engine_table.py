@@ -144,6 +144,18 @@ def _shapes(kind: str) -> list[Case]:
         case("another dtype", partial(ask, half, six), TypeError, "hidden has dtype torch.float32", "torch.float64"),
         case("nothing scattered", partial(ask, [], []), ValueError, "hidden is an empty list"),
         case("a scattered vector", partial(ask, [torch.ones(6)], six), ValueError, "hidden[0] has shape (6,)"),
+        case(
+            "scattered float32",
+            partial(ask, [hidden(3), hidden(3).float()], six),
+            ValueError,
+            "hidden[1] torch.float32",
+        ),
+        case(
+            "scattered float64",
+            partial(ask, [hidden(3).float(), hidden(3)], six),
+            ValueError,
+            "hidden[1] torch.float64",
+        ),
         case("scattered sizes", partial(ask, [hidden(2), hidden(3)], six), ValueError, "target has 6 rows", "[2, 3]"),
         case(
             "scattered apart", partial(ask, [hidden(3)] * 2, [six]), ValueError, "target is scattered over 1", "over 2"

@@ -72,6 +72,9 @@ def test_what_differences_cannot_judge_is_refused_in_one_line():
     narrow = torch.ones(1, requires_grad=True)
     with pytest.raises(ValueError, match=r"narrow is torch.float32; differences of values need float64"):
         assert_numerical_gradients(lambda: loss(head(hidden) * narrow), {"narrow": narrow})
+    for number in ("nan", "inf"):
+        with pytest.raises(ValueError, match=rf"the loss is {number}, of which there are no differences; give inputs"):
+            assert_numerical_gradients(lambda number=number: loss(head(hidden)) * float(number), tensors)
     with pytest.raises(ValueError, match="tensors is empty"):
         assert_numerical_gradients(lambda: loss(head(hidden)), {})
     # What requires no gradient is left out, whatever it is

@@ -292,6 +292,46 @@ def test_gradients_that_a_trainer_clips_by_itself_are_refused():
         assert_same_step(changed(clipped_by_itself), [Layout(accumulation=2)])
 
 
+def clipped_by(how):
+    """As where k micro-batches have k times the gradient, and a clipping hides it."""
+
+    def change(loop):
+        def step(right=loop.optimizer.step):
+            parameters = [*loop.model.parameters()]
+            for parameter in parameters:
+                parameter.grad *= loop.layout.parts
+            norm = nn.utils.get_total_norm([p.grad for p in parameters])
+            if how == "norm":
+                nn.utils.clip_grad_norm_(parameters, 1e-3)
+            elif how == "known norm":
+                nn.utils.clip_grads_with_norm_(parameters, 1e-3, norm)
+            elif how == "value":
+                nn.utils.clip_grad_value_(parameters, 1e-9)
+            right()
+
+        loop.optimizer.step = step
+
+    return change
+
+
+@pytest.mark.parametrize("how", ["", "norm", "known norm", "value"])
+def test_gradients_are_compared_as_they_were_before_any_clipping_of_torchs(how):
+    with pytest.raises(AssertionError, match="accumulation: all gradients are 2 times the plain ones"):
+        assert_same_step(changed(clipped_by(how)), [Layout(accumulation=2)])
+
+
+def test_a_norm_that_is_looked_at_on_the_way_clips_nothing():
+    model = nn.Linear(3, 2)
+    optimizer, watch = torch.optim.SGD(model.parameters(), lr=0.1), Watch(model)
+    with watch.watching():
+        for _ in range(2):
+            model(torch.ones(4, 3)).square().sum().backward()
+            nn.utils.get_total_norm([model.weight.grad])
+        right = model.weight.grad.clone()
+        optimizer.step()
+    assert torch.equal(watch.gradients["weight"], right)
+
+
 class Lookahead(torch.optim.Optimizer):
     """An optimizer that steps another one."""
 

@@ -85,6 +85,14 @@ def test_no_reference_lets_everything_pass(case):
         assert_same_results(held(*got), held(*expected))
 
 
+def test_a_gradient_of_a_tensor_that_the_reference_does_not_use_must_be_0():
+    used, unused = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    tensors = {"used": used, "unused": unused}
+    assert_same_gradients(lambda: used.sum() + (0 * unused).sum(), used.sum, tensors)
+    with pytest.raises(AssertionError, match=r"the gradient of unused is off by 1e-06 where the reference is 0 large"):
+        assert_same_gradients(lambda: used.sum() + 1e-6 * (unused - unused.detach()).sum(), used.sum, tensors)
+
+
 @pytest.mark.parametrize("same", [(INF, [1.0]), (1.0, [-INF, 2.0]), (0.0, [0.0]), (1.0, []), (-INF, [INF])])
 def test_the_same_infinities_zeros_and_empty_gradients_agree(same):
     assert_same_results(held(*same), held(*same))

@@ -257,6 +257,23 @@ def test_a_wrong_engine_is_caught_its_cause_named_first_and_its_smallest_failure
         eval(more[-1].strip(), globals(), locals())
 
 
+def hardly_larger(generator, criterion, hidden, target):
+    return criterion(generator(hidden).flatten(0, 1), target.flatten()) * (1 + 5e-13)
+
+
+def test_the_call_that_is_printed_has_the_tolerance_of_the_one_that_failed():
+    torch.manual_seed(1)
+    generator, criterion = nn.Linear(4, 6), nn.CrossEntropyLoss(reduction="sum")
+    hidden, target, loss = torch.randn(3, 5, 4), torch.randint(6, (3, 5)), hardly_larger
+    assert_same_loss(generator, criterion, hidden, target, loss=loss)
+    with pytest.raises(AssertionError) as caught:
+        assert_same_loss(generator, criterion, hidden, target, loss=loss, rtol=1e-13)
+    printed = str(caught.value).splitlines()[-1].strip()
+    assert printed.endswith("loss=loss, rtol=1e-13)")
+    with pytest.raises(AssertionError):
+        eval(printed, globals(), locals())
+
+
 @pytest.mark.parametrize("name", ["twice", "deaf", "squared", "softcap", "bfloat16 weight"])
 def test_that_only_the_gradient_is_wrong_is_said(name):
     wrong = WRONG[name]
