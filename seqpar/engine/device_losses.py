@@ -301,7 +301,8 @@ def _is_what_runs(
 ) -> bool:
     """Return whether the closed form is what a call of the pair gives; it is called once, on a few rows."""
     hidden = shards[0].hidden
-    wanted = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in parts.parameters))
+    leaves = (hidden, *parts.parameters)
+    wanted = tuple([torch.is_grad_enabled() and t.requires_grad for t in leaves])
     called = what_formulas_replace(head["criterion"])
     key = (called, hidden.dtype, torch.is_autocast_enabled(hidden.device.type), wanted)
     known = formulas.get(key)
@@ -310,7 +311,7 @@ def _is_what_runs(
     # Before a criterion is called with them
     check_targets(shards, match.vocab_size)
     for replica, shard in zip(heads_on(head, parts.parameters, shards), shards, strict=True):
-        found = gives_formula((replica, head), match, shard, wanted)
+        found = gives_formula((replica, head), match, shard, any(wanted))
         if found is not None:
             return formulas.setdefault(key, found)
     return True

@@ -117,9 +117,9 @@ def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
     )
 
 
-Asked = tuple[tuple[object, ...], torch.dtype, bool, bool]
-"""When a pair was compared with its closed form: what it called, hidden's dtype, whether under autocast, and whether
-gradients were compared."""
+Asked = tuple[tuple[object, ...], torch.dtype, bool, tuple[bool, ...]]
+"""When a pair was compared with its closed form: what it called, hidden's dtype, whether under autocast, and which
+gradients were compared, hidden's first."""
 
 
 def was_replaced(criterion: nn.Module, formulas: Mapping[Asked, bool]) -> bool:

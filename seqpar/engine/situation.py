@@ -49,6 +49,8 @@ class Situation(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     """Those of the products and of the parameters."""
     wants_gradients: bool
+    trained: tuple[bool, ...]
+    """Which parameters get a gradient, if any is wanted: nothing was found out about those of the others."""
     leading: int
     """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
     per_token: tuple[tuple[str, torch.Size], ...]
@@ -60,13 +62,15 @@ def situation_of(parts: Parts, shard: Shard) -> Situation:
     leading = shard.target.dim()
     columns = {"hidden": shard.hidden, **shard.per_token, **shard.of_criterion}
     tensors = [*parts.parameters, *parts.buffers]
-    leaves = (*columns.values(), *parts.parameters)
+    trained = tuple([p.requires_grad for p in parts.parameters])
+    wanted = torch.is_grad_enabled() and (any(trained) or any(t.requires_grad for t in columns.values()))
     return Situation(
         # A lazy one has no shape yet, and is refused
         tuple([(type(t), None if is_lazy(t) else t.shape, t.device) for t in tensors]),
         calls_of(parts.modules),
         (product_dtype(shard.hidden), *[p.dtype for p in parts.parameters]),
-        torch.is_grad_enabled() and any(t.requires_grad for t in leaves),
+        wanted,
+        trained if wanted else (),
         leading,
         tuple([(name, t.shape[leading:]) for name, t in columns.items()]),
     )

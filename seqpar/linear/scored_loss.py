@@ -174,7 +174,7 @@ class _LossByAutograd:
         scores = each(lambda t: t.detach().requires_grad_(wanted), scores)
         rows = self._leaves(per_token, wanted)
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
-        asked = (self.code, *self.names, scores.log_prob.dtype, wanted)
+        asked = (self.code, *self.names, scores.log_prob.dtype, wanted, *self.wanted)
         is_known = _asked.changes(asked) is not None
         # A graph that begins and ends here is not the caller's. Of several devices' threads one asks, and the others
         # wait, because it puts back what has changed meanwhile

@@ -716,6 +716,53 @@ def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first:
     assert engine.explain().startswith("by formula (") == (kind != "call")
 
 
+class ClampedWeight(nn.Linear):
+    """A weight of which the gradient is clamped, as in some ways to quantise it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Clamped.apply(self.weight), self.bias)
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        return upstream[0].clamp(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("frozen", [["weight"], ["weight", "bias"]])
+def test_a_parameter_that_is_unfrozen_is_asked_about(frozen: list[str]) -> None:
+    hidden, target = batch()
+    generator = ClampedWeight(4, V).double()
+    engine = seqpar.LossCompute(generator, nn.CrossEntropyLoss(reduction="sum"), chunk_tokens=6)
+    parameters = [getattr(generator, name) for name in frozen]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    engine(hidden, target)
+    for parameter in parameters:
+        parameter.requires_grad_()
+    with pytest.raises(ValueError, match="backward through the pair is not linear"):
+        engine(hidden, target)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_replaced_product_is_compared_again_with_a_parameter_that_is_unfrozen(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(*REPLACED[f"of {name}"])
+    hidden, target = batch()
+    generator, criterion = nn.Linear(4, V).double(), nn.CrossEntropyLoss(reduction="sum")
+    engine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)
+    parameter = getattr(generator, name).requires_grad_(False)
+    engine(hidden, target)
+    parameter.requires_grad_()
+    own, plain = (torch.autograd.grad(f(), parameter)[0] for f in (
+        lambda: engine(hidden, target).total, lambda: criterion(generator(hidden), target)
+    ))  # fmt: skip
+    torch.testing.assert_close(own, plain, rtol=1e-12, atol=1e-14)
+
+
 class CountingRows(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, V, dtype=torch.float64)

@@ -178,6 +178,7 @@ CHANGES = {
     ],
     "dtypes": [of_dtypes, lambda engine, given: engine.double()],
     "wants_gradients": [of_wants_gradients],
+    "trained": [lambda engine, given: engine.head["generator"].linear.weight.requires_grad_(False)],
     "leading": [of_leading],
     "per_token": [of_per_token, of_criterion],
 }
@@ -232,7 +233,7 @@ def test_gradients_are_wanted_of_whatever_requires_one_while_they_are_recorded()
         engine.requires_grad_(False)
         assert not probed(engine, given)
     given["shift"].requires_grad_()
-    assert not probed(engine, given)
+    assert probed(engine, given)
     given["shift"] = given["shift"].detach()
     given["hidden"].requires_grad_()
     assert not probed(engine, given)
