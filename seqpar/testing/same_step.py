@@ -228,21 +228,23 @@ class _Trial:
 
         In low precision from that of the first rank, because steps of the same gradient are then the same.
         """
-        got, right, before = one.after[name], self.truth.after[name], self.truth.before[name]
+        # A frozen one may be of whole numbers
+        got, right, before = (p.double() for p in (one.after[name], self.truth.after[name], self.truth.before[name]))
         # A plain slice of a larger one is compared by nothing
         if got.shape != right.shape:
             return ""
         mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
         if self.truth is not self.reference:
             is_same_gradient = mine is None or other is None or torch.equal(mine, other)
-            is_off = is_same_gradient and not torch.equal(got, first.after[name])
+            is_off = is_same_gradient and not torch.equal(one.after[name], first.after[name])
             return f"differs from that of the first rank {AFTER}" if is_off else ""
         certain = torch.ones_like(right, dtype=torch.bool)
         if grad is not None:
             # Adam divides a gradient by its size, so that the noise of one that is nearly 0 becomes large
             least = math.sqrt(self.rtol) * max(size_of(g) for g in self.truth.gradients.values())
             certain = (grad.abs() > least) | ((grad == 0) & (True if mine is None else mine == 0))
-        eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0
+        dtype = self.truth.after[name].dtype
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0
         update = size_of(right - before)
         apart = (got - right).abs()[certain]
         # Not `any(apart > ...)`, which is false for nan

@@ -332,6 +332,26 @@ def test_a_norm_that_is_looked_at_on_the_way_clips_nothing():
     assert torch.equal(watch.gradients["weight"], right)
 
 
+def with_codes(loop, changes=False):
+    """As quantised weights, which are frozen and of whole numbers."""
+    for name, dtype in (("codes", torch.uint8), ("used", torch.bool)):
+        loop.model.register_parameter(name, nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
+
+    def step(right=loop.step):
+        loss = right()
+        if changes and loop.layout.parts > 1:
+            loop.model.codes.data[1:] -= 1
+        return loss
+
+    return step
+
+
+def test_frozen_weights_are_compared_too():
+    assert_same_step(changed(with_codes), [Layout(accumulation=2)])
+    with pytest.raises(AssertionError, match=r"codes is off by 1 after the step, whose update is 0 large; the first"):
+        assert_same_step(changed(partial(with_codes, changes=True)), [Layout(accumulation=2)])
+
+
 class Lookahead(torch.optim.Optimizer):
     """An optimizer that steps another one."""
 
