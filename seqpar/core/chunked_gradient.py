@@ -35,6 +35,8 @@ from seqpar.core.device_facts import is_on_host
 from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, is_asked_for
 from seqpar.core.row_independence import (
+    CANCELLED,
+    EIGHTH,
     Answer,
     OfRows,
     ask,
@@ -42,7 +44,9 @@ from seqpar.core.row_independence import (
     change_in_company,
     difference,
     join_answers,
+    largest_difference,
 )
+from seqpar.core.settings import settings_used_by
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.streams import select_streams
 from seqpar.core.surroundings import (
@@ -136,8 +140,9 @@ def chunked_gradient(
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
             inf; a `per_chunk`, called for the first time, whose loss of a few rows is not the sum of each row's own, or
-            that of a chunk not the sum of those of its halves, or depends on what its calls change; or that leaves a
-            tensor with a graph elsewhere.
+            that of a chunk not the sum of those of its halves, or depends on what its calls change; of which a gradient
+            does not add up over rows, or is not linear in the factor of the loss; or that leaves a tensor with a graph
+            elsewhere.
         RuntimeError: in backward, if it is the second one for one of the tensors (the first has freed its gradient), if
             `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
@@ -189,12 +194,16 @@ def _refuse_joined_rows(
 ) -> None:
     """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once.
 
-    Nor may that of the first chunk, or of the last, be another one than that of its halves: a few rows may be without
+    It is asked again with other settings around it, other dtypes or dimensions, and other tensors to differentiate. Nor
+    may that of the first chunk, or of the last, be another one than that of its halves: a few rows may be without
     padding; nor what it is depend on what calls change. What these calls change is put back.
     """
-    wanted = [torch.is_grad_enabled() and t.requires_grad for t in (*per_token, *params)]
-    asked = (code_of(per_chunk), *wanted)
-    several = [chunk for chunk in chunks if (chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)) > 1]
+    grad_enabled = torch.is_grad_enabled()
+    tensors = tuple([(t.dim(), t.dtype, grad_enabled and t.requires_grad) for t in (*per_token, *params)])
+    asked = (code_of(per_chunk), tensors, *settings_used_by(per_chunk))
+    every = range(len(per_token[0]))
+    # A slice may end after the last row
+    several = [chunk for chunk in chunks if len(every[chunk] if isinstance(chunk, slice) else chunk) > 1]
     if _asked.changes(asked) is not None or not chunks or is_capturing(per_token[0].device):
         return
     around = surroundings_of_function("per_chunk", per_chunk)
@@ -223,16 +232,27 @@ def _ask_about_rows(
     every_N = torch.arange(len(per_token[0]), device=per_token[0].device)
     ends = tuple(p.detach() for p in params)
 
-    def total(given: Sequence[Tensor], is_slice: bool) -> Tensor:
+    def total(given: Sequence[Tensor], is_slice: bool, ends: tuple[Tensor, ...] = ends) -> Tensor:
         *rows, row_K = given
-        some = slice(int(row_K[0]), int(row_K[-1]) + 1) if is_slice else row_K
+        some: Chunk = row_K
+        # A row that is asked beside itself is no slice
+        if is_slice and int(row_K[-1]) - int(row_K[0]) == len(row_K) - 1:
+            some = slice(int(row_K[0]), int(row_K[-1]) + 1)
         return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
+
+    def of_all(rows: Sequence[Tensor], factor: float = 1.0) -> Answer:
+        """Return what rows of the first chunk give, with the gradients of the parameters."""
+
+        def times_factor(given: Sequence[Tensor]) -> Tensor:
+            return factor * total(given[: len(rows)], isinstance(first, slice), tuple(given[len(rows) :]))
+
+        return ask(times_factor, [*rows, *params])
 
     def call() -> Answer:
         with keep_random_states(every_N.device, around.generators):
-            return ask(partial(total, is_slice=isinstance(first, slice)), few)
+            return of_all(first_rows)
 
-    few = [t[first][:ASKED_ROWS] for t in (*per_token, every_N)]
+    first_rows = [t[first][:ASKED_ROWS] for t in (*per_token, every_N)]
     with keep_random_states(every_N.device, around.generators), graph_of_its_own():
         rounding = call().precision.rounding
         ask_about_function("per_chunk", call, difference, rounding, is_on_host(every_N), around)
@@ -243,6 +263,7 @@ def _ask_about_rows(
             _refuse_change(own, few, ask_alone(own, few))
             halves = zip(*(t.tensor_split(2) for t in rows), strict=True)
             _refuse_change(own, rows, join_answers([ask(own, half) for half in halves]))
+        _refuse_other_gradients(of_all, first_rows, len(per_token))
         refuse_graphs_left(around, ONE_CHUNKS)
 
 
@@ -256,6 +277,52 @@ def _refuse_change(total: OfRows, rows: Sequence[Tensor], apart: Answer) -> None
             f"per_chunk joins rows: {change}. It is called on some rows at a time, so its loss must be a sum of one "
             "term per row that depends on that row alone; add what joins rows to the loss afterwards"
         )
+
+
+def _refuse_other_gradients(of_all: Callable[..., Answer], rows: Sequence[Tensor], arguments: int) -> None:
+    """Raise ValueError unless gradients are linear in the factor of the loss, and the parameters' sums over rows.
+
+    Args:
+        of_all: returns the gradients of `arguments` per-token tensors that require one, and of the parameters.
+    """
+    whole = of_all(rows)
+    wrong = ""
+    for factor in (EIGHTH, -1.0):
+        scaled = [grad / factor for grad in of_all(rows, factor).gradients]
+        if by := _largest_change(scaled, whole):
+            wrong = (
+                f"backward through per_chunk is not linear: the gradient of {factor:g} x its loss is off by {by:.2g} "
+                f"from {factor:g} x gradient. Gradients are taken for each chunk, before the factor of the loss is "
+                "known: clip or normalise the gradient outside (a hook on hidden)"
+            )
+    if not wrong and len(rows[0]) > 1:
+        of_rows = sum(t.requires_grad for t in rows[:arguments])
+        halves = [of_all(half).gradients[of_rows:] for half in zip(*(t.tensor_split(2) for t in rows), strict=True)]
+        own = whole._replace(gradients=whole.gradients[of_rows:])
+        if by := _largest_change([torch.stack(both).sum(0) for both in zip(*halves, strict=True)], own):
+            wrong = (
+                f"per_chunk joins rows: the gradients of params from the halves of some rows are off by {by:.2g} from "
+                "those of the whole. It is called on some rows at a time, so they must be sums of one term per row"
+            )
+    # A random loss cannot be compared with itself
+    if wrong and not _largest_change(of_all(rows).gradients, whole):
+        raise ValueError(wrong)
+
+
+def _largest_change(found: Sequence[Tensor], whole: Answer) -> float:
+    """Return by how much gradients are off, relative to the largest number of each; 0.0 for rounding.
+
+    That may leave something of terms that cancel.
+    """
+    largest = max((float(grad.abs().max()) for grad in whole.gradients if grad.numel()), default=0.0)
+    changes = [0.0]
+    for one, right in zip(found, whole.gradients, strict=True):
+        by = largest_difference(one, right)
+        left = CANCELLED * max(whole.precision.eps * largest, whole.precision.smallest / EIGHTH)
+        is_left = by and float((one - right).abs().max()) <= left
+        if by > whole.precision.rounding and not is_left:
+            changes.append(by)
+    return max(changes)
 
 
 def differentiable_sum(

@@ -31,6 +31,9 @@ CANCELLED = 16
 """How many roundings of the largest gradient may be left of one whose terms cancel, as that of the direction of a
 normalised weight of width 1."""
 
+EIGHTH = 0.125
+"""A factor of a loss that has no rounding of its own."""
+
 OfRows = Callable[[Sequence[Tensor]], Tensor]
 """(one tensor for each argument, (K, ...)) -> a result for each row (K, ...), or their sum, one number."""
 

@@ -155,9 +155,10 @@ def accumulate_gradients(
         # Lightning prepares the reduction in its backward, others do so in the forward
         with without_remains(model), _reducing(model, reduce), check_forward(model):
             loss = _check_loss(loss_of(copy_containers(micro_batch)))
-            if i == 0 and model is not None:
+            # In each of them: only some sentences may need a part of the model, or a second one
+            if model is not None:
                 check_has_all(loss.total, model)
-            elif i == 0:
+            else:
                 refuse_unnamed(unnamed, loss.total)
             backward(loss.total * factors[i])
         losses.append(loss.detach())

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -123,8 +124,23 @@ def check_reduces_all(model: nn.Module) -> None:
         if len(trained) > known:
             raise ValueError(
                 f"{len(trained)} parameters are trainable and DistributedDataParallel reduces {known}, those that were "
-                "trainable when it was made; wrap the model again after unfreezing a part of it"
+                f"trainable when it was made; {WRAP_AGAIN}"
             )
+        # It does not say which they are: as many as it reduces, when it is seen first, are taken for them
+        ids = {id(p): name for name, p in trained.items()}
+        if len(ids) == known:
+            _reduced_by.setdefault(model, frozenset(ids))
+        unfrozen = [name for p, name in ids.items() if p not in _reduced_by.get(model, ids)]
+        if unfrozen:
+            raise ValueError(
+                f"{unfrozen[0]} is trainable and was not when DistributedDataParallel was made, so that it does not "
+                f"reduce its gradient; {WRAP_AGAIN}"
+            )
+
+
+WRAP_AGAIN = "wrap the model again after unfreezing a part of it"
+_reduced_by: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
+"""The ids of the parameters that each of them reduces, which it holds."""
 
 
 def _reduced_ids(model: nn.Module) -> set[int]:

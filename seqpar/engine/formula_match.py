@@ -109,10 +109,13 @@ def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
     return (
         F.cross_entropy,
         F.linear,
+        F.log_softmax,
         nn.Linear.forward,
+        nn.LogSoftmax.forward,
         nn.Module.__call__,
         nn.CrossEntropyLoss.forward,
         type(criterion).forward,
+        getattr(type(criterion), "token_loss", None),
         torch._C._len_torch_function_stack(),
     )
 

@@ -96,20 +96,21 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], written: Set[str]) -> None:
+def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], written: Set[tuple[int, str]]) -> None:
     """Raise ValueError if a copy has another number in an attribute than the original: it goes with the copy.
 
     The probe has not seen it change, as a count of correct predictions while there are none.
 
     Args:
-        written: attributes that the probe has seen change, and that are not read again.
+        written: attributes that the probe has seen change, and that are not read again: the place of their module
+            among the originals, and their names.
     """
-    for copy, module in _with_originals(called, originals):
+    for place, (copy, module) in enumerate(_with_originals(called, originals)):
         before = vars(module)
         for name, value in vars(copy).items():
-            if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY or name in written:
+            if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY:
                 continue
-            if not _is_same_number(value, before.get(name)):
+            if (place, name) not in written and not _is_same_number(value, before.get(name)):
                 raise _evolves_error(f"{type(module).__name__}.{name}")
 
 
@@ -261,11 +262,11 @@ def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
         return outcome, Held(copy, trial.original)
 
 
-def ask_about_state(trial: Trial) -> frozenset[str]:
+def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
     """Return which attributes calls change; raise ValueError for one that is read again, or keeps a graph.
 
     The copies of chunks would lose it. What is written and never read, such as attention that is kept for a picture,
-    is the same after a second call with the same rows.
+    is the same after a second call with the same rows; they are returned as `refuse_lost_numbers` takes them.
     """
     _, before = _observe(trial, 0)
     outcome, first = _observe(trial, 1)
@@ -292,7 +293,11 @@ def ask_about_state(trial: Trial) -> frozenset[str]:
     if evolving or depends:
         name = evolving[0] if evolving else before.changed_names(first)[0]
         raise _evolves_error(name)
-    return frozenset(name.rpartition(".")[2] for name in before.changed_names(first))
+    place_of = {id(module): place for place, module in enumerate(parts_of(trial.original).modules)}
+    places = {name: place_of[id(module)] for name, module in trial.original.named_modules()}
+    changed = (name.rpartition(".") for name in before.changed_names(first))
+    # Not of a module that the call has made
+    return frozenset((places[owner], name) for owner, _, name in changed if owner in places)
 
 
 def _evolves_error(name: str) -> ValueError:

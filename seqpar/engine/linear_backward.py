@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.graphs import without_autocast
-from seqpar.core.row_independence import CANCELLED, largest_difference
+from seqpar.core.row_independence import CANCELLED, EIGHTH, largest_difference
 from seqpar.core.surroundings import REPEATS
 from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial, in_float32, widen
 
 HALVES = "the gradient of a half of the rows plus that of the other"
-
-EIGHTH = 0.125
-"""A factor of the loss."""
 
 
 def ask_about_backward(trial: Trial, why_once: str) -> bool:

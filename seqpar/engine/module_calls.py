@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
+from seqpar.core.settings import HOLDER, OF_TORCH, ROLES, noted, settings_of, settings_of_class
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.multi_device.replicas import refuse_scripted
 
@@ -20,13 +18,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Where a module keeps its hooks; torch keeps those of all modules under the same names, beginning with _global."""
 OF_ALL = tuple((f"_global{hooks}", getattr(torch_modules, f"_global{hooks}")) for hooks in HOOKS)
 """Registered by torch.nn.modules.module.register_module_forward_hook and its siblings; torch keeps these dicts."""
-SETTINGS = (bool, str, Enum, torch.dtype, torch.device)
-"""Values that choose what code runs; numbers are left out, because many change in every step."""
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
-MOST_SETTINGS = 64
-"""How many entries of a dict are looked at in every call: a longer one is data."""
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What torch itself keeps in a module."""
 
 
 TRACKERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
@@ -118,65 +109,31 @@ def refuse_cached(parts: Parts) -> None:
 def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
     """Return what decides which code calls of these modules run, for comparison with another time.
 
-    For each of them: the class, the names of its submodules, the hooks, and the attributes that are settings (the mode
-    is one) or may be called; and those of an object or a dict that it holds, such as a configuration. Numbers are left
-    out, because many change in every step, such as one that counts them.
+    For each of them: the class and what it defines, the names of its submodules, the hooks, and the settings and
+    functions (`seqpar.core.settings`) that it holds, itself or in objects and containers, such as a configuration.
     """
     found: list[object] = [hooks_of_all()]
-    kind_of, of_torch = _KIND, OF_TORCH
+    role_of, of_torch = ROLES, OF_TORCH
     held: dict[int, Any] = {}
+    kinds: dict[type, None] = {}
     for module in modules:
         own = vars(module)
-        found.append(type(module))
-        found += own["_modules"]
+        kinds[type(module)] = None
+        found += (type(module), *own["_modules"])
         for hooks in HOOKS:
             if own[hooks]:
                 found.append((hooks, *own[hooks]))
         for name, value in own.items():
-            if name not in of_torch and (kind := kind_of[type(value)]):
-                if kind is HOLDS:
+            if name not in of_torch and (role := role_of[type(value)]):
+                if role is HOLDER:
                     # A configuration is held by many modules of a model
                     held[id(value)] = value
                 else:
-                    found.append((name, ref(value) if kind is CALLED else value))
+                    found.append(noted(name, value, role))
     for holder in held.values():
-        found += _settings_of(holder if isinstance(holder, dict) else vars(holder))
+        found += settings_of(holder)
+    for kind in kinds:
+        forward = kind.forward  # type: ignore[attr-defined]
+        found.append(ref(forward) if type(forward) is FunctionType else None)
+        found += settings_of_class(kind)
     return tuple(found)
-
-
-def _settings_of(held: Mapping[Any, Any]) -> Iterator[object]:
-    """Yield the settings and functions among what is held, by their names."""
-    if len(held) <= MOST_SETTINGS:
-        for name, value in held.items():
-            kind = _KIND[type(value)]
-            if kind is SET or kind is CALLED:
-                yield name, ref(value) if kind is CALLED else value
-
-
-SET, CALLED, HOLDS = "a setting", "a function", "a holder of settings"
-"""What attributes may be. A function may hold a batch: its reference equals another one only while it lives."""
-
-
-class _Kind(dict[type, str]):
-    """Of each class of attributes what they are, empty for anything else: asked thousands of times a call."""
-
-    def __missing__(self, kind: type) -> str:
-        """Find out about a class that is asked for the first time."""
-        found = ""
-        if issubclass(kind, SETTINGS):
-            found = SET
-        elif issubclass(kind, FUNCTIONS) or _is_function(kind):
-            found = CALLED
-        elif issubclass(kind, dict) or (kind.__dictoffset__ and not issubclass(kind, (Tensor, nn.Module))):
-            found = HOLDS
-        return self.setdefault(kind, found)
-
-
-def _is_function(kind: type) -> bool:
-    """Return whether objects of a class may be called, such as a partial, and are equal to nothing but themselves."""
-    if issubclass(kind, (Tensor, nn.Module)) or kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
-        return False
-    return any("__call__" in vars(base) for base in kind.__mro__)
-
-
-_KIND = _Kind()

@@ -33,8 +33,9 @@ class LogitFacts(NamedTuple):
     keeps_nothing: bool = False
     """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
     buffers: BufferChanges = BufferChanges()
-    written: frozenset[str] = frozenset()
-    """Attributes that calls change and do not read again, such as attention that is kept for a picture."""
+    written: frozenset[tuple[int, str]] = frozenset()
+    """Attributes that calls change and do not read again, such as attention that is kept for a picture: the place of
+    their module among all, and their names."""
     is_linear: bool = True
     """Whether the gradient of a multiple of the loss is that multiple of its gradient."""
 
@@ -53,8 +54,9 @@ class Situation(NamedTuple):
     """Which parameters get a gradient, if any is wanted: nothing was found out about those of the others."""
     leading: int
     """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
-    per_token: tuple[tuple[str, torch.Size], ...]
-    """The shape of one token's share of hidden and of each per-token tensor, which may have a column for a class."""
+    per_token: tuple[tuple[str, torch.dtype, torch.Size], ...]
+    """The dtype, and the shape of one token's share, of hidden and of each per-token tensor: it may have a column for a
+    class, and a mask of flags may be used in another way than one of numbers."""
 
 
 def situation_of(parts: Parts, shard: Shard) -> Situation:
@@ -72,7 +74,7 @@ def situation_of(parts: Parts, shard: Shard) -> Situation:
         wanted,
         trained if wanted else (),
         leading,
-        tuple([(name, t.shape[leading:]) for name, t in columns.items()]),
+        tuple([(name, t.dtype, t.shape[leading:]) for name, t in columns.items()]),
     )
 
 

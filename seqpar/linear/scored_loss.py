@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.row_independence import (
     Answer,
+    ask,
     ask_alone,
     change_in_company,
+    difference,
     ends_of_rows,
     largest_difference,
     precision_of,
@@ -240,14 +243,22 @@ class _LossByAutograd:
 
     def _changes_around(self, around: Surroundings, scores: Scores, rows: list[Tensor]) -> bool:
         """Return whether calls change what is around the function; raise ValueError if its results depend on it."""
-        few = _rows(scores, rows, torch.arange(min(FEW, len(scores.log_prob)), device=scores.log_prob.device))
+        few = torch.arange(min(FEW, len(scores.log_prob)), device=scores.log_prob.device)
+        few_scores, few_rows = _rows(scores, rows, few)
+        tensors = [t.detach().requires_grad_(t.requires_grad) for t in (*_given(few_scores).values(), *few_rows)]
 
-        def call() -> Tensor:
+        def call() -> Answer:
             with keep_random_states(scores.log_prob.device, around.generators):
-                return self._call(*few).detach()
+                return ask(partial(self._of_tensors, few_scores), tensors, scores.log_prob.dtype)
 
-        rounding = precision_of(call(), scores.log_prob.dtype).rounding
-        return bool(ask_about_function("loss", call, largest_difference, rounding, is_on_host(scores.log_prob), around))
+        rounding = call().precision.rounding
+        return bool(ask_about_function("loss", call, difference, rounding, is_on_host(scores.log_prob), around))
+
+    def _of_tensors(self, like: Scores, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the losses of scores with the fields of these, and per-token tensors, given one after the other."""
+        given = _given(like)
+        scores = like._replace(**dict(zip(given, tensors, strict=False)))
+        return self._call(scores, tensors[len(given) :])
 
     def _refuse_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
         """Raise for a loss that mixes rows, as far as these scores show it.
@@ -280,14 +291,9 @@ class _LossByAutograd:
         some = torch.stack([loss_K.argmax(), loss_K.argmin()])
         precision = precision_of(loss_K, loss_K.dtype)
         together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), precision)
-        given = {name: t for name, t in scores._asdict().items() if t is not None}
-
-        def loss_of_rows(tensors: Sequence[Tensor]) -> Tensor:
-            some_scores = scores._replace(**dict(zip(given, tensors, strict=False)))
-            return self._call(some_scores, tensors[len(given) :])
-
+        loss_of_rows = partial(self._of_tensors, scores)
         with keep_random_states(loss_K.device, []):
-            alone = ask_alone(loss_of_rows, [t[some] for t in (*given.values(), *rows)])
+            alone = ask_alone(loss_of_rows, [t[some] for t in (*_given(scores).values(), *rows)])
             change = change_in_company(together, alone)
             # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
             turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)
@@ -302,6 +308,11 @@ class _LossByAutograd:
 def _two_rows(score: Tensor) -> Tensor:
     """Return a score of one row, and one that differs from it, by which it is seen whether one row acts on another."""
     return torch.cat([score, 1.25 * score]).detach().requires_grad_(score.requires_grad)
+
+
+def _given(scores: Scores) -> dict[str, Tensor]:
+    """Return the scores that there are, by name."""
+    return {name: t for name, t in scores._asdict().items() if t is not None}
 
 
 def _varied_rows(per_token: Sequence[Tensor], count: int) -> list[Tensor]:

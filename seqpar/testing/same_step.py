@@ -224,31 +224,41 @@ class _Trial:
                     break
 
     def _weight_off(self, name: str, one: Ran, first: Ran) -> str:
-        """Return in words how a parameter differs after the step from that of one process; empty if it does not.
-
-        In low precision from that of the first rank, because steps of the same gradient are then the same.
-        """
+        """Return in words how a parameter differs after the step from that of one process; empty if it does not."""
+        mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
+        if self.truth.gradients and grad is None and mine is not None and mine.any():
+            return f"has a gradient and differs {AFTER}, and in one process it has none"
+        mine_after, first_after = one.after[name], first.after[name]
+        # Where little else can be told: steps of the same gradient are the same
+        is_same_gradient = mine is None or other is None or torch.equal(mine, other)
+        is_comparable = self.truth is not self.reference and mine_after.shape == first_after.shape
+        if is_comparable and is_same_gradient and not torch.equal(mine_after, first_after):
+            return f"differs from that of the first rank {AFTER}"
         # A frozen one may be of whole numbers
-        got, right, before = (p.double() for p in (one.after[name], self.truth.after[name], self.truth.before[name]))
+        got, right, before, plain = (
+            p.double()
+            for p in (mine_after, self.truth.after[name], self.truth.before[name], self.reference.after[name])
+        )
         # A plain slice of a larger one is compared by nothing
         if got.shape != right.shape:
             return ""
-        mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
-        if self.truth is not self.reference:
-            is_same_gradient = mine is None or other is None or torch.equal(mine, other)
-            is_off = is_same_gradient and not torch.equal(one.after[name], first.after[name])
-            return f"differs from that of the first rank {AFTER}" if is_off else ""
-        certain = torch.ones_like(right, dtype=torch.bool)
+        dtype = mine_after.dtype
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        # Relative to an update: in a lower precision its gradient has the roundings of one
+        share = TIMES * max(math.sqrt(self.rtol), eps if self.truth is not self.reference else 0.0)
+        noise = torch.zeros_like(right, dtype=torch.bool)
         if grad is not None:
             # Adam divides a gradient by its size, so that the noise of one that is nearly 0 becomes large
-            least = math.sqrt(self.rtol) * max(size_of(g) for g in self.truth.gradients.values())
-            certain = (grad.abs() > least) | ((grad == 0) & (True if mine is None else mine == 0))
-        dtype = self.truth.after[name].dtype
-        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0
+            least = share / TIMES * max(size_of(g) for g in self.truth.gradients.values())
+            noise = (grad.abs() <= least) & ((grad != 0) | (mine is not None) & (grad != mine))
         update = size_of(right - before)
-        apart = (got - right).abs()[certain]
+        largest = max(size_of(_update(self.truth, other).double()) for other in self.truth.after)
+        rounding = TIMES * eps * size_of(right) + TWICE * size_of(plain - right)
+        # Noise moves a parameter one way or the other
+        allowed = torch.where(noise, TWICE * largest, share * update) + rounding
+        apart = (got - right).abs()
         # Not `any(apart > ...)`, which is false for nan
-        if (apart <= TIMES * (math.sqrt(self.rtol) * update + eps * size_of(right))).all():
+        if (apart <= allowed).all():
             return ""
         return f"is off by {apart.max().item():.3g} {AFTER}, whose update is {update:.3g} large"
 
@@ -385,7 +395,13 @@ def _states(ran: Ran) -> Mapping[str, Tensor]:
 
 def _updates(ran: Ran) -> dict[str, Tensor]:
     """Return by how much each parameter changes."""
-    return {name: after - ran.before[name] for name, after in ran.after.items() if name in ran.before}
+    return {name: _update(ran, name) for name in ran.after}
+
+
+def _update(ran: Ran, name: str) -> Tensor:
+    """Return by how much a parameter changes; one of whole numbers in float64."""
+    before, after = ran.before[name], ran.after[name]
+    return after - before if after.is_floating_point() else after.double() - before.double()
 
 
 def _result(ran: Ran) -> tuple[Tensor, dict[str, Tensor | None]]:

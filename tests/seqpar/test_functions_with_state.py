@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,6 +279,153 @@ def test_a_gradient_that_was_not_asked_for_before_is_asked_about(frozen: str) ->
         loss(**own)
     with pytest.raises(ValueError, match="joins rows"):
         loss(**given)
+
+
+class OfTheGradient:
+    """A factor of the gradient alone, which becomes smaller with every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        self.calls += 1
+        return losses.detach() + 0.9999**self.calls * (losses - losses.detach())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_gradient_that_depends_on_how_often_a_function_was_called_is_refused(door: Any) -> None:
+    with pytest.raises(ValueError, match=r"changes with every call, and so do the results|a row's gradient changes"):
+        door(OfTheGradient())
+
+
+EMPTY = seqpar.TokenLoss.zero(torch.float64, torch.device("cpu"), tells=False)
+
+
+def by_chunks(per_token: Tensor, weight: Tensor, loss: Any, size: int = 5) -> Tensor:
+    """The loss of rows in chunks, by a function of rows, the weight and the targets."""
+    target = torch.arange(len(per_token)) % V
+
+    def per_chunk(params: Any, rows: Any, chunk: Any) -> seqpar.TokenLoss:
+        return seqpar.TokenLoss(loss(rows[0], params[0], target[chunk]), torch.tensor(len(rows[0])))
+
+    chunks = [slice(start, start + size) for start in range(0, len(per_token), size)]
+    return seqpar.chunked_gradient(per_chunk, chunks, [per_token], [weight], EMPTY).total
+
+
+def sees_centred_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradient of the weight alone joins rows."""
+    rows = hidden.detach()
+    scores = hidden @ weight.detach().T + (rows - rows.mean(0)) @ (weight - weight.detach()).T
+    return F.cross_entropy(scores, target, reduction="sum")
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        return upstream[0].clamp(-0.05, 0.05)
+
+
+def clamped_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(Clamped.apply(hidden) @ weight.T, target, reduction="sum")
+
+
+def clamped_weight(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ Clamped.apply(weight).T, target, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (sees_centred_rows, r"per_chunk joins rows: the gradients of params from the halves of some rows are off by"),
+        (clamped_hidden, r"backward through per_chunk is not linear: the gradient of -?[\d.]+ x its loss is off by"),
+        (clamped_weight, r"backward through per_chunk is not linear: the gradient of -?[\d.]+ x its loss is off by"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 5, 13])
+def test_every_gradient_of_a_function_of_chunks_is_asked_about(loss: Any, said: str, size: int) -> None:
+    hidden, weight, _ = batch()
+    with pytest.raises(ValueError, match=said):
+        by_chunks(hidden, weight, loss, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_that_are_rounding_or_random_are_not_refused(dtype: torch.dtype) -> None:
+    hidden, weight = (t.detach().to(dtype).requires_grad_() for t in batch()[:2])
+
+    def shifted(rows: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        """With a number that is added to all scores, whose gradient is what rounding leaves."""
+        scores = rows @ weight.T
+        return F.cross_entropy((scores + weight.mean()).float(), target, reduction="sum")
+
+    def dropped(rows: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(rows @ weight.T, 0.5).float(), target, reduction="sum")
+
+    for loss in (shifted, dropped):
+        by_chunks(hidden, weight, loss).backward()
+    tiny = (hidden.detach() * 1e-3).requires_grad_()
+    by_chunks(tiny, weight, shifted).backward()
+
+
+IS_ON = False
+
+
+def with_a_global(losses: Tensor) -> Tensor:
+    return losses * losses.mean() if IS_ON else losses
+
+
+class Switched:
+    is_on = False
+
+    def __init__(self) -> None:
+        self.own = False
+        self.norm = nn.BatchNorm1d(1, affine=False).double().eval()
+
+    def mixed(self, losses: Tensor) -> Tensor:
+        return losses * losses.mean() if self.own or self.is_on else losses
+
+    def normed(self, losses: Tensor) -> Tensor:
+        return self.norm(losses.unsqueeze(1)).squeeze(1)
+
+
+def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Rows, Callable[[], object]]]:
+    """Functions that join rows after something around them has changed."""
+    switched, holder = Switched(), SimpleNamespace(inner=SimpleNamespace(on=False))
+    return {
+        "own": (switched.mixed, lambda: setattr(switched, "own", True)),
+        "class": (switched.mixed, lambda: monkeypatch.setattr(Switched, "is_on", True)),
+        "mode": (switched.normed, lambda: switched.norm.train()),
+        "global": (with_a_global, lambda: monkeypatch.setitem(globals(), "IS_ON", True)),
+        "closure": (
+            lambda losses: losses * losses.mean() if holder.inner.on else losses,
+            lambda: setattr(holder.inner, "on", True),
+        ),
+    }
+
+
+@pytest.mark.parametrize("door", [scored, chunked])
+@pytest.mark.parametrize("name", ["own", "class", "mode", "global", "closure"])
+def test_a_setting_around_a_function_makes_it_another_one(
+    name: str, door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, change = switches(monkeypatch)[name]
+    door(function)
+    change()
+    with pytest.raises(ValueError, match=r"(mixes|joins) rows"):
+        door(function)
+
+
+def test_another_number_of_dimensions_is_asked_about() -> None:
+    def over_dimension(rows: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return rows.log_softmax(-2).square().sum() + 0 * weight.sum()
+
+    weight = batch()[1]
+    by_chunks(torch.randn(10, 3, 4).double().requires_grad_(), weight, over_dimension)
+    with pytest.raises(ValueError, match="joins rows"):
+        by_chunks(torch.randn(10, 4).double().requires_grad_(), weight, over_dimension)
 
 
 # Rows that are all chunks of their own have nothing to be joined with

@@ -565,3 +565,78 @@ def test_a_wrapper_that_the_loss_calls_and_that_is_not_given_is_refused(layout):
         assert all("pass that module as model=" in text and "\n" not in text for text in said.values())
     if layout == "ddp":
         assert_answers([answer for _, answer in answers], reference(UNEVEN))
+
+
+def of_a_later_micro_batch(rank, world, which, at):
+    """What only one micro-batch uses: a parameter beside the model, or a wrapper that is not given."""
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(4, 5).double()
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5).double())
+    extra = torch.nn.Parameter(torch.ones(4).double())
+    batches = [(torch.randn(n, 4).double(), torch.arange(n) % 5, place == at) for place, n in enumerate((3, 5, 2))]
+
+    def loss_of(m):
+        hidden, target, is_it = m
+        model = wrapped if which == "parameter" or is_it else alone
+        scores = model(hidden * extra if which == "parameter" and is_it else hidden)
+        loss = torch.nn.functional.cross_entropy(scores, target, reduction="sum")
+        return seqpar.TokenLoss(loss, torch.tensor(len(target)))
+
+    given = {"model": wrapped} if which == "parameter" else {"group": dist.group.WORLD}
+    try:
+        seqpar.accumulate_gradients(batches, loss_of, lambda m: len(m[1]), **given)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("parameter", r"the loss depends on a parameter of shape \(4,\) that model does not have"),
+        ("wrapper", r"loss_of calls a DistributedDataParallel, which takes the mean of gradients"),
+    ],
+)
+def test_what_nothing_reduces_is_looked_for_in_every_micro_batch(which, said, at):
+    for answer in ranks(2, of_a_later_micro_batch, which, at):
+        assert re.match(said, answer), answer
+
+
+def unfrozen_in_turn(rank, world, steps):
+    """Two layers of a model in DDP, of which one is frozen after the other."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)).double()
+    model[1].requires_grad_(False)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    batch = (torch.randn(3, 4).double(), torch.arange(3))
+
+    def step():
+        wrapped.zero_grad()
+        seqpar.accumulate_gradients(
+            [batch],
+            lambda m: seqpar.TokenLoss(
+                torch.nn.functional.cross_entropy(wrapped(m[0]), m[1], reduction="sum"), torch.tensor(3)
+            ),
+            lambda m: 3,
+            model=wrapped,
+        )
+
+    for frozen in steps:
+        for number in (0, 1):
+            model[number].requires_grad_(number not in frozen)
+        try:
+            step()
+        except ValueError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_a_layer_that_is_unfrozen_in_the_place_of_another_is_not_reduced():
+    for answer in ranks(2, unfrozen_in_turn, [(1,), (0,)]):
+        assert re.match(r"module\.1\.weight is trainable and was not when DistributedDataParallel was made", answer), (
+            answer
+        )
+    # Those that it reduces may be frozen, and trained again
+    for answer in ranks(2, unfrozen_in_turn, [(1,), (0, 1), (1,)]):
+        assert answer == "accepted"

@@ -716,6 +716,28 @@ def test_what_was_replaced_is_called_also_after_the_first_call(kind: str, first:
     assert engine.explain().startswith("by formula (") == (kind != "call")
 
 
+LOG_SOFTMAX, LOG_SOFTMAX_FORWARD, TOKEN_LOSS = F.log_softmax, nn.LogSoftmax.forward, seqpar.CrossEntropy.token_loss
+LATER: dict[str, tuple[Any, str, Any]] = {
+    "log_softmax": (F, "log_softmax", lambda x, *given, **named: LOG_SOFTMAX(2 * x, *given, **named)),
+    "LogSoftmax": (nn.LogSoftmax, "forward", lambda self, x: LOG_SOFTMAX_FORWARD(self, 2 * x)),
+    "token_loss": (seqpar.LabelSmoothing, "token_loss", lambda self, z, y: TOKEN_LOSS(self, 2 * z, y)),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", LATER)
+def test_what_a_pair_with_a_log_softmax_calls_may_be_replaced_too(kind: str, first: bool, monkeypatch: Any) -> None:
+    generator = nn.Sequential(nn.Linear(4, V), nn.LogSoftmax(-1)).double()
+    criterion = seqpar.CrossEntropy() if kind == "token_loss" else nn.CrossEntropyLoss(reduction="sum")
+    engine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)
+    hidden, target = batch()
+    if not first:
+        engine(hidden, target)
+    monkeypatch.setattr(*LATER[kind])
+    mine, plain = engine(hidden, target).total, criterion(generator(hidden), target)
+    torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
+
+
 class ClampedWeight(nn.Linear):
     """A weight of which the gradient is clamped, as in some ways to quantise it."""
 

@@ -342,3 +342,39 @@ def test_the_first_call_draws_no_random_number_of_any_source(after: Any) -> None
         np.random.seed(3)
         found.append(engine(hidden, target).total)
     assert found[0] == found[1]
+
+
+class Keeps(nn.Linear):
+    """A generator that keeps a number for a picture."""
+
+    def __init__(self, name):
+        super().__init__(4, V, dtype=torch.float64)
+        self.name = name
+        setattr(self, name, 0.0)
+
+    def forward(self, x):
+        scores = super().forward(x)
+        setattr(self, self.name, float(scores.detach().abs().max()))
+        return scores
+
+
+class CountsRare(nn.Module):
+    """A criterion that counts a class which the first rows do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, scores, target):
+        self.seen += int((target == V - 1).sum())
+        return nn.functional.cross_entropy(scores, target, reduction="sum")
+
+
+@pytest.mark.parametrize("name", ["largest", "seen"])
+def test_a_number_is_another_one_than_that_of_the_same_name_in_another_module(name):
+    engine = seqpar.LossCompute(Keeps(name), CountsRare(), chunk_tokens=8)
+    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
+    engine(hidden, target)
+    target[13] = V - 1
+    with pytest.raises(ValueError, match=r"^CountsRare\.seen changes with every call"):
+        engine(hidden, target)

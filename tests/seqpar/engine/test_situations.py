@@ -1,10 +1,12 @@
 """The first call's findings are used again only where everything that they depend on is the same."""
 
 import copy
+import dataclasses
 import gc
 import weakref
 from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -50,6 +52,13 @@ class Settings:
     __hash__ = None
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    """A configuration without a dict."""
+
+    mixes: bool = False
+
+
 class Called(Settings):
     """A configuration that may be called."""
 
@@ -70,10 +79,30 @@ class Projecting(nn.Module):
         self.member, self.dtype, self.partial, self.slotted = Kind.ONE, torch.float32, partial(nothing, 1), Slotted()
         self.activation, self.settings, self.called = nn.GELU, Settings(), Called()
         self.options, self.table = {"mixes": False, "number": 1}, {str(word): False for word in range(65)}
+        self.slots, self.outer, self.functions = Slots(), SimpleNamespace(inner=Settings()), [nothing]
+        self.words, self.set, self.nothing = ("one",), {"one"}, None
+        self.long = SimpleNamespace(mixes=False, **{f"a{number}": number for number in range(100)})
         self.linear.register_forward_hook(nothing)
+
+    is_shared = False
+
+    def helper(self):
+        """Do nothing."""
 
     def forward(self, hidden, shift=0.0):
         return self.linear(hidden.to(self.linear.weight.dtype)) + shift
+
+
+def of_the_class(name, value):
+    """In a class of its own, which others do not have."""
+
+    def change(engine, given):
+        kind = type(engine.head["generator"])
+        engine.head["generator"].__class__ = type("Derived", (kind,), {name: getattr(kind, name)})
+        engine(**given)
+        setattr(type(engine.head["generator"]), name, value)
+
+    return change
 
 
 def of_shapes(engine, given):
@@ -173,6 +202,16 @@ CHANGES = {
         of_setting("settings", "function", torch.tanh),
         of_setting("called", "mixes", True),
         of_setting("options", "mixes", True),
+        of_setting("slots", "mixes", True),
+        lambda engine, given: setattr(engine.head["generator"].outer.inner, "mixes", True),
+        of_setting("long", "mixes", True),
+        lambda engine, given: engine.head["generator"].functions.__setitem__(0, torch.tanh),
+        of_attribute("words", ("two",)),
+        lambda engine, given: engine.head["generator"].set.add("two"),
+        of_attribute("nothing", 2),
+        of_the_class("is_shared", True),
+        of_the_class("helper", nothing),
+        of_the_class("forward", lambda self, hidden: self.linear(hidden)),
         of_attribute("parts", nn.ModuleDict({"one": nn.Sigmoid()})),
         of_attribute("parts", nn.ModuleDict({"two": nn.Tanh()})),
     ],
@@ -180,7 +219,7 @@ CHANGES = {
     "wants_gradients": [of_wants_gradients],
     "trained": [lambda engine, given: engine.head["generator"].linear.weight.requires_grad_(False)],
     "leading": [of_leading],
-    "per_token": [of_per_token, of_criterion],
+    "per_token": [of_per_token, of_criterion, lambda engine, given: given.update(shift=given["shift"].bool())],
 }
 """Of each fact that the findings depend on, what changes it."""
 
@@ -200,6 +239,8 @@ def test_every_fact_has_its_change():
 def test_a_call_that_differs_in_one_fact_is_probed_again_and_only_once(fact, number):
     engine = seqpar.LossCompute(Projecting(), Weighing())
     given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,))}
+    if (fact, number) == ("per_token", 2):
+        given["shift"] = torch.zeros(12, V)
     original = copy.copy(given)
     assert probed(engine, given)
     assert not probed(engine, given)

@@ -352,6 +352,60 @@ def test_frozen_weights_are_compared_too():
         assert_same_step(changed(partial(with_codes, changes=True)), [Layout(accumulation=2)])
 
 
+def with_a_gate(size):
+    """As a parameter of very small gradients, which is decayed for each micro-batch."""
+
+    def change(loop):
+        loop.model.gate = nn.Parameter(torch.ones(3, dtype=loop.layout.dtype))
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        loop.model[1].register_forward_hook(
+            lambda module, given, scores: scores + size * loop.model.gate.sum() * scores
+        )
+
+        def step(right=loop.step):
+            loss = right()
+            with torch.no_grad():
+                loop.model.gate.mul_(0.9**loop.layout.parts)
+            return loss
+
+        return step
+
+    return change
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-12])
+def test_a_parameter_with_hardly_a_gradient_is_compared(size):
+    with pytest.raises(AssertionError, match=r"gate is off by 0\.[\d]+ after the step, whose update is 0\.1 large"):
+        assert_same_step(changed(with_a_gate(size)), [Layout(accumulation=4)])
+
+
+def trains_what_is_frozen(loop):
+    loop.model[0].weight.requires_grad_(loop.layout.accumulation > 1)
+
+
+def decays_for_each_micro_batch(loop):
+    def step(right=loop.step):
+        loss = right()
+        with torch.no_grad():
+            loop.model[1].weight.mul_(0.5**loop.layout.accumulation)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (trains_what_is_frozen, r"0\.weight has a gradient and differs after the step, and in one process it has none"),
+        (decays_for_each_micro_batch, r"1\.weight is off by [\d.]+ after the step, whose update is"),
+    ],
+)
+def test_weights_of_one_process_are_compared_in_any_dtype(change, said, dtype):
+    with pytest.raises(AssertionError, match=said):
+        assert_same_step(changed(change), [Layout(accumulation=2)], dtype=dtype)
+
+
 class Lookahead(torch.optim.Optimizer):
     """An optimizer that steps another one."""
 

@@ -1,0 +1,183 @@
+"""Find the settings that choose what code runs: flags, words, members of enums and functions that something holds.
+
+Numbers are left out, because many change in every step, such as one that counts them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.reach import is_of_library, places_used_by
+from seqpar.core.structures import attributes_of, dict_of, slot_names
+
+SETTINGS = (bool, str, NoneType, Enum, torch.dtype, torch.device)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+CONTAINERS = (dict, list, tuple, set, frozenset)
+MOST_ENTRIES = 64
+"""How many entries of a container are looked at: a longer one is data."""
+MOST_HELD = 256
+"""How many attributes and entries are looked at in what one object holds."""
+DEEPEST = 2
+"""In how many objects, one in the other."""
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""What torch itself keeps in a module, but for its mode."""
+
+SETTING, FUNCTION, HOLDER = "a setting", "a function", "a holder of settings"
+
+
+class _Roles(dict[type, str]):
+    """Of each class of attributes what they are, empty for anything else: asked thousands of times a call."""
+
+    def __missing__(self, kind: type) -> str:
+        """Find out about a class that is asked for the first time."""
+        found = ""
+        if issubclass(kind, SETTINGS):
+            found = SETTING
+        elif issubclass(kind, FUNCTIONS) or _is_function(kind):
+            found = FUNCTION
+        elif issubclass(kind, CONTAINERS) or (_has_attributes(kind) and not issubclass(kind, (Tensor, nn.Module))):
+            found = HOLDER
+        return self.setdefault(kind, found)
+
+
+class _Slotted(dict[type, bool]):
+    """Of each class whether it has named attributes, which are not in a dict."""
+
+    def __missing__(self, kind: type) -> bool:
+        """Find out about a class that is asked for the first time."""
+        return self.setdefault(kind, bool(slot_names(kind)))
+
+
+class _OwnClasses(dict[type, list[type]]):
+    """Of each class itself and those it is derived from, without Python's and those of libraries."""
+
+    def __missing__(self, kind: type) -> list[type]:
+        """Find out about a class that is asked for the first time."""
+        return self.setdefault(kind, [c for c in kind.__mro__ if c.__module__ != "builtins" and not is_of_library(c)])
+
+
+ROLES = _Roles()
+_SLOTTED = _Slotted()
+_OWN_CLASSES = _OwnClasses()
+
+
+def _is_function(kind: type) -> bool:
+    """Return whether objects of a class may be called, such as a partial, and are equal to nothing but themselves."""
+    if issubclass(kind, (Tensor, nn.Module)) or kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
+        return False
+    return any("__call__" in vars(base) for base in kind.__mro__)
+
+
+def _has_attributes(kind: type) -> bool:
+    """Return whether objects of a class have attributes of their own."""
+    return bool(kind.__dictoffset__) or any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def noted(name: object, value: Any, role: str) -> tuple[object, object]:
+    """Return a setting or a function for comparison: a function, which may hold a batch, by a reference.
+
+    That equals another one only while the function lives.
+    """
+    return name, ref(value) if role is FUNCTION else value
+
+
+def settings_of(holder: Any) -> Iterator[object]:
+    """Yield the settings and functions that an object or a container holds, and those of what it holds."""
+    todo = deque([(holder, 1)])
+    left = MOST_HELD
+    while todo:
+        holder, depth = todo.popleft()
+        entries = _entries_of(holder)
+        left -= len(entries)
+        if left < 0:
+            return
+        for name, value in entries:
+            role = ROLES[type(value)]
+            if role is HOLDER:
+                if depth < DEEPEST:
+                    todo.append((value, depth + 1))
+            elif role:
+                yield noted(name, value, role)
+
+
+def _entries_of(holder: Any) -> list[tuple[object, Any]]:
+    """Return what an object or a container holds by its names or places; nothing for a container that is data."""
+    if not isinstance(holder, CONTAINERS):
+        # Asked in every call
+        own = dict_of(holder) if not _SLOTTED[type(holder)] else attributes_of(holder)
+        return [*own.items()] if own else []
+    if len(holder) > MOST_ENTRIES:
+        return []
+    if isinstance(holder, dict):
+        return [*holder.items()]
+    if isinstance(holder, (set, frozenset)):
+        # Which has no order; in one entry, of what is the same in each
+        return [("", word) for word in sorted(word for word in holder if isinstance(word, str))]
+    return [*enumerate(holder)]
+
+
+def settings_of_class(kind: type) -> Iterator[object]:
+    """Yield the settings and functions of a class, and of those it is derived from; not of libraries' ones."""
+    for base in _OWN_CLASSES[kind]:
+        for name, value in vars(base).items():
+            role = ROLES[type(value)]
+            if role and role is not HOLDER and not name.startswith("__"):
+                yield noted(name, value, role)
+
+
+def settings_used_by(function: Any) -> Iterator[object]:
+    """Yield the settings of what a function uses: flags around it, objects and modules, and functions that it calls."""
+    todo = deque([function])
+    seen: set[int] = set()
+    while todo and len(seen) < MOST_HELD:
+        value = todo.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        inside = _used_by(value)
+        todo.extend(inside)
+        if not inside:
+            yield from _settings_within(value)
+            todo.extend(_modules_in(value))
+
+
+def _used_by(value: Any) -> list[Any]:
+    """Return what a function, a method or a partial uses; nothing for anything else."""
+    if isinstance(value, FunctionType) and not is_of_library(value):
+        return [place.value for place in places_used_by(value)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return []
+
+
+def _modules_in(value: Any) -> list[Any]:
+    """Return the modules that an object or a container holds."""
+    if isinstance(value, type) or ROLES[type(value)] is not HOLDER:
+        return []
+    return [held for _, held in _entries_of(value) if isinstance(held, nn.Module)]
+
+
+def _settings_within(value: Any) -> Iterator[object]:
+    """Yield a setting, or those of an object, of a container or of a module with all that are in it."""
+    if isinstance(value, SETTINGS):
+        yield value
+    elif isinstance(value, nn.Module):
+        for module in value.modules():
+            yield type(module)
+            for name, held in vars(module).items():
+                if name not in OF_TORCH and ROLES[type(held)] is SETTING:
+                    yield name, held
+    elif ROLES[type(value)] is HOLDER and not isinstance(value, type):
+        yield from settings_of(value)
+        yield from settings_of_class(type(value))
