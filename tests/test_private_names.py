@@ -97,6 +97,7 @@ LIBRARIES = {
     ("torch", "seqpar/testing/step_run.py"): {
         "_checkpoint_wrapped_module",
         "_clip_grads_with_norm_",
+        "_group_tensors_by_device_and_dtype",
         "_fsdp_wrapped_module",
     },
     ("accelerate", "seqpar/testing/step_run.py"): {"_reset_state"},

@@ -304,7 +304,8 @@ def _is_what_runs(
     leaves = (hidden, *parts.parameters)
     wanted = tuple([torch.is_grad_enabled() and t.requires_grad for t in leaves])
     called = what_formulas_replace(head["criterion"])
-    key = (called, hidden.dtype, torch.is_autocast_enabled(hidden.device.type), wanted)
+    given = (hidden.dtype, hidden.dim(), torch.is_autocast_enabled(hidden.device.type), *match.options)
+    key = (called, given, wanted)
     known = formulas.get(key)
     if known is not None or is_capturing(hidden.device):
         return known is not False

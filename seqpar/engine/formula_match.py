@@ -43,6 +43,12 @@ class FormulaMatch(NamedTuple):
         """Return the target distribution of a row."""
         return whole_soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
 
+    @property
+    def options(self) -> tuple[object, ...]:
+        """Return which options of a cross-entropy are used, and how; a share may be another one in every step."""
+        smoothing = self.smoothing_convention if self.label_smoothing else None
+        return smoothing, self.class_weight is None, self.ignore_index
+
     def of_replica(self, head: nn.ModuleDict) -> FormulaMatch:
         """Return the match with the tensors of a replica of the pair, or of the pair itself."""
         class_weight = getattr(head["criterion"], "weight", None)
@@ -120,9 +126,9 @@ def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
     )
 
 
-Asked = tuple[tuple[object, ...], torch.dtype, bool, tuple[bool, ...]]
-"""When a pair was compared with its closed form: what it called, hidden's dtype, whether under autocast, and which
-gradients were compared, hidden's first."""
+Asked = tuple[tuple[object, ...], tuple[object, ...], tuple[bool, ...]]
+"""When a pair was compared with its closed form: what it called, with what (hidden's dtype and number of dimensions,
+whether under autocast, and the criterion's options), and which gradients were compared, hidden's first."""
 
 
 def was_replaced(criterion: nn.Module, formulas: Mapping[Asked, bool]) -> bool:

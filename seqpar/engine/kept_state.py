@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpar.core.checks import is_dense
-from seqpar.core.effects import KEEPS_A_GRAPH, OF_A_COPY, Held, is_same, keep_random_states, names_of_new_graphs
+from seqpar.core.device_facts import is_on_host
+from seqpar.core.effects import (
+    KEEPS_A_GRAPH,
+    OF_A_COPY,
+    OF_TORCH,
+    Held,
+    is_same,
+    keep_random_states,
+    names_of_new_graphs,
+)
 from seqpar.core.graphs import version_of
 from seqpar.core.surroundings import REPEATS
 from seqpar.engine.module_calls import parts_of
@@ -27,6 +36,8 @@ from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
 CLOSE = 1e-3
 """The relative difference of a buffer's sum that rounding may make, in any dtype."""
 NUMBERS = (bool, int, float, complex)
+MOST_NUMBERS = 1024
+"""How many numbers of a tensor are compared in every chunk."""
 
 
 def has_same_attributes(called: nn.Module, original: nn.Module) -> bool:
@@ -97,9 +108,10 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], written: Set[tuple[int, str]]) -> None:
-    """Raise ValueError if a copy has another number in an attribute than the original: it goes with the copy.
+    """Raise ValueError if a copy has another value of an attribute than the original: it goes with the copy.
 
-    The probe has not seen it change, as a count of correct predictions while there are none.
+    The probe has not seen it change, as a count of correct predictions while there are none. Of tensors, those of a few
+    numbers on the host are compared.
 
     Args:
         written: attributes that the probe has seen change, and that are not read again: the place of their module
@@ -108,10 +120,16 @@ def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], writt
     for place, (copy, module) in enumerate(_with_originals(called, originals)):
         before = vars(module)
         for name, value in vars(copy).items():
-            if type(value) not in NUMBERS or value is before.get(name) or name in OF_A_COPY:
+            old = before.get(name)
+            if value is old or name in OF_TORCH or (place, name) in written:
                 continue
-            if (place, name) not in written and not _is_same_number(value, before.get(name)):
+            if not (_is_same_number(value, old) or _is_large(value) or is_same(value, old)):
                 raise _evolves_error(f"{type(module).__name__}.{name}")
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether it takes time to compare a value, or means to wait for a device."""
+    return isinstance(value, Tensor) and (value.numel() > MOST_NUMBERS or not is_on_host(value))
 
 
 class Buffer(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -130,6 +130,7 @@ def calls_of(model: PreTrainedModel) -> Settings:
     )
     kinds = [("class", type(module)) for module in (model, head)]
     forwards = [("forward", vars(module).get("forward")) for module in (model, head)]
+    forwards += [("called", function) for function in (F.cross_entropy, F.linear, nn.Linear.forward)]
     return *kinds, *forwards, ("loss_function", vars(model).get("_loss_function")), *(("hook", hook) for hook in hooks)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -106,13 +107,29 @@ def assert_same_loss(
     floating = {name: t.detach().to(dtype) for name, t in per_token.items() if t.is_floating_point()}
     given_tokens = hidden.detach().to(dtype), target, per_token | floating
     trial = Comparison(head, loss, *given_tokens, tokens, group, rtol, own, layout, ranks)
-    # Gathered, so that all ranks raise the same error instead of waiting for one that did
-    failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
-    if failures:
-        rank, message = next(iter(failures.items()))
-        if world_size(group) > 1:
-            message = f"rank {rank}: {message}"
-        raise AssertionError(f"{message}{trial.smallest_failure()}")
+    with _unchanged(head):
+        # Gathered, so that all ranks raise the same error instead of waiting for one that did
+        failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
+        if failures:
+            rank, message = next(iter(failures.items()))
+            if world_size(group) > 1:
+                message = f"rank {rank}: {message}"
+            raise AssertionError(f"{message}{trial.smallest_failure()}")
+
+
+@contextlib.contextmanager
+def _unchanged(head: nn.Module) -> Iterator[None]:
+    """Give the parameters back their gradients after the block, and the buffers their numbers."""
+    gradients = [(p, p.grad) for p in head.parameters()]
+    numbers = [(b, b.detach().clone()) for b in head.buffers()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in numbers:
+                buffer.copy_(before)
 
 
 def _check_arguments(

@@ -738,6 +738,37 @@ def test_what_a_pair_with_a_log_softmax_calls_may_be_replaced_too(kind: str, fir
     torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
 
 
+def smoothed_twice(scores: Tensor, target: Tensor, *given: Any, label_smoothing: float = 0.0, **named: Any) -> Tensor:
+    return CROSS_ENTROPY(scores, target, *given, label_smoothing=2 * label_smoothing, **named)
+
+
+def weighted_twice(scores: Tensor, target: Tensor, weight: Any = None, *given: Any, **named: Any) -> Tensor:
+    return CROSS_ENTROPY(scores, target, None if weight is None else 2 * weight, *given, **named)
+
+
+CROSS_ENTROPY = F.cross_entropy
+
+
+@pytest.mark.parametrize("kind", ["smoothing", "weight", "dimensions"])
+def test_what_was_replaced_for_an_option_alone_is_called_once_that_is_used(kind: str, monkeypatch: Any) -> None:
+    generator, criterion = nn.Linear(4, V).double(), nn.CrossEntropyLoss(reduction="sum")
+    engine = seqpar.LossCompute(generator, criterion, chunk_tokens=6)
+    hidden, target = batch()
+    if kind == "dimensions":
+        monkeypatch.setattr(F, "linear", lambda x, w, b: PRODUCT(x, w, b) * (x.dim() - 1))
+    else:
+        monkeypatch.setattr(F, "cross_entropy", smoothed_twice if kind == "smoothing" else weighted_twice)
+    engine(hidden, target)
+    if kind == "smoothing":
+        criterion.label_smoothing = 0.2
+    if kind == "weight":
+        criterion.weight = torch.rand(V).double()
+    if kind == "dimensions":
+        hidden, target = hidden.view(4, 5, 4), target.view(4, 5)
+    plain = criterion(generator(hidden).flatten(0, -2), target.flatten())
+    torch.testing.assert_close(engine(hidden, target).total, plain, rtol=1e-12, atol=0)
+
+
 class ClampedWeight(nn.Linear):
     """A weight of which the gradient is clamped, as in some ways to quantise it."""
 

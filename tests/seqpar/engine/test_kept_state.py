@@ -378,3 +378,49 @@ def test_a_number_is_another_one_than_that_of_the_same_name_in_another_module(na
     target[13] = V - 1
     with pytest.raises(ValueError, match=r"^CountsRare\.seen changes with every call"):
         engine(hidden, target)
+
+
+class KeepsRare(nn.Module):
+    """A criterion that keeps something of a class which the first rows do not have."""
+
+    def __init__(self, start, change):
+        super().__init__()
+        self.kept, self.change = start, change
+
+    def forward(self, scores, target):
+        if (target == V - 1).any():
+            self.kept = self.change(self.kept)
+        return nn.functional.cross_entropy(scores, target, reduction="sum")
+
+
+LATER = {
+    "number": (0, lambda kept: kept + 1),
+    "tensor": (torch.zeros(()), lambda kept: kept + 1),
+    "text": ("", lambda kept: kept + "7"),
+    "list": ([], lambda kept: [*kept, 7]),
+    "tuple": ((), lambda kept: (*kept, 7)),
+    "number for nothing": (None, lambda kept: 7),
+    "nothing for a number": (3, lambda kept: None),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_first_changes_in_a_later_call_is_not_lost_with_a_copy(name):
+    engine = seqpar.LossCompute(nn.Linear(4, V).double(), KeepsRare(*LATER[name]), ["cpu"] * 2, chunk_tokens=8)
+    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
+    engine(hidden, target)
+    target[33] = V - 1
+    with pytest.raises(ValueError, match=r"^KeepsRare\.kept changes with every call"):
+        engine(hidden, target)
+
+
+@pytest.mark.parametrize("change", [lambda kept: kept.clone(), lambda kept: kept * 1.0])
+@pytest.mark.parametrize("size", [3, 5000])
+def test_a_tensor_of_the_same_numbers_or_of_many_is_not_compared(change, size):
+    engine = seqpar.LossCompute(
+        nn.Linear(4, V).double(), KeepsRare(torch.ones(size), change), ["cpu"] * 2, chunk_tokens=8
+    )
+    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
+    engine(hidden, target)
+    target[33] = V - 1
+    engine(hidden, target)

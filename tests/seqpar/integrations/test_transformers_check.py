@@ -336,6 +336,16 @@ def test_every_fact_that_a_forward_may_branch_on_is_in_the_key_of_its_check(nest
         assert key_of(nested, {}) != before
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch.nn.functional, "cross_entropy"), (torch.nn.functional, "linear"), (torch.nn.Linear, "forward")],
+)
+def test_a_function_of_torch_that_is_replaced_after_the_first_call_is_in_the_key(owner, name, nested, monkeypatch):
+    before = key_of(nested, {})
+    monkeypatch.setattr(owner, name, print)
+    assert key_of(nested, {}) != before
+
+
 class CountingSteps(hf.LlamaForCausalLM):
     """A model that counts its steps, as those do that warm something up."""
 

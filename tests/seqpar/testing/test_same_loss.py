@@ -1,5 +1,6 @@
 """The kit that proves losses: right ones pass, and every usual mistake is caught and named."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -384,3 +385,33 @@ def test_a_gradient_that_is_wrong_on_another_rank_than_the_first_is_found():
     hidden, target = torch.randn(5, 3, 4), torch.arange(15).view(5, 3) % 5
     with pytest.raises(AssertionError, match=r"^rank 1: Likely cause: (.|\n)*the gradient of hidden is off"):
         assert_same_loss(nn.Linear(4, 5), seqpar.CrossEntropy(), hidden, target, loss=wrong_on_rank_1, ranks=2)
+
+
+class CountsClasses(nn.Module):
+    """A criterion with a buffer of the classes it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, scores, target):
+        self.seen += torch.bincount(target, minlength=5)
+        return nn.functional.cross_entropy(scores, target, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_gradients_and_buffers_are_afterwards_what_they_were(dtype, factor):
+    generator, criterion = nn.Linear(2, 5).to(dtype), CountsClasses()
+    generator(torch.ones(1, 2, dtype=dtype)).sum().backward()
+    before = generator.weight.grad
+    kept = before.clone()
+
+    def loss(*given):
+        return factor * plain_loss(*given)
+
+    with nullcontext() if factor == 1 else pytest.raises(AssertionError, match="2 times the plain"):
+        assert_same_loss(generator, criterion, torch.randn(6, 2), torch.arange(6) % 5, loss=loss)
+    assert generator.weight.grad is before
+    assert torch.equal(before, kept)
+    assert not criterion.seen.any()

@@ -107,6 +107,16 @@ def test_what_differs_in_a_step_is_said_with_its_rank_and_both_numbers(row):
         assert found[name][1].startswith(said), found[name][1]
 
 
+SMALL = {"a": [1.0, -3.0], "b": [0.0, 2e-3]}
+
+
+@pytest.mark.parametrize("times", [0.0, 0.5, 1.0])
+def test_in_low_precision_a_gradient_that_is_small_beside_others_is_compared(times):
+    given = {"layout": Layout(dtype=torch.bfloat16), "reference": ran(**SMALL), "truth": ran(**SMALL)}
+    found = step_off(ran(a=[1.0, -3.0], b=[0.0, times * 2e-3]), **given)
+    assert found.keys() == ({"b"} if times < 1 else set()), found
+
+
 DONE = {"a.w": [4.0, 5.0], "b": [-2.0, 1.0]}
 NOISE = {"a": [2.9e-6, -3.0], "b": [0.0, 2.0]}
 NOISY = NOISE | {"b": [1e-15, 2.0]}
