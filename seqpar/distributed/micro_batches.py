@@ -8,7 +8,8 @@ writes to it (a mask, windows of one tensor).
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from numbers import Number
@@ -78,9 +79,7 @@ class _Record(NamedTuple):
             if not is_dense(leaf):
                 return _Record(leaf, 0, 0, None)
             return _Record(leaf, leaf.untyped_storage().data_ptr(), version_of(leaf), _entries(leaf))
-        if has_in_class(leaf, "__array_interface__"):
-            return _Record(leaf, 0, 0, _bytes(leaf))
-        return _Record(leaf, 0, 0, None)
+        return _Record(leaf, 0, 0, _contents_of(leaf))
 
     def holds(self, leaf: object, is_shared: bool) -> bool:
         """Return whether a leaf is what it was; `is_shared` says whether another micro-batch has the same memory."""
@@ -91,7 +90,7 @@ class _Record(NamedTuple):
             now = _entries(leaf)
             return now.shape == self.entries.shape and torch.equal(now, self.entries)
         if self.entries is not None:
-            return has_in_class(leaf, "__array_interface__") and _bytes(leaf) == self.entries
+            return bool(_contents_of(leaf) == self.entries)
         if isinstance(self.value, (Number, str, bytes)):
             return leaf is self.value or leaf == self.value
         return True
@@ -130,9 +129,18 @@ def _entries(tensor: Tensor) -> Tensor:
     return some.view(torch.uint8)
 
 
-def _bytes(array: Any) -> bytes:
-    """Return some entries of an array of numpy."""
-    return array.flat[:: max(1, array.size // MOST_ENTRIES)].tobytes()  # type: ignore[no-any-return]
+def _contents_of(leaf: Any) -> object:
+    """Return a copy of what can be changed in place in an array, or in a queue or a set of numbers and words.
+
+    None for anything else; of a long array of numpy some entries.
+    """
+    if has_in_class(leaf, "__array_interface__"):
+        return leaf.flat[:: max(1, leaf.size // MOST_ENTRIES)].tobytes()
+    if isinstance(leaf, (array, bytearray)):
+        return bytes(leaf)
+    if isinstance(leaf, (deque, set)):
+        return type(leaf)(each for each in leaf if isinstance(each, (Number, str, bytes)))
+    return None
 
 
 def _refuse_same_memory(micro_batches: Sequence[object]) -> None:

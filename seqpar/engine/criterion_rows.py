@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.core.chunks import CPU_BUDGET
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.row_independence import Answer, Change, ask, ask_alone, change_in_company, largest_difference
+from seqpar.core.row_independence import (
+    Answer,
+    Change,
+    ask,
+    ask_alone,
+    change_in_company,
+    largest_difference,
+    precision_of,
+)
 from seqpar.core.surroundings import REPEATS
 from seqpar.core.token_loss import TokenLoss
-from seqpar.engine.pair import criterion_loss
+from seqpar.engine.pair import counts_itself, criterion_loss
 from seqpar.engine.trial import PROBE_ROWS, Trial, in_float32
 from seqpar.linear.leaves import product_dtype
 from seqpar.rows.criteria import ignored_target
@@ -167,6 +176,50 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
         raise ValueError(
             f"the criterion ignores target {silent[0]} but {says}: its loss and gradient are 0, and its rows would be "
             f"counted as tokens; set criterion.ignore_index = {silent[0]}"
+        )
+
+
+def ask_about_counts(trial: Trial, logits_KV: Tensor) -> None:
+    """Raise ValueError unless what a criterion's `token_loss` returns adds up, and is the loss of its `forward`.
+
+    One that does not take these rows cannot be asked, nor can one whose numbers are random.
+    """
+    criterion = trial.copy()["criterion"]
+    if not counts_itself(criterion):
+        return
+    # Each row twice: a number of different targets, say, does not add up
+    rows = [torch.cat([t, t]) for t in (logits_KV, trial.target_K, *trial.of_criterion.values())]
+
+    def given(some: slice) -> tuple[Any, ...]:
+        scores_MV, target_M, *columns = (t[some] for t in rows)
+        return scores_MV, target_M, dict(zip(trial.of_criterion, columns, strict=True))
+
+    every = slice(None)
+    try:
+        whole, again = (criterion_loss(criterion, *given(every)) for _ in range(2))
+        parts = [criterion_loss(criterion, *given(slice(row, row + 1))) for row in range(len(rows[0]))]
+    except Exception:
+        return
+    rounding = precision_of(whole.total, product_dtype(logits_KV)).rounding
+    if largest_difference(whole.total, again.total) > rounding:
+        return
+    for name in ("tokens", "nll", "correct"):
+        together, alone = getattr(whole, name), [getattr(part, name) for part in parts]
+        if together is not None and largest_difference(together, torch.stack(alone).sum(0)) > rounding:
+            raise ValueError(
+                f"the criterion's token_loss returns {name} {float(together):g} for {len(parts)} rows, and "
+                f"{float(sum(alone)):g} as the sum over each of them alone; each of its numbers must be a sum over rows"
+            )
+    total = whole.total
+    # Some have no forward
+    with contextlib.suppress(Exception):
+        scores_MV, target_M, keywords = given(every)
+        total = criterion(scores_MV, target_M, **keywords)
+    # That of others is the mean
+    if all(largest_difference(total, each) > rounding for each in (whole.total, whole.total / whole.tokens)):
+        raise ValueError(
+            f"the criterion's token_loss gives {float(whole.total):g} for {len(parts)} rows and its forward "
+            f"{float(total):g}; both must be the same loss, of which token_loss counts the tokens besides"
         )
 
 

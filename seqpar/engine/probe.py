@@ -34,7 +34,7 @@ from seqpar.core.row_independence import ends_of_rows, largest_difference, preci
 from seqpar.core.surroundings import Surroundings, refuse_graphs_left
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
-from seqpar.engine.criterion_rows import ask_about_padding, criterion_adds_up
+from seqpar.engine.criterion_rows import ask_about_counts, ask_about_padding, criterion_adds_up
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight
 from seqpar.engine.kept_state import ask_about_buffers, ask_about_renewed, ask_about_state, has_same_attributes
 from seqpar.engine.linear_backward import ask_about_backward
@@ -89,7 +89,8 @@ def logit_facts(
         index_K = _choose_rows(shard.counted.flatten(), _per_token(shard))
         if len(index_K):
             trial = Trial((head, original), shard, index_K, situation.wants_gradients)
-            facts = _facts_of(trial, _padding_candidates(shard), lambda size: check_targets(shards, size))
+            common = set().union(*map(_padding_candidates, shards))
+            facts = _facts_of(trial, common, lambda size: check_targets(shards, size))
             known[situation] = facts
             for earliest in list(known)[:-MOST_SITUATIONS]:
                 known.pop(earliest, None)
@@ -128,6 +129,7 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
         is_checked = criterion_adds_up(trial, logits_KV, common)
     with trial.keep_state(), torch.no_grad():
         ask_about_padding(trial, logits_KV, common)
+        ask_about_counts(trial, logits_KV)
     with trial.keep_state(), torch.no_grad():
         buffers = ask_about_buffers(trial)
     ask_about_rows(trial)
@@ -206,6 +208,8 @@ def _is_constant(per_token: Tensor) -> bool:
 def _padding_candidates(shard: Shard) -> set[int]:
     """Return the targets of which padding may be one: the most common one, and the last."""
     counted_K = shard.target[shard.counted]
+    if not len(counted_K):
+        return set()
     return {int(counted_K.mode().values), int(counted_K[-1])}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from seqpar.testing.evidence import Result, repeat_loss
-from seqpar.testing.gradients import check_leaves, value_and_gradients
+from seqpar.testing.gradients import check_leaves, size_of, value_and_gradients
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 
@@ -46,7 +46,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
         AssertionError: the gradient of weight ...
     """
     check_leaves(tensors)
-    value, _ = value_and_gradients(loss, tensors)
+    value, gradients = value_and_gradients(loss, tensors)
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     for name, tensor in {"the loss": value, **wanted}.items():
         if tensor.dtype != torch.float64:
@@ -61,11 +61,15 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
             f"the loss is {float(value):.6g} in one call and {other:.6g} in another, so differences of it say "
             "nothing; call .eval() first, so that dropout draws no numbers"
         )
+    sizes = {name: size_of(grad) for name, grad in gradients.items() if grad is not None}
+    largest = max(sizes.values(), default=0.0)
     for name, tensor in wanted.items():
+        # Of the size of 1, because gradcheck allows a difference of 1e-5 whatever the numbers are
+        times = 1 / (sizes.get(name) or largest or abs(float(value)) or 1.0)
 
-        def of_one(leaf: Tensor, name: str = name) -> Any:
+        def of_one(leaf: Tensor, name: str = name, times: float = times) -> Any:
             # gradcheck changes the leaf in place, so the loss need not be given it
-            return _Once.apply(lambda: value_and_gradients(loss, wanted), name, leaf)
+            return _Once.apply(lambda: value_and_gradients(lambda: times * loss(), wanted), name, leaf)
 
         try:
             torch.autograd.gradcheck(of_one, (tensor,), fast_mode=True)

@@ -1,6 +1,7 @@
 """The micro-batches of a step: a loader that fills its memory again is refused, and memory in common is not."""
 
-from collections import UserDict
+from array import array
+from collections import UserDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -187,7 +188,38 @@ def a_longer_list():
         yield batch
 
 
-@pytest.mark.parametrize("loader", [one_dict, one_object, one_list_of_numbers, a_longer_list])
+def one_array():
+    tokens = array("q", [0] * 8)
+    for _, t in DATA:
+        tokens[: len(t)] = array("q", t.flatten().tolist()[: len(t)])
+        yield {"tokens": tokens}
+
+
+def one_bytearray():
+    tokens = bytearray(8)
+    for place, _ in enumerate(DATA):
+        tokens[place] = 1
+        yield {"tokens": tokens}
+
+
+def one_queue():
+    tokens = deque(maxlen=4)
+    for place, _ in enumerate(DATA):
+        tokens.append(place)
+        yield {"tokens": tokens}
+
+
+def one_set():
+    names = set()
+    for place, _ in enumerate(DATA):
+        names.add(f"sentence {place}")
+        yield {"names": names}
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [one_dict, one_object, one_list_of_numbers, a_longer_list, one_array, one_bytearray, one_queue, one_set],
+)
 def test_a_loader_that_fills_one_container_again_is_refused(loader):
     with pytest.raises(ValueError, match="micro-batch 0 of 3 changed"):
         take(loader())

@@ -769,6 +769,118 @@ def test_what_was_replaced_for_an_option_alone_is_called_once_that_is_used(kind:
     torch.testing.assert_close(engine(hidden, target).total, plain, rtol=1e-12, atol=0)
 
 
+def test_padding_without_a_name_is_found_on_whichever_device_it_is() -> None:
+    hidden, target = torch.randn(4, 8, 4).double(), torch.arange(32).view(4, 8) % 4
+    # Of a batch that is sorted by length
+    target[2:, 2:] = V - 1
+    for devices in (None, ["cpu"] * 2):
+        with pytest.raises(ValueError, match=f"ignores target {V - 1} but has no ignore_index"):
+            seqpar.LossCompute(nn.Linear(4, V).double(), Ignoring(V - 1), devices)(hidden, target)
+
+
+class ReturnsAll(nn.Module):
+    """A criterion that returns what it is told beside the loss."""
+
+    def __init__(self, factor: float = 1.0, **more: Any) -> None:
+        super().__init__()
+        self.factor, self.more = factor, more
+
+    def token_loss(self, scores: Tensor, target: Tensor) -> seqpar.TokenLoss:
+        losses = F.cross_entropy(scores, target, reduction="none")
+        made = {name: make(losses, target) for name, make in self.more.items()}
+        return seqpar.TokenLoss(losses.sum(), **({"tokens": torch.tensor(len(target))} | made))
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return self.factor * self.token_loss(scores, target).total
+
+
+class WithoutForward(nn.Module):
+    def token_loss(self, scores: Tensor, target: Tensor) -> seqpar.TokenLoss:
+        return ReturnsAll().token_loss(scores, target)
+
+
+class Averages(nn.Module):
+    """Its forward is the mean."""
+
+    token_loss = WithoutForward.token_loss
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return self.token_loss(scores, target).mean
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 20])
+@pytest.mark.parametrize(
+    ("criterion", "said"),
+    [
+        (
+            ReturnsAll(tokens=lambda _, y: torch.tensor(len(y.unique()))),
+            r"token_loss returns tokens \d for 8 rows, and 8",
+        ),
+        (
+            ReturnsAll(nll=lambda z, _: z.mean().detach()),
+            r"token_loss returns nll [\d.]+ for 8 rows, and [\d.]+ as the",
+        ),
+        (
+            ReturnsAll(correct=lambda z, _: torch.tensor(1)),
+            r"token_loss returns correct 1 for 8 rows, and 8 as the sum o",
+        ),
+        (ReturnsAll(1.1), r"token_loss gives [\d.]+ for 8 rows and its forward [\d.]+; both must be the same loss"),
+        (ReturnsAll(nll=lambda z, _: z.sum().detach(), correct=lambda z, _: (z < 1).sum()), ""),
+        (Averages(), ""),
+        (WithoutForward(), ""),
+    ],
+)
+def test_what_a_criterion_returns_beside_its_loss_must_add_up(criterion: Any, said: str, chunk_tokens: int) -> None:
+    engine = seqpar.LossCompute(nn.Linear(4, V).double(), criterion, chunk_tokens=chunk_tokens)
+    if not said:
+        engine(*batch())
+        return
+    with pytest.raises(ValueError, match=said):
+        engine(*batch())
+
+
+class Gated(nn.Module):
+    """A generator of which the gate, given for each token, has a gradient that joins rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, V).double()
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        shared = gate.mean(-1, keepdim=True)
+        return self.linear(hidden * (gate + (shared - shared.detach())).unsqueeze(-1))
+
+
+def test_a_gradient_of_a_per_token_tensor_alone_is_asked_about() -> None:
+    hidden, target = (t.view(4, 5, *t.shape[1:]) for t in batch())
+    gate = torch.rand(4, 5, dtype=torch.float64, requires_grad=True)
+    engine = seqpar.LossCompute(Gated().requires_grad_(False), seqpar.CrossEntropy(), chunk_tokens=6)
+    with pytest.raises(ValueError, match=r"off by [\d.]+ from that of all rows, for gate"):
+        engine(hidden.detach(), target, gate=gate)
+
+
+class ByShare(nn.Module):
+    """A generator that divides by the largest share of a source in the batch, which only a few rows differ in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, V).double()
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        share = mask.to(hidden).mean(-1)
+        return self.linear(hidden) * (share / share.amax()).unsqueeze(-1)
+
+
+def test_rows_whose_masks_differ_in_their_sum_alone_are_asked_about() -> None:
+    mask = torch.ones(4, 6, 5, dtype=torch.bool)
+    mask[..., -1] = False
+    mask[1, 3] = True
+    mask[2, 1, 1:] = False
+    hidden, target = torch.randn(4, 6, 4).double(), torch.randint(V, (4, 6))
+    with pytest.raises(ValueError, match="generator mixes rows"):
+        seqpar.LossCompute(ByShare(), seqpar.CrossEntropy(), chunk_tokens=5)(hidden, target, mask=mask)
+
+
 class ClampedWeight(nn.Linear):
     """A weight of which the gradient is clamped, as in some ways to quantise it."""
 

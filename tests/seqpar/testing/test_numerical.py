@@ -57,6 +57,24 @@ def test_seqpars_criteria_and_closed_forms_have_the_derivatives_of_their_values(
     assert all(t.grad is None for t in tensors.values())
 
 
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 1e4])
+@pytest.mark.parametrize("wrong", [0.0, 0.5, 1.0])
+def test_a_gradient_is_compared_whatever_its_size(size, wrong):
+    head, hidden, target = problem()
+
+    def loss():
+        scores = head(hidden).flatten(0, 1)
+        right = F.cross_entropy(scores, target.flatten())
+        return size * (right.detach() + wrong * (right - right.detach()))
+
+    tensors = {"hidden": hidden, "weight": head.weight}
+    if wrong == 1:
+        assert_numerical_gradients(loss, tensors)
+        return
+    with pytest.raises(AssertionError, match="the gradient of hidden is not the derivative of the loss"):
+        assert_numerical_gradients(loss, tensors)
+
+
 def test_what_differences_cannot_judge_is_refused_in_one_line():
     head, hidden, target = problem()
     tensors = {"hidden": hidden, "weight": head.weight}
