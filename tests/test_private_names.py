@@ -79,7 +79,7 @@ LIBRARIES = {
     },
     ("torch", "seqpar/engine/loss_compute.py"): {"_Loss"},
     ("torch", "seqpar/core/effects.py"): {"_flat_weight_refs", "_flat_weights", "_unsafe_preserve_version_counter"},
-    ("torch", "seqpar/engine/formula_match.py"): {"_C", "_len_torch_function_stack"},
+    ("torch", "seqpar/engine/formula_match.py"): {"_C", "_len_torch_function_stack", "_nn"},
     ("torch", "seqpar/engine/module_calls.py"): {"_cache_enabled"},
     ("torch", "seqpar/engine/kept_state.py"): {"_BatchNorm", "_tensor_name"},
     ("torch", "seqpar/engine/row_mixing.py"): {"_BatchNorm"},

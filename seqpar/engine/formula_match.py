@@ -110,6 +110,12 @@ def match_inputs(head: nn.ModuleDict, shard: Shard) -> FormulaMatch | NoFormula:
 REPLACED = NoFormula("a call of the pair gives another loss than the formula: something that it calls was replaced")
 
 
+def is_projection_replaced() -> bool:
+    """Return whether something that a call of an `nn.Linear` runs is not torch's own."""
+    methods = (nn.Linear.forward, nn.Module.__call__)
+    return F.linear is not torch._C._nn.linear or any(m.__module__.partition(".")[0] != "torch" for m in methods)
+
+
 def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
     """Return what a pair with a closed form would call, for comparison with another time: it may be replaced."""
     return (
@@ -117,12 +123,12 @@ def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
         F.linear,
         F.log_softmax,
         nn.Linear.forward,
-        nn.LogSoftmax.forward,
         nn.Module.__call__,
+        torch._C._len_torch_function_stack(),
+        nn.LogSoftmax.forward,
         nn.CrossEntropyLoss.forward,
         type(criterion).forward,
         getattr(type(criterion), "token_loss", None),
-        torch._C._len_torch_function_stack(),
     )
 
 

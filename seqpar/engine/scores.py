@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from seqpar.core.chunks import is_capturing
+from seqpar.core.row_independence import largest_difference, precision_of
+from seqpar.core.token_loss import wide
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded, structural_copy
-from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
+from seqpar.engine.formula_match import FormulaMatch, NoFormula, is_projection_replaced, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, scatter_batch
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import check_replicable, needs_no_replica, replicate
@@ -61,12 +64,36 @@ def over_devices(
     shards = scatter_batch(hidden, target, per_token, devices, None, ignored_target(head["criterion"]))
     check_width(shards, match.projection.weight.size(1))
     check_targets(shards, match.vocab_size)
+    if is_projection_replaced():
+        _refuse_other_scores(generator, match, shards)
     on = [shard.hidden.device for shard in shards]
     heads = [head] if needs_no_replica(head.parameters(), on) else replicate(head, on)
     arguments = [(function, match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
     found: list[Found] = parallel_apply([_of_shard] * len(shards), arguments, devices=on)
     forget(head.parameters())
     return found
+
+
+def _refuse_other_scores(generator: nn.Module, match: FormulaMatch, shards: Sequence[Shard]) -> None:
+    """Raise TypeError if the generator, called on a few rows, gives other scores than its weight and bias."""
+    rows = next((s.hidden[s.counted][:FEW] for s in shards if s.counted.any()), None)
+    if rows is None or is_capturing(rows.device):
+        return
+    with torch.no_grad():
+        called = generator(rows)
+        logits = rows @ match.projection.weight.t()
+        if match.projection.bias is not None:
+            logits = logits + match.projection.bias
+        # It may end in a log-softmax, which another one does not change
+        found, right = (scores.to(wide(scores.dtype)).log_softmax(-1) for scores in (called, logits))
+    if largest_difference(found, right) > precision_of(called, called.dtype).rounding:
+        raise TypeError(
+            "scores are those of the generator's weight and bias, and a call of the generator gives others: something "
+            "that it calls was replaced; call seqpar.token_scores with the weight that makes the logits"
+        )
+
+
+FEW = 4
 
 
 def _of_shard(

@@ -881,6 +881,29 @@ def test_rows_whose_masks_differ_in_their_sum_alone_are_asked_about() -> None:
         seqpar.LossCompute(ByShare(), seqpar.CrossEntropy(), chunk_tokens=5)(hidden, target, mask=mask)
 
 
+@pytest.mark.parametrize("kind", ["linear", "forward", "module", "harmless"])
+@pytest.mark.parametrize("ends", [False, True], ids=["projection", "with a log-softmax"])
+def test_scores_are_refused_where_a_replaced_product_makes_others(kind: str, ends: bool, monkeypatch: Any) -> None:
+    linear = nn.Linear(4, V).double()
+    generator = nn.Sequential(linear, nn.LogSoftmax(-1)) if ends else linear
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)
+    hidden, target = batch()
+    if kind in REPLACED:
+        monkeypatch.setattr(*REPLACED[kind])
+    if kind == "harmless":
+        monkeypatch.setattr(F, "linear", lambda x, w, b: (x.unsqueeze(-2) @ w.t()).squeeze(-2) + b)
+    for scores in (
+        lambda: -engine.token_scores(hidden, target).log_prob.sum(),
+        lambda: engine.scored_loss(hidden, target, lambda s: -s.log_prob).total,
+    ):
+        if kind != "harmless":
+            with pytest.raises(TypeError, match="a call of the generator gives others: something that it calls was"):
+                scores()
+            continue
+        plain = F.cross_entropy(generator(hidden), target, reduction="sum")
+        torch.testing.assert_close(scores(), plain, rtol=1e-12, atol=0)
+
+
 class ClampedWeight(nn.Linear):
     """A weight of which the gradient is clamped, as in some ways to quantise it."""
 
