@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 from weakref import ref
 
@@ -22,6 +22,8 @@ from seqpar.core.structures import attributes_of, dict_of, slot_names
 SETTINGS = (bool, str, NoneType, Enum, torch.dtype, torch.device)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 CONTAINERS = (dict, list, tuple, set, frozenset)
+OTHERS = (Tensor, nn.Module, ModuleType)
+"""What is looked at elsewhere, or by the names that code uses."""
 MOST_ENTRIES = 64
 """How many entries of a container are looked at: a longer one is data."""
 MOST_HELD = 256
@@ -44,7 +46,7 @@ class _Roles(dict[type, str]):
             found = SETTING
         elif issubclass(kind, FUNCTIONS) or _is_function(kind):
             found = FUNCTION
-        elif issubclass(kind, CONTAINERS) or (_has_attributes(kind) and not issubclass(kind, (Tensor, nn.Module))):
+        elif issubclass(kind, CONTAINERS) or (_has_attributes(kind) and not issubclass(kind, OTHERS)):
             found = HOLDER
         return self.setdefault(kind, found)
 
@@ -72,7 +74,7 @@ _OWN_CLASSES = _OwnClasses()
 
 def _is_function(kind: type) -> bool:
     """Return whether objects of a class may be called, such as a partial, and are equal to nothing but themselves."""
-    if issubclass(kind, (Tensor, nn.Module)) or kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
+    if issubclass(kind, OTHERS) or kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
         return False
     return any("__call__" in vars(base) for base in kind.__mro__)
 
