@@ -203,13 +203,15 @@ def _refuse_joined_rows(
     asked = (code_of(per_chunk), tensors, *settings_used_by(per_chunk))
     every = range(len(per_token[0]))
     # A slice may end after the last row
-    several = [chunk for chunk in chunks if len(every[chunk] if isinstance(chunk, slice) else chunk) > 1]
-    if _asked.changes(asked) is not None or not chunks or is_capturing(per_token[0].device):
+    sizes = [len(every[chunk] if isinstance(chunk, slice) else chunk) for chunk in chunks]
+    some = [chunk for chunk, size in zip(chunks, sizes, strict=True) if size]
+    several = [chunk for chunk, size in zip(chunks, sizes, strict=True) if size > 1]
+    if _asked.changes(asked) is not None or not some or is_capturing(per_token[0].device):
         return
     around = surroundings_of_function("per_chunk", per_chunk)
     try:
         # Rows that are all chunks of their own have nothing to be joined with
-        _ask_about_rows(per_chunk, (several or chunks)[0], several, per_token, params, around)
+        _ask_about_rows(per_chunk, (several or some)[0], several, per_token, params, around)
     finally:
         around.put_back(keeps_made=True)
     _asked.add(asked, changes=False)
@@ -226,7 +228,7 @@ def _ask_about_rows(
     """Raise ValueError as `_refuse_joined_rows` says; calls change what is around the function.
 
     Args:
-        first: a chunk.
+        first: a chunk that is not empty.
         several: the chunks of more than one row.
     """
     every_N = torch.arange(len(per_token[0]), device=per_token[0].device)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -223,8 +224,20 @@ class _Trial:
                     yield name, rank, f"{name} {off}"
                     break
 
+    @cached_property
+    def _largest_gradient(self) -> float:
+        return max((size_of(gradient) for gradient in self.truth.gradients.values()), default=0.0)
+
+    @cached_property
+    def _largest_update(self) -> float:
+        return max((size_of(update) for update in _updates(self.truth).values()), default=0.0)
+
     def _weight_off(self, name: str, one: Ran, first: Ran) -> str:
-        """Return in words how a parameter differs after the step from that of one process; empty if it does not."""
+        """Return in words how a parameter differs after the step from that of one process; empty if it does not.
+
+        Args:
+            first: the first rank that has it.
+        """
         mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
         if self.truth.gradients and grad is None and mine is not None and mine.any():
             return f"has a gradient and differs {AFTER}, and in one process it has none"
@@ -249,13 +262,12 @@ class _Trial:
         noise = torch.zeros_like(right, dtype=torch.bool)
         if grad is not None:
             # Adam divides a gradient by its size, so that the noise of one that is nearly 0 becomes large
-            least = share / TIMES * max(size_of(g) for g in self.truth.gradients.values())
+            least = share / TIMES * self._largest_gradient
             noise = (grad.abs() <= least) & ((grad != 0) | (mine is not None) & (grad != mine))
         update = size_of(right - before)
-        largest = max(size_of(_update(self.truth, other).double()) for other in self.truth.after)
         rounding = TIMES * eps * size_of(right) + TWICE * size_of(plain - right)
         # Noise moves a parameter one way or the other
-        allowed = torch.where(noise, TWICE * largest, share * update) + rounding
+        allowed = torch.where(noise, TWICE * self._largest_update, share * update) + rounding
         apart = (got - right).abs()
         # Not `any(apart > ...)`, which is false for nan
         if (apart <= allowed).all():
@@ -394,14 +406,12 @@ def _states(ran: Ran) -> Mapping[str, Tensor]:
 
 
 def _updates(ran: Ran) -> dict[str, Tensor]:
-    """Return by how much each parameter changes."""
-    return {name: _update(ran, name) for name in ran.after}
-
-
-def _update(ran: Ran, name: str) -> Tensor:
-    """Return by how much a parameter changes; one of whole numbers in float64."""
-    before, after = ran.before[name], ran.after[name]
-    return after - before if after.is_floating_point() else after.double() - before.double()
+    """Return by how much each parameter changes; one of whole numbers in float64."""
+    pairs = {name: (after, ran.before[name]) for name, after in ran.after.items()}
+    return {
+        name: after - before if after.is_floating_point() else after.double() - before.double()
+        for name, (after, before) in pairs.items()
+    }
 
 
 def _result(ran: Ran) -> tuple[Tensor, dict[str, Tensor | None]]:

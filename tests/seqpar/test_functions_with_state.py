@@ -370,6 +370,21 @@ def test_gradients_that_are_rounding_or_random_are_not_refused(dtype: torch.dtyp
     by_chunks(tiny, weight, shifted).backward()
 
 
+@pytest.mark.parametrize("ends", [(0, 0, 1, 2), (0, 0, 5, 13, 20), (0, 0)])
+def test_empty_chunks_and_slices_beyond_the_last_row_are_no_trouble(ends: tuple[int, ...]) -> None:
+    hidden, weight, _ = batch()
+    target = torch.arange(N) % V
+
+    def per_chunk(params: Any, rows: Any, chunk: Any) -> seqpar.TokenLoss:
+        loss = F.cross_entropy(rows[0] @ params[0].T, target[chunk], reduction="sum")
+        return seqpar.TokenLoss(loss, torch.tensor(len(rows[0])))
+
+    chunks = [slice(*both) for both in itertools.pairwise(ends)]
+    total = seqpar.chunked_gradient(per_chunk, chunks, [hidden], [weight], EMPTY).total
+    plain = F.cross_entropy((hidden @ weight.T)[: ends[-1]], target[: ends[-1]], reduction="sum")
+    torch.testing.assert_close(total, plain, rtol=1e-12, atol=0)
+
+
 IS_ON = False
 
 
