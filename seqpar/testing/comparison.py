@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from seqpar.core.checks import check_integer
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, world_size
+from seqpar.engine.pair import counts_itself
 from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import LabelSmoothing, ignored_target
 from seqpar.testing.causes import hypothesis_context, is_shown, likely_cause
@@ -44,6 +45,7 @@ Loss = Callable[..., Tensor | TokenLoss]
 """`loss(generator, criterion, hidden, target, **per_token)`."""
 SMALLER_TRIES = 40
 """How many smaller inputs are tried in search of the smallest failure."""
+MISCOUNTED = "the loss counts"
 SHOWN = 12
 """The largest number of targets that a message shows."""
 NONE: AbstractContextManager[None] = nullcontext()
@@ -125,6 +127,8 @@ class Comparison:
         compared = self._compare()
         if not compared.off or not with_cause:
             return compared.off
+        if compared.off.startswith(MISCOUNTED):
+            return f"Likely cause: tokens are counted otherwise than by ignore_index: .mean is wrong\n{compared.off}"
         # The cause first, because pytest's summary has only one line
         return f"{likely_cause(self._evidence(compared))}\n{compared.off}"
 
@@ -140,8 +144,13 @@ class Comparison:
         leaves, true = self._leaves(self.head), truth._leaves(truth.head)
         whole = gather_objects((truth.hidden, truth.target, truth.per_token), self.group)
 
+        counts: list[float] = []
+
         def candidate() -> Tensor:
-            return self._scale(self.loss(*leaves.modules, leaves.hidden, self.target, **leaves.extra))
+            returned = self.loss(*leaves.modules, leaves.hidden, self.target, **leaves.extra)
+            if isinstance(returned, TokenLoss):
+                counts.append(float(returned.tokens))
+            return self._scale(returned)
 
         plain = partial(truth._plain, true, whole)
         # Before the loss under test, which may leave hooks on the parameters
@@ -154,9 +163,20 @@ class Comparison:
         off = self._difference(got, expected, whole, 1)
         if not off and (off := self._difference(eighth, plain_eighth, whole, FACTOR)):
             off += f", where both losses are multiplied by {FACTOR}"
+        off = off or self._miscounted(counts)
         if truth is not self:
             got, eighth = as_float64(got), as_float64(eighth)
         return _Compared(got, expected, eighth, plain_eighth, off, truth, true, whole)
+
+    def _miscounted(self, counts: Sequence[float]) -> str:
+        """Return in words that a `TokenLoss` counts other tokens than those that are not ignored; empty if it does not.
+
+        With tensors for each token, or a criterion that counts itself, other tokens may be meant.
+        """
+        right = self._count(self.target)
+        if self.per_token or counts_itself(self.head["criterion"]) or all(found == right for found in counts):
+            return ""
+        return f"{MISCOUNTED} {counts[0]:g} where {right} of {self.target.numel()} targets are not ignored"
 
     def _difference(self, got: Result, expected: Result, whole: Sequence[_Tokens], factor: float) -> str:
         """Return the first number that is too far from the plain one; empty if none is."""

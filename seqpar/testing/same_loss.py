@@ -55,8 +55,8 @@ def assert_same_loss(
         target: hidden's leading shape.
         loss: the function under test, `loss(generator, criterion, hidden, target, **per_token)`. It returns the tensor
             that `backward()` is called on, or a `TokenLoss`, whose total is divided by `tokens` (and multiplied by the
-            world size). It must use the modules that it is given. None is seqpar's engine, with `devices`,
-            `chunk_tokens` and `chunk_size` as for `LossCompute`.
+            world size), and which must count the targets that are not ignored. It must use the modules that it is
+            given. None is seqpar's engine, with `devices`, `chunk_tokens` and `chunk_size` as for `LossCompute`.
         tokens: the number that the step's sum is divided by; 1 leaves the sum as it is.
         group: the ranks among which the step is divided; each of them calls this with its own hidden and target, and
             gradients of parameters are averaged over them, as DDP does.

@@ -396,7 +396,7 @@ class KeepsRare(nn.Module):
 LATER = {
     "number": (0, lambda kept: kept + 1),
     "flag": (False, lambda kept: True),
-    "tensor": (torch.zeros(()), lambda kept: kept + 1),
+    "tensor": (torch.zeros((), device="cpu"), lambda kept: kept + 1),
     "text": ("", lambda kept: kept + "7"),
     "list": ([], lambda kept: [*kept, 7]),
     "tuple": ((), lambda kept: (*kept, 7)),

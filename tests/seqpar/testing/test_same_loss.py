@@ -415,3 +415,21 @@ def test_gradients_and_buffers_are_afterwards_what_they_were(dtype, factor):
     assert generator.weight.grad is before
     assert torch.equal(before, kept)
     assert not criterion.seen.any()
+
+
+def counting(count):
+    """A right loss that counts its tokens in some way."""
+
+    def loss(generator, criterion, hidden, target):
+        return seqpar.TokenLoss(plain_loss(generator, criterion, hidden, target), torch.tensor(count(target)))
+
+    return loss
+
+
+def test_the_tokens_that_a_loss_counts_are_those_that_are_not_ignored():
+    generator, criterion = nn.Linear(2, 5), nn.CrossEntropyLoss(reduction="sum")
+    hidden, target = torch.randn(6, 2), torch.tensor([1, -100, 2, -100, 3, 4])
+    assert_same_loss(generator, criterion, hidden, target, loss=counting(lambda target: int((target >= 0).sum())))
+    with pytest.raises(AssertionError, match=r"counted otherwise than by ignore_index") as caught:
+        assert_same_loss(generator, criterion, hidden, target, loss=counting(len))
+    assert "the loss counts 6 where 4 of 6 targets are not ignored" in str(caught.value)
