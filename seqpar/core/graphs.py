@@ -125,10 +125,19 @@ def is_asked_for(node: Any) -> bool:
 
 def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
     """Yield each leaf that needs a gradient and that the result depends on."""
-    for node in nodes_of_graph(result.grad_fn):
+    # Not by `nodes_of_graph`: it is asked for every chunk, and reads what is before a node once
+    seen: set[Any] = {None, result.grad_fn}
+    todo: deque[Any] = deque(seen - {None})
+    while todo:
+        node = todo.popleft()
+        before = node.next_functions
         # Only AccumulateGrad, the node of a leaf, has nothing before it and this attribute
-        if not node.next_functions and hasattr(node, "variable"):
+        if not before and hasattr(node, "variable"):
             yield node.variable
+        for parent, _ in before:
+            if parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
 
 
 def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
