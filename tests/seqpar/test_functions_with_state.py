@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from tests.seqpar.engine.test_contract import Clamped
 
 V, N = 7, 13
 Rows = Callable[[Tensor], Tensor]
@@ -317,16 +318,6 @@ def sees_centred_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     rows = hidden.detach()
     scores = hidden @ weight.detach().T + (rows - rows.mean(0)) @ (weight - weight.detach()).T
     return F.cross_entropy(scores, target, reduction="sum")
-
-
-class Clamped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
-        return upstream[0].clamp(-0.05, 0.05)
 
 
 def clamped_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
