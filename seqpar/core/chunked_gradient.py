@@ -317,10 +317,10 @@ def _largest_change(found: Sequence[Tensor], whole: Answer) -> float:
     That may leave something of terms that cancel.
     """
     largest = max((float(grad.abs().max()) for grad in whole.gradients if grad.numel()), default=0.0)
+    left = CANCELLED * max(whole.precision.eps * largest, whole.precision.smallest / EIGHTH)
     changes = [0.0]
     for one, right in zip(found, whole.gradients, strict=True):
         by = largest_difference(one, right)
-        left = CANCELLED * max(whole.precision.eps * largest, whole.precision.smallest / EIGHTH)
         is_left = by and float((one - right).abs().max()) <= left
         if by > whole.precision.rounding and not is_left:
             changes.append(by)

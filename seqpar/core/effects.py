@@ -28,13 +28,11 @@ from seqpar.core.checks import is_dense
 from seqpar.core.graphs import version_of
 from seqpar.core.reach import is_of_library
 from seqpar.core.row_independence import keep_torch_random_states
+from seqpar.core.settings import OF_TORCH
 from seqpar.core.structures import dict_of, has_in_class, slots_of
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes that a structural copy has for itself."""
-
-OF_TORCH = (vars(nn.Module()).keys() | OF_A_COPY | {"_flat_weights", "_flat_weight_refs"}) - {"training"}
-"""The attributes that torch keeps in every module, and those that an RNN renews with its parameters."""
 
 UNLOOKED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Parameter)
 """What is compared by identity, without a look inside."""

@@ -125,19 +125,10 @@ def is_asked_for(node: Any) -> bool:
 
 def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
     """Yield each leaf that needs a gradient and that the result depends on."""
-    # Not by `nodes_of_graph`: it is asked for every chunk, and reads what is before a node once
-    seen: set[Any] = {None, result.grad_fn}
-    todo: deque[Any] = deque(seen - {None})
-    while todo:
-        node = todo.popleft()
-        before = node.next_functions
+    for node, before in _walk(result.grad_fn):
         # Only AccumulateGrad, the node of a leaf, has nothing before it and this attribute
         if not before and hasattr(node, "variable"):
             yield node.variable
-        for parent, _ in before:
-            if parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
 
 
 def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
@@ -153,6 +144,11 @@ def has_custom_nodes(result: Tensor) -> bool:
 
 def nodes_of_graph(first: Any) -> Iterator[Any]:
     """Yield the node and all those before it in forward, the nearest first."""
+    return (node for node, _ in _walk(first))
+
+
+def _walk(first: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the node and all those before it in forward, the nearest first, each with what is just before it."""
     if first is None:
         return
     todo = deque([first])
@@ -160,8 +156,10 @@ def nodes_of_graph(first: Any) -> Iterator[Any]:
     seen = {None, first}
     while todo:
         node = todo.popleft()
-        for parent, _ in node.next_functions:
+        # Read once: every chunk asks for its leaves
+        before = node.next_functions
+        for parent, _ in before:
             if parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
-        yield node
+        yield node, before

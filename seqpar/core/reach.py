@@ -84,6 +84,17 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
             yield from _entries(vars(module), names, f"{used}.")
 
 
+def used_by(value: Any) -> list[Any]:
+    """Return what a function, a method or a partial uses; nothing for a library's, and for anything else."""
+    if isinstance(value, FunctionType) and not is_of_library(value):
+        return [place.value for place in places_used_by(value)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return []
+
+
 def _entries(owner: dict[str, Any], names: set[str], prefix: str) -> Iterator[Place]:
     """Yield what stands under these names in a dict of attributes or globals."""
     for name in sorted(names & owner.keys()):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from enum import Enum
-from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 from weakref import ref
@@ -16,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.reach import is_of_library, places_used_by
+from seqpar.core.reach import is_of_library, used_by
 from seqpar.core.structures import attributes_of, dict_of, slot_names
 
 SETTINGS = (bool, str, NoneType, Enum, torch.dtype, torch.device)
@@ -30,8 +29,8 @@ MOST_HELD = 256
 """How many attributes and entries are looked at in what one object holds."""
 DEEPEST = 2
 """In how many objects, one in the other."""
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What torch itself keeps in a module, but for its mode."""
+OF_TORCH = (vars(nn.Module()).keys() | {"_is_replica", "_flat_weights", "_flat_weight_refs"}) - {"training"}
+"""What torch itself keeps in a module, but for its mode; and what a replica and an RNN renew with their parameters."""
 
 SETTING, FUNCTION, HOLDER = "a setting", "a function", "a holder of settings"
 
@@ -145,22 +144,11 @@ def settings_used_by(function: Any) -> Iterator[object]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        inside = _used_by(value)
+        inside = used_by(value)
         todo.extend(inside)
         if not inside:
             yield from _settings_within(value)
             todo.extend(_modules_in(value))
-
-
-def _used_by(value: Any) -> list[Any]:
-    """Return what a function, a method or a partial uses; nothing for anything else."""
-    if isinstance(value, FunctionType) and not is_of_library(value):
-        return [place.value for place in places_used_by(value)]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    return []
 
 
 def _modules_in(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.graphs import leaves_of_graph
-from seqpar.core.reach import is_of_library, places_used_by
+from seqpar.core.reach import used_by
 from seqpar.core.structures import attributes_of
 from seqpar.distributed.collectives import gather_numbers, world_size
 from seqpar.distributed.torch_private import (
@@ -240,13 +240,8 @@ def watch_reducers(function: Any) -> list[nn.Module]:
 
 def _contents(value: Any) -> Iterator[Any]:
     """Yield what a value holds, or what a function uses."""
-    if isinstance(value, FunctionType):
-        if not is_of_library(value):
-            yield from (place.value for place in places_used_by(value))
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+        yield from used_by(value)
     elif isinstance(value, nn.Module):
         yield from value.children()
     elif isinstance(value, dict):

@@ -20,13 +20,13 @@ from seqpar.core.device_facts import is_on_host
 from seqpar.core.effects import (
     KEEPS_A_GRAPH,
     OF_A_COPY,
-    OF_TORCH,
     Held,
     is_same,
     keep_random_states,
     names_of_new_graphs,
 )
 from seqpar.core.graphs import version_of
+from seqpar.core.settings import OF_TORCH
 from seqpar.core.surroundings import REPEATS
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import criterion_loss

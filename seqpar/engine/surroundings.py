@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from seqpar.core.device_facts import is_on_host
-from seqpar.core.effects import OF_TORCH
 from seqpar.core.reach import Place, function_in, read_only
+from seqpar.core.settings import OF_TORCH
 from seqpar.core.surroundings import Surroundings, ask_about_state_around, own_classes, refuse_iterators
 from seqpar.engine.module_calls import HOOKS, OF_ALL
 from seqpar.engine.trial import Outcome, Trial
