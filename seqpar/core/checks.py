@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from seqpar.core.chunks import Chunk, is_capturing
+from seqpar.core.chunks import Chunk, cover, is_capturing
 from seqpar.core.device_facts import FACTS, is_on_host, may_read
 from seqpar.core.graphs import leaves_of_graph, nodes_of_graph
 from seqpar.core.token_loss import wide
@@ -439,7 +439,7 @@ def check_chunks(chunks: object, rows: int, device: torch.device) -> None:
     chunks = check_type(chunks, "chunks", (list, tuple), "a list of slices or of index tensors")
     for i, chunk in enumerate(chunks):
         _check_chunk(chunk, f"chunks[{i}]", rows)
-    if is_capturing(device):
+    if cover(chunks, rows) or is_capturing(device):
         return
     uses_N = _uses(chunks, rows, device)
     if not FACTS[device.type].is_host:

@@ -493,7 +493,9 @@ def _check_token_loss(loss: TokenLoss) -> TokenLoss:
     if total.numel() != 1 or total.is_complex():
         returned = f"shape {tuple(total.shape)} in {total.dtype}"
         raise ValueError(f"the criterion returned {returned}; it must return one real number, the sum")
-    return loss._replace(total=total.reshape(()).to(wide(total.dtype)))
+    if total.dim():
+        total = total.reshape(())
+    return loss._replace(total=total.to(wide(total.dtype)))
 
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
@@ -502,7 +504,9 @@ def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor)
         return [None] * len(leaves)
     wanted = [t for t in leaves if t.requires_grad]
     # d (scale x total) / d leaf: the scale enters at the top, before a small number can underflow
-    upstream = torch.ones_like(total) * scale
+    upstream = None
+    if isinstance(scale, Tensor) or scale != 1:
+        upstream = torch.ones_like(total) * scale
     # A parameter need not take part in every chunk, such as an expert to which none of its tokens was sent
     grads = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
     return [next(grads) if t.requires_grad else None for t in leaves]

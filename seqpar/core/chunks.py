@@ -152,6 +152,9 @@ def cover(chunks: Sequence[Chunk], rows: int) -> bool:
     for chunk in chunks:
         if not isinstance(chunk, slice) or chunk.start != end or chunk.step is not None:
             return False
+        # One that ends before it begins is empty, and the next would begin there again
+        if chunk.stop is None or chunk.stop < end:
+            return False
         end = chunk.stop
     return end == rows
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -123,12 +122,11 @@ def is_asked_for(node: Any) -> bool:
         return True
 
 
-def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
-    """Yield each leaf that needs a gradient and that the result depends on."""
-    for node, before in _walk(result.grad_fn):
-        # Only AccumulateGrad, the node of a leaf, has nothing before it and this attribute
-        if not before and hasattr(node, "variable"):
-            yield node.variable
+def leaves_of_graph(result: Tensor) -> list[Tensor]:
+    """Return each leaf that needs a gradient and that the result depends on."""
+    # Only AccumulateGrad, the node of a leaf, has nothing before it and this attribute
+    ends = [getattr(node, "variable", None) for node, before in _walk(result.grad_fn) if not before]
+    return [leaf for leaf in ends if leaf is not None]
 
 
 def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
@@ -151,11 +149,11 @@ def _walk(first: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the node and all those before it in forward, the nearest first, each with what is just before it."""
     if first is None:
         return
-    todo = deque([first])
+    todo = [first]
     # A node is reached once by each use of its result: without this set the search would take exponential time
     seen = {None, first}
-    while todo:
-        node = todo.popleft()
+    # It grows on the way
+    for node in todo:
         # Read once: every chunk asks for its leaves
         before = node.next_functions
         for parent, _ in before:

@@ -84,12 +84,14 @@ class SummedGradient:
             self.parts = [grad]
             self.shared = True
             return
-        cut = self._cut_parts(grad, _sum_dtype(grad))
         if not self.parts:
-            self.parts = [rows.to(_sum_dtype(grad), copy=True) for rows in cut]
-            return
-        for part, rows in zip(self.parts, cut, strict=True):
-            _add_rows(part, rows)
+            dtype = _sum_dtype(grad)
+            self.parts = [rows.to(dtype, copy=True) for rows in self._cut_parts(grad, dtype)]
+        elif len(self.parts) == 1:
+            _add_rows(self.parts[0], grad)
+        else:
+            for part, rows in zip(self.parts, grad.chunk(2), strict=True):
+                _add_rows(part, rows)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add one chunk's gradient, `a @ b`."""

@@ -101,8 +101,10 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
     Raises:
         ValueError: the generator does not return a (..., V) tensor of a floating dtype.
     """
-    # (K, ...) -> (*shape, ...), and back to (K, V) at the end
-    hidden, *extra = (t.reshape(*shape, *t.shape[1:]) for t in rows)
+    if len(shape) > 1:
+        # (K, ...) -> (*shape, ...), and back to (K, V) at the end
+        rows = [t.reshape(*shape, *t.shape[1:]) for t in rows]
+    hidden, *extra = rows
     keywords = dict(zip(names, extra, strict=True))
     try:
         logits = generator(hidden, **keywords)

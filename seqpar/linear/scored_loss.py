@@ -22,6 +22,7 @@ from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.row_independence import (
     Answer,
+    Precision,
     ask,
     ask_alone,
     change_in_company,
@@ -239,7 +240,9 @@ class _LossByAutograd:
                 around.put_back(keeps_made=True)
             _asked.add(asked, changes)
         elif not changes:
-            self._refuse_mixing(loss_K, scores, rows)
+            # Other rows may show what the first ones did not; gradients would take longer than the loss of a chunk
+            with torch.no_grad():
+                self._refuse_mixing(loss_K, scores, rows)
 
     def _changes_around(self, around: Surroundings, scores: Scores, rows: list[Tensor]) -> bool:
         """Return whether calls change what is around the function; raise ValueError if its results depend on it."""
@@ -261,17 +264,19 @@ class _LossByAutograd:
         return self._call(scores, tensors[len(given) :])
 
     def _refuse_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
-        """Raise for a loss that mixes rows, as far as these scores show it.
+        """Raise for a loss that mixes rows, as far as these scores show it; under no_grad, as far as values do.
 
         The per-token tensors beside them are those of rows from all of the batch: the first chunk may have no padding.
         """
+        # Here, because the loss of other rows may have no graph
+        precision = precision_of(loss_K, loss_K.dtype)
         if len(loss_K) == 1:
             scores = each(_two_rows, scores)
         count = len(scores.log_prob)
         if count != len(loss_K) or any(len(t) > count for t in self.per_token):
             rows = self._leaves(_varied_rows(self.per_token, count), torch.is_grad_enabled())
             loss_K = self._call(scores, rows)
-        mixed = self._row_mixing(loss_K, scores, rows)
+        mixed = self._row_mixing(loss_K, scores, rows, precision)
         if mixed:
             raise ValueError(
                 f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
@@ -279,17 +284,16 @@ class _LossByAutograd:
                 "token_scores"
             )
 
-    def _row_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> str:
+    def _row_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], precision: Precision) -> str:
         """Return how the loss of a row depends on other rows, in words; "" if it does not."""
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
         grads: tuple[Tensor, ...] = ()
-        if loss_K.requires_grad:
+        if loss_K.requires_grad and torch.is_grad_enabled():
             grads = _gradients(loss_K, leaves, torch.ones_like(loss_K))
             if _is_joined(loss_K, leaves, grads):
                 return "a row's loss has a gradient in other rows"
         # What acts on some rows only, such as those above the median, acts on the largest or the smallest
         some = torch.stack([loss_K.argmax(), loss_K.argmin()])
-        precision = precision_of(loss_K, loss_K.dtype)
         together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), precision)
         loss_of_rows = partial(self._of_tensors, scores)
         with keep_random_states(loss_K.device, []):

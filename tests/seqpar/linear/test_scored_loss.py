@@ -317,6 +317,21 @@ def test_a_weight_by_the_share_of_padding_is_found_wherever_the_padding_is(paddi
         seqpar.scored_loss(hidden, weight, torch.arange(48) % 9, loss, mask=mask, chunk_tokens=8)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_mixing_that_only_a_later_batch_shows_is_found_in_its_call(grad):
+    """Where the largest loss is limited to twice the mean of the chunk's, most chunks have none that large."""
+    hidden, weight, bias = torch.zeros(8, 4, requires_grad=grad), torch.zeros(9, 4), torch.zeros(9)
+
+    def limited(scores):
+        return torch.minimum(-scores.log_prob, -2 * scores.log_prob.detach().mean())
+
+    for _ in range(3):
+        seqpar.scored_loss(hidden, weight, torch.zeros(8, dtype=torch.long), limited, bias=bias)
+    bias[3] = -40
+    with pytest.raises(ValueError, match=r"^loss mixes rows: a row's loss changes with the other rows"):
+        seqpar.scored_loss(hidden, weight, torch.tensor([0] * 7 + [3]), limited, bias=bias)
+
+
 def test_a_difference_is_relative_to_the_largest_number_that_is_finite_in_both():
     inf = float("inf")
     assert largest_difference(torch.tensor([inf, 2.0, 4.0]), torch.tensor([inf, 2.0, 3.0])) == 0.25

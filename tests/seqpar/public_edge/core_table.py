@@ -54,6 +54,8 @@ OVERLAPS = {
     "an index from both ends": [torch.tensor([0, -6])],
     "an index inside a slice": [slice(0, 3), torch.tensor([5, 2])],
     "steps that meet": [slice(0, 6, 2), slice(0, 6, 3)],
+    "a slice that ends before it begins": [slice(0, 4), slice(4, 2), slice(2, 6)],
+    "one that ends there from the back": [slice(0, 7), slice(7, -2), slice(-2, 6)],
 }
 NO_CHUNKS = {
     "a number": (lambda: [3], "[0] is a int; it must be a slice or a vector of int64 indices"),
