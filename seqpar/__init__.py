@@ -1,4 +1,4 @@
-"""The loss of a sequence model, over any number of devices, in chunks, with the gradient of the single-device model."""
+"""The loss of a sequence model in chunks, over any number of devices, with the gradient of the single-device model."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names, and torch with them, when the first one is asked for.
+    """Import the public names, and torch with them, when the first one is requested.
 
-    pytest imports `seqpar.testing.plugin` in every run of an environment that has seqpar installed, and with it this
-    package; torch takes more than a second to import.
+    pytest imports `seqpar.testing.plugin`, and with it this package, in every run in an environment that has seqpar
+    installed; torch takes more than a second to import.
     """
     if name in ("testing", "integrations", "memory_plan", "objectives"):
         return import_module(f"{__name__}.{name}")
@@ -27,5 +27,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names beside what is loaded."""
+    """List the public names besides what is already loaded."""
     return sorted({*globals(), *import_module(f"{__name__}.names").__all__})

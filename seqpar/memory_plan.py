@@ -3,10 +3,10 @@
     python -m seqpar.memory_plan --tokens 16384 --d 4096 --vocab 256000 --devices 8 --layout vocab
 
 The plan counts the tensors that the projection onto the vocabulary and the loss create and read. It does not count the
-model below the projection, the optimizer's state, vectors (a bias, row sums), and the memory that an allocator or a
-matrix library reserves (a few MiB). Tests compare every figure with measured peaks, within 10 %, on the CPU and, where
-there is one, on a CUDA device with Triton. Without Triton an accelerator needs a float32 softmax of a chunk in addition
-to its logits.
+model below the projection, the optimizer's state, vectors (a bias, row sums), or the memory that an allocator or a
+matrix library reserves (a few MiB). Tests compare every figure with measured peaks, within 10 %, on the CPU and, if
+there is one, on a CUDA device with Triton. Without Triton an accelerator also needs a float32 softmax of a chunk in
+addition to its logits.
 
 Symbols: N tokens on this device, K rows of one chunk, D hidden, V the classes on this device, P devices.
 """
@@ -35,7 +35,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class LossBytes:
-    """The bytes on one device of one way to compute the loss. The items do not all exist at the same time.
+    """The bytes that one way of computing the loss needs on one device. Not all items exist at the same time.
 
     Example:
         >>> from seqpar.memory_plan import memory_plan
@@ -46,7 +46,7 @@ class LossBytes:
 
     loss: Loss
     chunk_rows: int
-    """K, rows whose logits exist at once; for the plain loss all N."""
+    """K, the rows whose logits exist at once; for the plain loss all N."""
     logits: int
     beside_logits: int
     """The tensors as large as the logits that exist in addition to them, such as their softmax."""
@@ -55,7 +55,7 @@ class LossBytes:
     gathered_weight: int
     """The whole weight and the buffer it was gathered in, while FSDP2 has it unsharded; 0 in other layouts."""
     weight_gradient: int
-    """In the weight's dtype, of the whole weight on this device (before FSDP2 shards it)."""
+    """The gradient, in the weight's dtype, of the whole weight on this device (before FSDP2 shards it)."""
     accumulator: int
     """The float32 (or wider) sum of the chunks' weight gradients, if it is not the gradient's own memory."""
     hidden: int
@@ -63,11 +63,11 @@ class LossBytes:
     exchange: int
     """DDP's bucket (0 with gradient_as_bucket_view=True), or the input of FSDP2's reduce-scatter."""
     peak: int
-    """The most that a step needs in addition to weight and hidden, which exist before it."""
+    """The most that a step needs at once in addition to weight and hidden, which exist before it."""
 
     @property
     def total(self) -> int:
-        """Return the most that is needed at once, weight and hidden included."""
+        """Return the most that is needed at once, including weight and hidden."""
         return self.weight + self.hidden + self.peak
 
 
@@ -141,12 +141,12 @@ def memory_plan(
         tokens: target tokens of one micro-batch that are not padding, over ALL devices. "ddp" and "fsdp" split them
             over the devices; in "vocab" every device has all of them, and the classes are split.
         d: the width of the hidden states.
-        vocab: classes of the whole vocabulary.
-        devices: ranks over which tokens (ddp, fsdp) or classes (vocab) are split.
+        vocab: the number of classes in the whole vocabulary.
+        devices: the ranks over which tokens (ddp, fsdp) or classes (vocab) are split.
         layout: "ddp"; "fsdp": FSDP2, the generator in a `fully_shard` unit; "vocab": `linear_cross_entropy` with a
             `VocabShard`; its "plain" loss has the logits of this device's classes for all tokens at once.
-        dtype: of weight, hidden and logits, a torch dtype or its name.
-        chunk_tokens: as that of `LossCompute`; None is its own choice.
+        dtype: that of weight, hidden and logits: a torch dtype or its name.
+        chunk_tokens: as in `LossCompute`, whose own choice None means.
         device: "cuda" for an accelerator with Triton, or "cpu"; they differ in the size of chunks and in which results
             overwrite their inputs.
 
@@ -193,7 +193,7 @@ def memory_plan(
         )
 
     def chunked_loss(loss: Loss, width: int | None) -> LossBytes:
-        # The same choice as the loss makes: K <= most rows a chunk, in ceil(N / most) chunks
+        # The same choice as the loss makes: K <= most rows per chunk, in ceil(N / most) chunks
         most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device, width)
         chunks = -(-tokens_here // most)
         # `cut_rows` cuts even chunks
@@ -210,7 +210,7 @@ def memory_plan(
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype, given by itself or by its name; raise ValueError for one that the losses do not have."""
+    """Return the dtype, given as such or by name; raise ValueError for one that the losses do not support."""
     found: object = dtype
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
@@ -241,7 +241,7 @@ def _plain(s: _Sizes) -> _Peaks:
 
 
 def _engine(s: _Sizes) -> _Peaks:
-    """Return the peaks of a `LossCompute` whose pair has no closed form: a module of one's own and `LabelSmoothing`."""
+    """Return the peaks of a `LossCompute` whose pair has no closed form: a custom generator and `LabelSmoothing`."""
     # The gradient of a single chunk needs no sum
     accumulator = 0
     if s.chunks > 1:
@@ -254,15 +254,15 @@ def _engine(s: _Sizes) -> _Peaks:
     adding = stored + s.weight + s.chunk_hidden
     if s.narrow:
         adding += s.added_at_once
-    # upstream x gradient, in place unless autograd may share the tensor; a float32 sum is overwritten by it
+    # upstream x gradient, in place unless autograd may share the tensor; it overwrites a float32 sum
     backward = 2 * s.hidden + (accumulator or 2 * s.weight)
     return _Peaks(s.wide_logits, accumulator, max(softmax, products, adding), backward)
 
 
 def _formula(s: _Sizes) -> _Peaks:
     """Return the peaks of `linear_cross_entropy`, whose chunks all use the same buffers."""
-    # The gradient overwrites the logits. Triton has the softmax in registers, the CPU has it for a block of rows in its
-    # cache; but with a split vocabulary the CPU computes it for all rows, so that ranks exchange sums once per chunk
+    # The gradient overwrites the logits. Triton has the softmax in registers, the CPU has it in cache for a block of
+    # rows; but with a split vocabulary the CPU computes it for all rows, so that ranks exchange sums once per chunk
     softmax = 0
     if s.cpu and s.narrow and s.split:
         softmax = s.wide_logits
@@ -271,7 +271,7 @@ def _formula(s: _Sizes) -> _Peaks:
     product = s.weight
     if s.narrow and s.chunks > 1:
         accumulator = s.wide_weight
-        # An accelerator adds narrow products to the wide sum; the CPU has a block of rows of them, narrow and widened
+        # An accelerator adds narrow products to the wide sum; the CPU holds a block of their rows, narrow and widened
         product = 0
         if s.cpu:
             product = 2 * s.added_at_once
@@ -286,7 +286,7 @@ def _in_layout(loss: Loss, s: _Sizes, rows: int, layout: Layout, devices: int) -
     gathered = 0
     exchange = 0
     peak = max(peaks.forward, peaks.backward)
-    # DDP's bucket is there from the start, so it adds to either peak
+    # DDP's bucket exists from the start, so it adds to either peak
     if layout == "ddp" and devices > 1:
         exchange = s.weight
         peak += exchange
@@ -332,7 +332,7 @@ COLUMNS = {
 
 
 def table(plans: Sequence[MemoryPlan]) -> str:
-    """Return a Markdown table: a row per layout and loss, in MiB per device.
+    """Return a Markdown table with a row per layout and loss, in MiB per device.
 
     Example:
         >>> from seqpar.memory_plan import memory_plan, table
@@ -350,7 +350,7 @@ def table(plans: Sequence[MemoryPlan]) -> str:
 
 
 def advice(plans: Sequence[MemoryPlan]) -> str:
-    """Return a line that names the simplest of the layouts whose best loss is at most a quarter above the smallest.
+    """Return a line that names the simplest layout whose best loss needs at most a quarter more than the least.
 
     Example:
         >>> from seqpar.memory_plan import advice, memory_plan

@@ -1,7 +1,7 @@
-"""Check arguments, each with an error of one line: what is wrong and where, both numbers, and the way out.
+"""Check arguments. Each error is one line: what is wrong and where, both numbers, and how to fix it.
 
-A check takes the argument's name among those of the caller. `wanted` is how its message goes on after "it must be".
-Only `check_entries` reads a tensor's data on an accelerator, and waits for the device.
+A check takes the argument's name in the caller's code. `wanted` is how its message continues after "it must be".
+Only `check_entries` reads a tensor's data on an accelerator, and so waits for the device.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from seqpar.core.token_loss import wide
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
-to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
+"""The dtypes that torch's own cross-entropy takes (int64, uint8), and the narrower signed ones. A narrow target must be
+widened to int64 before it is compared with `ignore_index`, which torch would wrap around: -100 is 156 in uint8."""
 
 Kind = TypeVar("Kind")
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
-"""Kinds that are no DTensor."""
+"""Classes that are not DTensor."""
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
-"""Of int64."""
+"""The range of int64."""
 
 PROVED: ContextVar[bool] = ContextVar("seqpar_proved", default=False)
-"""Whether the loss under test of a proof is being computed: an adapter must not leave the plain one in place."""
+"""Whether a proof is computing the loss under test: an adapter must then not fall back to the plain loss."""
 
 
 # What a value is
@@ -49,7 +49,7 @@ def check_type(
     """Return `value`; raise TypeError unless it is one of these kinds.
 
     Args:
-        verb: "returned" for what the function `name` did.
+        verb: "returned" if `value` is what the function `name` returned.
     """
     if not isinstance(value, kinds):
         must = "return" if verb == "returned" else "be"
@@ -95,7 +95,7 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> None:
 def check_integer(
     value: object, name: str, at_least: int = LOWEST, at_most: int = HIGHEST, *, wrong_kind: type[Exception] = TypeError
 ) -> None:
-    """Raise `wrong_kind` unless `value` is a whole number (no bool), ValueError unless int64 holds it in the range."""
+    """Raise `wrong_kind` unless `value` is a whole number (no bool), ValueError unless it fits the range and int64."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if is_whole and at_least <= int(value) <= at_most:  # type: ignore[call-overload]
         return
@@ -109,7 +109,7 @@ def check_integer(
 
 
 def check_size(value: object, name: str) -> None:
-    """Raise ValueError unless `value` is None, which chooses the size, or an int of at least 1."""
+    """Raise ValueError unless `value` is an int of at least 1, or None, which lets the library choose the size."""
     if value is not None:
         check_integer(value, name, 1, wrong_kind=ValueError)
 
@@ -122,7 +122,7 @@ def check_number(
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # An int above the largest float is not a finite number, either
     with contextlib.suppress(OverflowError):
-        # Infinite bounds leave out nan and the infinities themselves
+        # The comparisons exclude nan, and infinite bounds the infinities themselves
         if is_number and at_least <= float(value) and above < float(value) < below:  # type: ignore[arg-type]
             return
     bounds = (("at least", at_least), ("above", above), ("below", below))
@@ -132,9 +132,10 @@ def check_number(
 
 
 def check_scalar(value: object, name: str) -> float | None:
-    """Return the number that `value` is, or a tensor of one holds; raise unless it is finite.
+    """Return the number in `value`, which may be a tensor of one; raise unless it is finite.
 
-    None for a tensor on an accelerator, because reading it would wait for the device, and a traced one, which has none.
+    None for a tensor on an accelerator, because reading it would wait for the device, and for a traced one, which has
+    no number.
     """
     if isinstance(value, Tensor):
         check_dense(value, name)
@@ -150,7 +151,7 @@ def check_scalar(value: object, name: str) -> float | None:
 
 def check_loss_scale(value: object) -> None:
     """Raise unless `value` is a finite number other than 0, or a tensor of one such number."""
-    # Most are the default
+    # Usually it is the default
     if type(value) is float and value == 1:
         return
     if check_scalar(value, "loss_scale") == 0:
@@ -161,7 +162,7 @@ def check_loss_scale(value: object) -> None:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether `value` is a DTensor, without importing DTensor, which takes longer than this whole library."""
+    """Return whether `value` is a DTensor, without an import of DTensor, which takes longer than this whole library."""
     # A program that has not imported the class cannot have an instance of it
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
@@ -171,7 +172,7 @@ def check_dense(value: object, name: str) -> Tensor:
     """Return `value`; raise TypeError unless it is a strided tensor with data of its own."""
     if not isinstance(value, Tensor):
         return check_type(value, name, Tensor, "a tensor")
-    # Most are plain, and every call comes here for each of its tensors
+    # A short cut: most are plain, and every call comes here for each of its tensors
     is_plain = type(value) in PLAIN_TENSORS and value.layout is torch.strided
     if is_plain and not (value.is_nested or value.is_quantized or value.is_meta):
         return value
@@ -187,7 +188,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def _why_not_dense(tensor: Tensor, name: str) -> str:
     """Return why a tensor is not dense and how to make it so; an empty string if it is."""
-    # First: a DTensor is strided, but its numbers are only this rank's
+    # First, because a DTensor is strided, but its numbers are only this rank's
     if is_dtensor(tensor):
         return f"a DTensor; pass this rank's own tensor ({name}.to_local() or full_tensor())"
     if tensor.is_nested:
@@ -207,13 +208,13 @@ def has_own_functions(tensor: object) -> bool:
     # A DTensor computes what a plain tensor does; `_why_not_dense` is about where its numbers are
     if kind in (Tensor, nn.Parameter) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
         return False
-    # A method of the class, unless the class has none
+    # None where a class has disabled it, as nn.Parameter has
     functions = getattr(kind.__torch_function__, "__func__", None)
     inherited = getattr(Tensor.__torch_function__, "__func__", None)
     is_plain = functions is inherited or kind.__torch_function__ is nn.Parameter.__torch_function__
     if is_plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
-    # These stand for plain tensors while torch.export traces
+    # Those of `torch._subclasses` stand for plain tensors while torch.export traces
     return not kind.__module__.startswith("torch._subclasses")
 
 
@@ -221,7 +222,7 @@ LAYER = "use seqpar.LossCompute, which calls the layer itself"
 
 
 def check_plain_products(tensor: object, name: str, way_out: str = LAYER) -> None:
-    """Raise TypeError if a weight or bias is of a class that computes in its own way, such as with rounded numbers."""
+    """Raise TypeError if the class of a weight or bias computes in its own way, such as with rounded numbers."""
     if has_own_functions(tensor):
         own = "a class with its own __torch_function__ or __torch_dispatch__, which need not multiply plainly"
         raise TypeError(f"{name} is a {type(tensor).__name__}, {own}; {way_out}")
@@ -240,7 +241,7 @@ def check_integer_target(value: object, name: str = "target", *, beside: Tensor 
     """Return `value`; raise TypeError unless it is a dense tensor of class indices; see `CLASS_INDICES`.
 
     Args:
-        beside: scores or hidden states; a floating target of as many dimensions is probabilities of the classes.
+        beside: scores or hidden states; a floating target with as many dimensions is taken for class probabilities.
     """
     target = check_dense(value, name)
     if target.dtype in CLASS_INDICES:
@@ -270,7 +271,7 @@ def check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must:
 
 
 def check_shapes(fits: bool, wanted: str, **tensors: Tensor) -> None:
-    """Raise ValueError, with the shapes of the named tensors, unless they fit."""
+    """Raise ValueError, with the shapes of the named tensors, unless `fits` is true."""
     if not fits:
         (name, first), *others = tensors.items()
         *shapes, last = [f"{tuple(first.shape)}", *(f"{other} {tuple(tensor.shape)}" for other, tensor in others)]
@@ -279,7 +280,7 @@ def check_shapes(fits: bool, wanted: str, **tensors: Tensor) -> None:
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
-    """Raise ValueError unless all of the named tensors are on the first one's device."""
+    """Raise ValueError unless all named tensors are on the first one's device."""
     (first, reference), *others = tensors.items()
     assert reference is not None
     for name, tensor in others:
@@ -301,7 +302,7 @@ def check_joinable(dim: int, **tensors: Tensor) -> None:
     (first, reference), *_ = tensors.items()
     check_dim(dim, **{first: reference})
     for name, tensor in tensors.items():
-        # Apart from the sizes that may differ
+        # Cut to size 0 in the one dimension that may differ
         fits = tensor.dim() == reference.dim() and tensor.narrow(dim, 0, 0).shape == reference.narrow(dim, 0, 0).shape
         check_shapes(fits, f"the same in all dimensions but {dim}", **{first: reference, name: tensor})
 
@@ -349,10 +350,10 @@ def check_target(target: Tensor, **hidden: Tensor) -> None:
 
 
 def check_per_token(tensors: Mapping[str, object], target: Tensor) -> None:
-    """Raise unless all are dense tensors whose first dimensions are target's shape, or one number for each sentence."""
+    """Raise unless all are dense tensors whose first dimensions are target's shape, or hold one number per sentence."""
     for name, value in tensors.items():
         tensor = check_dense(value, name)
-        # Of a batch (B, T) one number for each of its B sentences
+        # For a (B, T) batch, also one number for each of its B sentences
         fits = tensor.shape[: target.dim()] == target.shape or tensor.shape == target.shape[:1]
         wanted = f"a per-token tensor, whose first dimensions are target's shape {tuple(target.shape)}"
         if target.dim() > 1:
@@ -360,13 +361,13 @@ def check_per_token(tensors: Mapping[str, object], target: Tensor) -> None:
         check_shapes(fits, wanted, **{name: tensor})
 
 
-# Their entries
+# Entries of tensors
 
 
 def check_entries(
     good: Tensor, values: Tensor, what: str, why: str, error: type[Exception] = ValueError, above: int = 0
 ) -> None:
-    """Raise `error` with the first of the values, and its position, where `good` is not true.
+    """Raise `error`, with the value and its position, for the first of the values where `good` is not true.
 
     Nothing is checked while a CUDA graph is captured, because no number can be read then.
 
@@ -384,10 +385,9 @@ def check_entries(
 
 
 def check_segments(segment_ids: object, sequences: int | None = None, **scores: Tensor) -> None:
-    """Raise unless `segment_ids` are integers below `sequences`, of the shape and device of scores, if there are any.
+    """Raise unless `segment_ids` are integers below `sequences`, with the shape and device of any scores given.
 
-    The range is checked on the CPU only: on other devices the check would wait for the device, and their indexing
-    checks it.
+    The range is checked on the CPU only: other devices would have to be waited for, and their indexing checks it.
     """
     segment_ids = check_dtype(segment_ids, "segment_ids", CLASS_INDICES, "be int64: use segment_ids.long()")
     for name, like in scores.items():
@@ -404,8 +404,8 @@ def check_classes(ids: object, name: str, target: Tensor, counted: Tensor, class
     """Raise unless `ids` are class indices for each target, and within `classes` where the mask `counted` is true.
 
     Args:
-        classes: a range below 0 is for what fills up a row, and then a row has at least one.
-        why: the end of the message about one outside the vocabulary.
+        classes: a range that begins below 0 admits negative ids, which fill up a row; then a row has at least one id.
+        why: the end of the message about an id outside the vocabulary.
     """
     ids = check_integer_target(ids, name)
     fewest = 1 if classes.start < 0 else 0
@@ -422,7 +422,7 @@ def check_classes(ids: object, name: str, target: Tensor, counted: Tensor, class
 
 
 def check_range(target: Tensor, counted: Tensor, vocab_size: int, above: int = 0) -> None:
-    """Raise IndexError if a target that is not ignored, where the mask `counted` is true, is no class."""
+    """Raise IndexError if a target that is not ignored, where the mask `counted` is true, is not a class."""
     if is_capturing(target.device):
         return
     good = ~counted | (target.clamp(0, vocab_size - 1) == target)
@@ -456,7 +456,7 @@ def _uses(chunks: Iterable[Chunk], rows: int, device: torch.device) -> Tensor:
         if isinstance(chunk, slice):
             uses_N[chunk] += 1
         else:
-            # Unlike `uses_N[chunk] += 1`, this counts an index twice that is twice in the chunk
+            # Unlike `uses_N[chunk] += 1`, this counts an index twice if it is in the chunk twice
             uses_N.index_put_((chunk,), torch.ones_like(chunk, dtype=torch.int32), accumulate=True)
     return uses_N
 
@@ -490,11 +490,11 @@ def refuse_transforms(tensors: Iterable[object] = ()) -> None:
     within = f"called inside a transform of torch.func, or by a batched gradient; {instead}"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(within)
-    # Anything but a tensor is refused elsewhere
+    # Anything that is not a tensor is refused elsewhere
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        # is_grads_batched has a vmap of its own, which is not an interpreter
+        # is_grads_batched has its own vmap, which is not on the interpreter stack
         if torch._C._functorch.is_legacy_batchedtensor(tensor):
             raise RuntimeError(within)
         # -1 outside of forward_ad.dual_level, so that this costs nothing there
@@ -503,7 +503,7 @@ def refuse_transforms(tensors: Iterable[object] = ()) -> None:
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
-    """Raise RuntimeError in a backward that is recorded: what forward has stored for it has no graph."""
+    """Raise RuntimeError in a backward that is recorded, because what forward stored for it has no graph."""
     if torch.is_grad_enabled():
         asked = f"{what} was asked for a second derivative (create_graph=True), and it keeps no graph of what it stores"
         raise RuntimeError(f"{asked}; use {instead} where you need one")
@@ -523,14 +523,14 @@ REENTRANT = (
 
 
 def refuse_reentrant(result: Tensor) -> None:
-    """Raise RuntimeError if the result's graph has a checkpoint that calls backward, and so writes `.grad`, itself."""
-    # torch's, and those of libraries that took it over (Megatron, DeepSpeed, fairscale)
+    """Raise RuntimeError if the result's graph has a checkpoint that itself calls backward, and so writes `.grad`."""
+    # torch's own, and the copies of it in Megatron, DeepSpeed and fairscale
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of_graph(result.grad_fn)):
         raise RuntimeError(REENTRANT)
 
 
 def refuse_unknown_leaves(result: Tensor, known: Iterable[Tensor], used: str, instead: str) -> None:
-    """Raise RuntimeError if the graph of a result has a leaf that is not known: its gradient would be lost silently."""
+    """Raise RuntimeError if the graph of a result has an unknown leaf, whose gradient would be lost silently."""
     ids = {id(t) for t in known}
     for leaf in leaves_of_graph(result):
         if id(leaf) not in ids:

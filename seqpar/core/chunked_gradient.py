@@ -4,9 +4,9 @@
     forward:   return sum_c l_c
     backward:  return upstream factor x stored gradient, for the hidden states and for each parameter
 
-Every loss goes through this node as a `Walk` over its chunks, mostly that of `sum_over_chunks` with a `ChunkLoss`, a
-function that computes one chunk's loss and stores its gradient. `AutogradChunkLoss` in this file calls autograd, for
-any generator and criterion; the closed forms of `seqpar.linear` compute the gradient themselves.
+Every loss goes through this node as a `Walk` over its chunks, usually `sum_over_chunks` with a `ChunkLoss`, which
+computes one chunk's loss and stores its gradient. `AutogradChunkLoss` in this file calls autograd, for any generator
+and criterion; the closed forms of `seqpar.linear` compute the gradient themselves.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ChunkTensors = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
 
 THIS, INSTEAD = "the chunked loss", "the plain, un-chunked loss"
-"""What refuses a second derivative, and what has one."""
+"""For errors: what refuses a second derivative, and what has one."""
 
 UNREGISTERED = (
     "and is neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a forward "
@@ -92,18 +92,18 @@ class ChunkLoss(Protocol):
 
 
 Walk = Callable[[Sequence[Chunk], Any, Gradients | None], TokenLoss]
-"""(chunks, leaves, gradients) -> the summed loss; as `sum_over_chunks` with its first argument given."""
+"""(chunks, leaves, gradients) -> the summed loss; such as `sum_over_chunks` with its first argument bound."""
 
 
 class Leaves(NamedTuple):
     """The tensors that gradients flow into; None stands for one that was not given."""
 
     of_tokens: Sequence[Tensor | None]
-    """Those with one row for each token, hidden first."""
+    """Tensors with one row per token, hidden first."""
     params: Sequence[Tensor | None]
-    """The others."""
+    """All others."""
     empty: TokenLoss | None
-    """The loss of no tokens, to which those of the chunks are added; None where theirs say which sums there are."""
+    """The loss of no tokens, to which the chunks' losses are added; None if those show which sums there are."""
 
 
 def chunked_gradient(
@@ -138,13 +138,14 @@ def chunked_gradient(
 
     Raises:
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
-        ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
-            inf; a `per_chunk`, called for the first time, whose loss of a few rows is not the sum of each row's own, or
-            that of a chunk not the sum of those of its halves, or depends on what its calls change; of which a gradient
-            does not add up over rows, or is not linear in the factor of the loss; or that leaves a tensor with a graph
-            elsewhere.
+        ValueError: chunks that overlap; per-token tensors with different numbers of rows; a `loss_scale` of 0, nan or
+            inf.
+        ValueError: on the first call, a `per_chunk` whose loss of a few rows is not the sum of each row's own, whose
+            loss of a chunk is not the sum of those of its halves, or whose loss depends on what its calls change; one
+            with a gradient that does not add up over rows, or is not linear in the factor of the loss; or one that
+            leaves a tensor with a graph elsewhere.
         RuntimeError: in backward, if it is the second one for one of the tensors (the first has freed its gradient), if
-            `create_graph=True`, or if no chunk's loss required a gradient (where torch's own backward raises, too).
+            `create_graph=True`, or if no chunk's loss required a gradient (torch's own backward raises then, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
             would be lost.
 
@@ -184,7 +185,7 @@ def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Seq
 
 
 ASKED_ROWS = 4
-"""How many rows `per_chunk` is asked about, together and alone."""
+"""How many rows `per_chunk` is tested on, together and alone."""
 
 _asked = Asked()
 
@@ -192,11 +193,11 @@ _asked = Asked()
 def _refuse_joined_rows(
     per_chunk: PerChunk, chunks: Sequence[Chunk], per_token: Sequence[Tensor], params: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError if the loss of a few rows is not the sum of their own; each function is asked once.
+    """Raise ValueError if the loss of a few rows is not the sum of each row's own; each function is tested once.
 
-    It is asked again with other settings around it, other dtypes or dimensions, and other tensors to differentiate. Nor
-    may that of the first chunk, or of the last, be another one than that of its halves: a few rows may be without
-    padding; nor what it is depend on what calls change. What these calls change is put back.
+    It is tested again with other settings around it, other dtypes or dimensions, and other tensors to differentiate.
+    The loss of the first and of the last chunk must also be the sum of those of its halves, because a few rows may have
+    no padding; and it must not depend on what calls change. What the calls of this test change is restored.
     """
     grad_enabled = torch.is_grad_enabled()
     tensors = tuple([(t.dim(), t.dtype, grad_enabled and t.requires_grad) for t in (*per_token, *params)])
@@ -210,7 +211,7 @@ def _refuse_joined_rows(
         return
     around = surroundings_of_function("per_chunk", per_chunk)
     try:
-        # Rows that are all chunks of their own have nothing to be joined with
+        # If each row is a chunk of its own, there is nothing to join it with
         _ask_about_rows(per_chunk, (several or some)[0], several, per_token, params, around)
     finally:
         around.put_back(keeps_made=True)
@@ -225,7 +226,7 @@ def _ask_about_rows(
     params: Sequence[Tensor],
     around: Surroundings,
 ) -> None:
-    """Raise ValueError as `_refuse_joined_rows` says; calls change what is around the function.
+    """Raise ValueError as `_refuse_joined_rows` says; the calls may change what is around the function.
 
     Args:
         first: a chunk that is not empty.
@@ -237,13 +238,13 @@ def _ask_about_rows(
     def total(given: Sequence[Tensor], is_slice: bool, ends: tuple[Tensor, ...] = ends) -> Tensor:
         *rows, row_K = given
         some: Chunk = row_K
-        # A row that is asked beside itself is no slice
+        # `ask_alone` may pass a row twice, and that is not a slice
         if is_slice and int(row_K[-1]) - int(row_K[0]) == len(row_K) - 1:
             some = slice(int(row_K[0]), int(row_K[-1]) + 1)
         return _check_token_loss(per_chunk(ends, tuple(rows), some)).total
 
     def of_all(rows: Sequence[Tensor], factor: float = 1.0) -> Answer:
-        """Return what rows of the first chunk give, with the gradients of the parameters."""
+        """Return the loss of rows of the first chunk, with gradients that include those of the parameters."""
 
         def times_factor(given: Sequence[Tensor]) -> Tensor:
             return factor * total(given[: len(rows)], isinstance(first, slice), tuple(given[len(rows) :]))
@@ -270,10 +271,10 @@ def _ask_about_rows(
 
 
 def _refuse_change(total: OfRows, rows: Sequence[Tensor], apart: Answer) -> None:
-    """Raise ValueError if the loss of rows in company is not the one of the same rows apart."""
+    """Raise ValueError if the loss of rows together is not that of the same rows apart."""
     together = ask(total, rows)
     change = change_in_company(together, apart)
-    # A random loss cannot be compared with itself
+    # Only if it repeats: a random loss cannot be compared
     if not change.is_rounding and change_in_company(together, ask(total, rows)).is_rounding:
         raise ValueError(
             f"per_chunk joins rows: {change}. It is called on some rows at a time, so its loss must be a sum of one "
@@ -282,10 +283,11 @@ def _refuse_change(total: OfRows, rows: Sequence[Tensor], apart: Answer) -> None
 
 
 def _refuse_other_gradients(of_all: Callable[..., Answer], rows: Sequence[Tensor], arguments: int) -> None:
-    """Raise ValueError unless gradients are linear in the factor of the loss, and the parameters' sums over rows.
+    """Raise ValueError unless gradients are linear in the factor of the loss, and those of parameters add up over rows.
 
     Args:
-        of_all: returns the gradients of `arguments` per-token tensors that require one, and of the parameters.
+        of_all: returns an answer with the gradients of per-token tensors that require one, then of the parameters.
+        arguments: how many per-token tensors there are.
     """
     whole = of_all(rows)
     wrong = ""
@@ -306,15 +308,15 @@ def _refuse_other_gradients(of_all: Callable[..., Answer], rows: Sequence[Tensor
                 f"per_chunk joins rows: the gradients of params from the halves of some rows are off by {by:.2g} from "
                 "those of the whole. It is called on some rows at a time, so they must be sums of one term per row"
             )
-    # A random loss cannot be compared with itself
+    # Only if they repeat: those of a random loss cannot be compared
     if wrong and not _largest_change(of_all(rows).gradients, whole):
         raise ValueError(wrong)
 
 
 def _largest_change(found: Sequence[Tensor], whole: Answer) -> float:
-    """Return by how much gradients are off, relative to the largest number of each; 0.0 for rounding.
+    """Return by how much gradients are off, relative to the largest number of each; 0.0 if that is rounding.
 
-    That may leave something of terms that cancel.
+    What rounding leaves of terms that cancel counts as rounding, too.
     """
     largest = max((float(grad.abs().max()) for grad in whole.gradients if grad.numel()), default=0.0)
     left = CANCELLED * max(whole.precision.eps * largest, whole.precision.smallest / EIGHTH)
@@ -335,7 +337,7 @@ def differentiable_sum(
 ) -> TokenLoss:
     """Return the loss of a walk over the chunks as one node of autograd's graph.
 
-    Arguments and errors are those of `chunked_gradient`, but nothing is checked: the chunks must not overlap, as those
+    Arguments and errors are those of `chunked_gradient`, but nothing is checked: the chunks must not overlap, and those
     of `cut_rows` and `cut_time` never do.
     """
     per_token = leaves.of_tokens
@@ -345,7 +347,7 @@ def differentiable_sum(
     grad_enabled = torch.is_grad_enabled()
     wanted = [grad_enabled and t is not None and t.requires_grad for t in tensors]
     gradients = None
-    # The chunks leave no graph behind. The node below, which has the sum as its output, stands in for all of theirs
+    # The chunks leave no graph behind: the node below, whose output is the sum, stands in for all of theirs
     with torch.no_grad():
         if any(wanted):
             gradients = Gradients(per_token, params, wanted, chunks, loss_scale)
@@ -361,7 +363,7 @@ def sum_over_chunks(
     leaves: Leaves,
     gradients: Gradients | None,
 ) -> TokenLoss:
-    """Return the loss of all chunks, and store its gradients in `gradients` unless that is None; under `no_grad`."""
+    """Return the loss of all chunks; store its gradients in `gradients` unless that is None. Call under `no_grad`."""
     losses = [] if leaves.empty is None else [leaves.empty]
     per_token = leaves.of_tokens
     for chunk in chunks:
@@ -387,9 +389,9 @@ class StoredGradient(torch.autograd.Function):
         ctx.any_chunks = chunks > 0
         ctx.is_detached = is_detached(gradients.detached_chunks, chunks, loss.total)
         ctx.leaves = len(leaves)
-        # Only these have a node before this one
+        # Only these have an entry in `next_functions`
         ctx.given = [i for i, t in enumerate(leaves) if t is not None]
-        # Where no chunk stores a gradient
+        # For zeros, if there are no chunks that store gradients
         ctx.shapes = {}
         for i, leaf in enumerate(() if chunks else leaves):
             if leaf is not None and leaf.requires_grad:
@@ -409,8 +411,8 @@ class StoredGradient(torch.autograd.Function):
         # In the order of forward's leaves
         grads: list[Tensor | None] = [None] * ctx.leaves
         asked = {i for i, (node, _) in zip(ctx.given, ctx.next_functions, strict=True) if is_asked_for(node)}
-        # A zero-bubble pipeline asks for hidden's gradient first and for the parameters' in a second backward. Each is
-        # scaled and handed out once, and nothing is computed again
+        # A zero-bubble pipeline asks for hidden's gradient first, and for the parameters' in a second backward. Each is
+        # scaled and handed out once, and nothing is recomputed
         refuse_second_backward(not asked.isdisjoint(ctx.handed_out), THIS)
         ctx.handed_out |= asked
         if upstream is None:
@@ -433,12 +435,12 @@ class StoredGradient(torch.autograd.Function):
 
 
 def is_detached(detached_chunks: int, chunks: int, total: Tensor) -> bool:
-    """Return whether no chunk's loss required a gradient, though it is not 0, which may be a sum of nothing."""
+    """Return whether no chunk's loss required a gradient although it is not 0: a 0 may be a sum of nothing."""
     return 0 < detached_chunks == chunks and bool(total != 0)
 
 
 def leaf_copies(params: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return detached copies at which a chunk's graph ends, so that no hook of the parameters fires once per chunk."""
+    """Return detached copies where each chunk's graph ends, so that no hook of a parameter fires once per chunk."""
     grad_enabled = torch.is_grad_enabled()
     return tuple([p.detach().requires_grad_(grad_enabled and p.requires_grad) for p in params])
 
@@ -448,7 +450,7 @@ class AutogradChunkLoss:
 
     Args:
         function: `(params, rows, chunk) -> TokenLoss`, the chunk's summed loss.
-        params: the leaves of its graph beside the rows; those that require a gradient get one.
+        params: the leaves of its graph besides the rows; those that require a gradient get one.
     """
 
     def __init__(self, function: PerChunk, params: Sequence[Tensor]) -> None:
@@ -469,7 +471,7 @@ class AutogradChunkLoss:
             # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
             own = tuple(t.clone() if t.requires_grad else t for t in given)
             loss = _check_token_loss(self.function(self.params, own, chunk))
-        # In every chunk: the first may have no token of an expert that is in a plain list
+        # In every chunk, because the first may have no token for an expert that is in a plain list
         refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
         gradients.detached_chunks += not loss.total.requires_grad
         grads = _gradients(loss.total, leaves, gradients.scale)
@@ -480,15 +482,15 @@ class AutogradChunkLoss:
         for param_slot, grad in zip(gradients.params, grads[len(given) :], strict=True):
             if param_slot is not None and grad is not None:
                 param_slot.add(grad)
-        # Without its graph, which would keep this chunk's logits alive
+        # Detached, because its graph would keep this chunk's logits alive
         return loss.detach()
 
 
 def _check_token_loss(loss: TokenLoss) -> TokenLoss:
-    """Return the loss with a total of no dimensions in float32 or wider; raise unless it is a TokenLoss of a sum."""
+    """Return the loss with a 0-dimensional total in float32 or wider; raise unless it is a TokenLoss of one number."""
     check_type(loss, "per_chunk", TokenLoss, "a TokenLoss of sums", verb="returned")
     total = loss.total
-    # Of a weight or a factor that is not among the arguments
+    # A tangent may come from a weight or a factor that is not among the arguments
     refuse_transforms((total,))
     if total.numel() != 1 or total.is_complex():
         returned = f"shape {tuple(total.shape)} in {total.dtype}"
@@ -507,7 +509,7 @@ def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor)
     upstream = None
     if isinstance(scale, Tensor) or scale != 1:
         upstream = torch.ones_like(total) * scale
-    # A parameter need not take part in every chunk, such as an expert to which none of its tokens was sent
+    # A parameter need not take part in every chunk, such as an expert to which none of the chunk's tokens was sent
     grads = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
     return [next(grads) if t.requires_grad else None for t in leaves]
 

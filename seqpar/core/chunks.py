@@ -18,8 +18,8 @@ CPU_BUDGET = 16 * 2**20
 them."""
 
 ACCELERATOR_BUDGET = 512 * 2**20
-"""Bytes of one chunk's logits on an accelerator: as they are allocated where a kernel overwrites them, else in float32,
-in which the softmax stands beside them."""
+"""Bytes of one chunk's logits on an accelerator: in their own dtype if a kernel overwrites them, else in float32, like
+the softmax that exists beside them."""
 
 FEWEST_ROWS = 512
 """Below this many rows the matrix products are bound by reading the weight and summing its gradient. In bfloat16 and
@@ -31,11 +31,11 @@ An accelerator without the kernel takes four times as many: reading and writing 
 best number and 512 take 1.59 times as long (docs/results/gpu.md)."""
 
 FULL_PRODUCT = 2**22
-"""Numbers of a chunk's hidden gradient that keep all multiprocessors of an accelerator at work: they are computed in
-tiles of 128 x 256, of which an H100 has 132 under way. A narrow chunk may take twice its budget to have that many."""
+"""How many numbers in a chunk's hidden gradient keep all multiprocessors of an accelerator busy: they are computed in
+tiles of 128 x 256, 132 at a time on an H100. A narrow chunk may take twice its budget to have that many."""
 
 ENOUGH_ROWS = 4096
-"""Rows of an accelerator's chunk with which half the budget is enough, where its product is full: on an H200, at
+"""With this many rows in an accelerator's chunk, half the budget is enough if its product is full: on an H200, at
 16,384 x 1,024 x 37,000 in bfloat16, four chunks take 1 % longer than three and 102 MiB less
 (docs/results/chunk_rows.md)."""
 
@@ -47,7 +47,7 @@ Chunk = slice | Tensor
 
 
 def note_rows(error: Exception, chunk: Chunk) -> None:
-    """Add to an error which rows were being computed."""
+    """Add a note to an error that says which rows were being computed."""
     error.add_note(f"in the chunk of {_describe(chunk)}")
 
 
@@ -58,14 +58,14 @@ def _describe(chunk: Chunk) -> str:
         return f"rows {chunk.start or 0} to {last}"
     if is_on_host(chunk) and len(chunk):
         return f"{len(chunk)} rows from {int(chunk.min())} to {int(chunk.max())}"
-    # An accelerator may have failed, and is not asked
+    # An accelerator may have failed, so nothing is read from it
     return f"{len(chunk)} rows"
 
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the device.
 
-    No number can be read then, and the shapes must be the same in every replay, so every row is computed.
+    During a capture no number can be read, and shapes must be the same in every replay, so every row is computed.
     """
     if FACTS[device.type].is_host:
         return False
@@ -78,11 +78,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class LateNumber:
-    """An int64 on its way from the device; on a GPU it is waited for only when it is read, for itself alone."""
+    """An int64 on its way from the device; on a GPU, only reading it waits, and for nothing launched after it."""
 
     def __init__(self, number: Tensor) -> None:
         self.on_device = number
-        # To pinned memory, behind what has been launched so far
+        # To pinned memory, after what has been launched so far
         has_events = FACTS[number.device.type].has_events
         self.here = number.to("cpu", non_blocking=has_events)
         self.arrived: torch.cuda.Event | None = None
@@ -90,7 +90,7 @@ class LateNumber:
             self.arrived = torch.cuda.current_stream(number.device).record_event()
 
     def read(self) -> int:
-        """Return the number, as soon as it is there."""
+        """Return the number as soon as it has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         # Not by `item`, which goes through torch's dispatcher
@@ -101,7 +101,7 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str, width:
     """Return how many rows of `vocab_size` logits a chunk has on that kind of device.
 
     Args:
-        width: that of the hidden states where a kernel overwrites the logits by their gradient; None elsewhere.
+        width: the width of the hidden states, if a kernel overwrites the logits with their gradient; otherwise None.
     """
     if width is not None:
         rows = ACCELERATOR_BUDGET // max(1, vocab_size * dtype.itemsize)
@@ -142,17 +142,17 @@ def cut_rows(counted_N: Tensor, rows: int, count: int | None = None) -> list[Chu
 
 
 def rows_in(chunk: Chunk) -> int:
-    """Return how many rows a chunk has, whose bounds are numbers if it is a slice."""
+    """Return how many rows a chunk has; if it is a slice, its bounds must be numbers."""
     return chunk.stop - chunk.start if isinstance(chunk, slice) else len(chunk)
 
 
 def cover(chunks: Sequence[Chunk], rows: int) -> bool:
-    """Return whether the chunks are known to have all rows between them: adjacent slices from the first to the last."""
+    """Return whether the chunks are known to cover all rows: adjacent slices from the first row to the last."""
     end = 0
     for chunk in chunks:
         if not isinstance(chunk, slice) or chunk.start != end or chunk.step is not None:
             return False
-        # One that ends before it begins is empty, and the next would begin there again
+        # A slice that ends before it begins is empty, and the next one would begin there again
         if chunk.stop is None or chunk.stop < end:
             return False
         end = chunk.stop
@@ -164,13 +164,13 @@ def even_slices(count: int, most: int) -> list[slice]:
     if not count:
         return []
     number = -(-count // most)
-    # The bounds are rounded and not the size, so that the remainder is spread over the slices
+    # The bounds are rounded, not the size, so that the remainder is spread over the slices
     bounds = [i * count // number for i in range(number + 1)]
     return list(map(slice, bounds, bounds[1:]))
 
 
 def cut_time(counted_BT: Tensor, steps: int) -> list[Chunk]:
-    """Return the rows where the mask is true, `steps` time steps of the whole batch to a chunk.
+    """Return the rows where the mask is true, in chunks of `steps` time steps of the whole batch.
 
     Rows are numbered as in `counted_BT.flatten()`: sequence b at time t is row b * T + t.
     """
@@ -183,16 +183,16 @@ def cut_time(counted_BT: Tensor, steps: int) -> list[Chunk]:
     position_K = counted_BT.t().reshape(-1).nonzero().squeeze(1)
     time_K = position_K.div(max(1, batch), rounding_mode="floor")
     sequence_K = position_K % max(1, batch)
-    # A chunk's number of counted rows; it is 0 where all of its time steps are padding
+    # Each chunk's number of counted rows, 0 if all of its time steps are padding
     sizes = torch.bincount(time_K // steps).tolist()
     row_K = sequence_K * time + time_K
     return [chunk for chunk in row_K.split(sizes) if len(chunk)]
 
 
 def even_sizes(rows: int, parts: int) -> list[int]:
-    """Return `min(rows, parts)` sizes that add up to `rows`, differ by at most one, larger ones first.
+    """Return `min(rows, parts)` sizes that add up to `rows` and differ by at most one, larger ones first.
 
-    Without rows it is [0].
+    Without rows, return [0].
     """
     parts = max(1, min(rows, parts))
     # The remainder, fewer than `parts` rows, is given out one row each from the front

@@ -1,6 +1,6 @@
 """State what each kind of device can do: no other module compares the type of a device.
 
-A backend is a row of `FACTS`. One without a row is an accelerator of which no more is known than that it computes.
+A backend is a row of `FACTS`. One without a row is treated as an accelerator about which nothing else is known.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class DeviceFacts(NamedTuple):
     """What a kind of device can do."""
 
     is_host: bool = False
-    """Whether the host itself computes. Then a number can be read at once, where the host would wait for all that it
-    has launched on an accelerator; and there are no streams, no current device and no random state of its own."""
+    """Whether the host itself computes. Then a number can be read at once, whereas the host would wait for everything
+    that it has launched on an accelerator; and it has no streams, no current device and no random state of its own."""
     has_kernels: bool = False
     """Whether Triton compiles for it."""
     has_events: bool = False
@@ -27,7 +27,7 @@ class DeviceFacts(NamedTuple):
     """Whether it adds a bfloat16 product to a float32 sum without rounding it to bfloat16 first."""
     adds_wider_at_once: bool = True
     """Whether it adds bfloat16 to a float32 sum as fast as it moves the numbers; a CPU takes longer than the product
-    took, but for blocks that stay in its cache."""
+    took, except for blocks that stay in its cache."""
     has_softmax_in_place: bool = False
     """Whether a softmax is known to work in place; elsewhere the allocator reuses the memory anyway."""
     has_float64: bool = True
@@ -57,12 +57,12 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def may_read(tensor: Tensor) -> bool:
-    """Return whether a check may read a tensor's numbers: the host would wait for a device, and a compiler has none."""
+    """Return whether a check may read a tensor's numbers: not where the host would wait for them, nor in a compiler."""
     return FACTS[tensor.device.type].is_host and not torch.compiler.is_compiling()
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the device is the current one, which "cuda" without an index means; none for a CPU."""
+    """Return a context in which the device is the current one, as "cuda" without an index means; empty for a CPU."""
     if FACTS[device.type].is_host:
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)

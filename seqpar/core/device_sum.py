@@ -25,10 +25,10 @@ from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss, wide
 
 Job = tuple[Walk, Sequence[Chunk], Leaves]
-"""What is added up on a device."""
+"""What one device adds up."""
 
 SAME_LOSS = 1e-6
-"""The largest relative difference of two walks over the same chunks; a float32 sum may take another kernel's order."""
+"""The largest relative difference of two walks over the same chunks: a float32 sum may be in another kernel's order."""
 
 Apply = Callable[[Sequence[Walk], Sequence[tuple[Any, ...]]], Sequence[TokenLoss]]
 """(walks, the arguments of each) -> the loss of each."""
@@ -44,7 +44,7 @@ def sum_over_devices(
     """Return the loss of all devices, on the first one.
 
     Args:
-        params: the caller's parameters, of which the leaves of each job have copies, in the same order.
+        params: the caller's parameters; the leaves of each job have copies of them, in the same order.
         loss_scale: as in `chunked_gradient`.
         apply: runs the walks.
         is_linear: whether the gradient of a multiple of the loss is that multiple of its gradient. Otherwise it is
@@ -79,7 +79,7 @@ def sum_over_devices(
             autocast = autocast_of_now(sorted({t.device.type for t in tensors if t is not None}))
 
             def later(factor: float | Tensor) -> tuple[TokenLoss, _GradientsOverDevices]:
-                # Not in threads: backward runs in the one that their own gradients on an accelerator would wait for
+                # Not in threads: their own backward on an accelerator would wait for the thread that runs this one
                 with autocast():
                     return with_gradients(factor, _one_after_another)
 
@@ -95,14 +95,14 @@ class _GradientsLater:
     """Gradients that are computed in backward, where the factor of the loss is known.
 
     Args:
-        total: the loss, which the second walk must find again.
-        chunks: how many each walk has.
+        total: the loss, which the second walk must reproduce.
+        chunks: how many chunks the walks have together.
         walk: factor -> the loss and the gradients, stored multiplied by the factor.
         leaves: what the walks read, which must not change in place between them.
     """
 
     detached_chunks = 0
-    """None before the second walk."""
+    """How many chunks were detached: none, before the second walk."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class _GradientsLater:
         self.leaves = [with_version(t) for t in leaves]
 
     def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, None]:
-        """Return the gradients of a loss that is multiplied by the upstream factor; nothing is left to multiply by.
+        """Return the gradients of the loss times the upstream factor, and None, as no factor is left to multiply by.
 
-        Raises RuntimeError for a leaf that was changed in place, and where the second walk finds another loss: what has
-        no version, such as a mode, has changed since the first.
+        Raises RuntimeError for a leaf that was changed in place, and if the second walk finds a different loss, because
+        something without a version, such as a mode, has changed since the first.
         """
         for saved in self.leaves:
             check_unchanged(saved)
@@ -137,13 +137,13 @@ class _GradientsLater:
 
 
 class _GradientsOverDevices:
-    """The stored gradients of all devices; read as `Gradients` is."""
+    """The stored gradients of all devices, with what `StoredGradient` reads of a `Gradients`."""
 
     def __init__(self, jobs: Sequence[Job], params: Sequence[Tensor | None], scale: float | Tensor) -> None:
         trained = [t is not None and t.requires_grad for t in params]
         self.on_devices = [self._of_device(job, trained, scale) for job in jobs]
         if len(jobs) > 1:
-            # Gradients of one chunk, too, are summed over the devices before they are narrow
+            # Even those of a single chunk are summed over the devices before they are narrowed
             for own in self.on_devices:
                 own.params = [slot and SummedGradient(wide(slot.dtype), max(2, slot.chunks)) for slot in own.params]
         self.params = [
@@ -157,7 +157,7 @@ class _GradientsOverDevices:
         self.detached_chunks = 0
 
     def of(self, upstream: Tensor) -> tuple[_GradientsOverDevices, Tensor]:
-        """Return these and a factor, as `Gradients.of` does."""
+        """Return these gradients and the factor to multiply them by, as `Gradients.of` does."""
         _, factor = self.on_devices[0].of(upstream)
         return self, factor
 
@@ -169,12 +169,12 @@ class _GradientsOverDevices:
 
     @property
     def per_token(self) -> list[Any]:
-        """Return the slots of all devices, which a walk may replace by its own."""
+        """Return the slots of all devices, read late because a walk may replace them by its own."""
         return [slot for own in self.on_devices for slot in own.per_token]
 
 
 class _ParameterGradient:
-    """The gradient of one parameter, which is summed over its copies."""
+    """The gradient of one parameter, summed over its copies on the devices."""
 
     def __init__(self, parameter: Tensor, on_devices: Sequence[Gradients], place: int) -> None:
         self.home = parameter.device

@@ -1,7 +1,7 @@
-"""Find what calls of modules change besides their result, and put it back.
+"""Find out what calls of modules change besides their result, and restore it.
 
 A pair is called on copies, once for each chunk, so what it keeps between calls would depend on the chunks, or be lost.
-What modules hold is compared by value: numbers, tensors, containers and the attributes of further objects.
+What modules hold is compared by value: numbers, tensors, containers and the attributes of other objects.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from seqpar.core.settings import OF_TORCH
 from seqpar.core.structures import dict_of, has_in_class, slots_of
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
-"""The attributes that a structural copy has for itself."""
+"""The attributes of which a structural copy has its own."""
 
 UNLOOKED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Parameter)
-"""What is compared by identity, without a look inside."""
+"""What is compared by identity and not inspected further."""
 
 PLAIN = (int, float, complex, str, bytes, type(None))
 
 MOST_OBJECTS = 2_000
-"""How many objects are looked into: a module may hold its trainer, and with it everything."""
+"""How many objects are inspected: a module may hold its trainer, and through it everything."""
 
 DEEPEST = 50
-"""How many objects within each other, such as the members of a chain: Python allows 1,000 calls within each other."""
+"""How deeply nested objects are inspected, such as the members of a linked list: Python allows 1,000 nested calls."""
 
 MOST_NUMBERS = 2**24
 """How many numbers of tensors are copied: a module may hold an optimizer's state."""
@@ -57,24 +57,25 @@ KEEPS_A_GRAPH = (
 
 @dataclass(eq=False)
 class Graph:
-    """A tensor that a module holds with its graph, and its numbers: a copy, unless they are too many."""
+    """A tensor that a module holds with its graph, and its numbers: a copy, unless there are too many."""
 
     tensor: Tensor
     numbers: Tensor
 
 
 class Held:
-    """What modules hold in attributes that are neither parameters nor buffers nor modules, as it is now.
+    """What modules currently hold in attributes that are neither parameters nor buffers nor modules.
 
     Args:
-        heads: modules of the same structure; a copy's method that is set on the instance changes the original.
+        heads: modules of the same structure, such as a copy and its original: a method that was set on the original
+            instance changes the original even if the copy is called.
     """
 
     def __init__(self, *heads: nn.Module) -> None:
         self.tensors: list[Tensor] = []
         self.undo: list[Callable[[], None]] = []
         self.generators: list[Any] = []
-        # With the values themselves, whose numbers would otherwise be those of later ones
+        # With the values themselves, because the id of a freed value may be reused
         self._seen: dict[int, tuple[object, object]] = {}
         self._numbers = 0
         self._depth = 0
@@ -88,7 +89,7 @@ class Held:
                         self.values[f"{owner}.{name}".lstrip("."), i] = self._look(own[name])
 
     def _look(self, value: Any) -> object:
-        """Return a copy of a value, by contents; remember how to put back what can be changed in place."""
+        """Return a copy of a value's contents, and remember how to restore what can be changed in place."""
         if type(value) in weakref.ProxyTypes:
             return id(value)
         if isinstance(value, (*UNLOOKED, *PLAIN)) or len(self._seen) > MOST_OBJECTS or self._depth > DEEPEST:
@@ -105,7 +106,7 @@ class Held:
             self._keep(value, list, value.extend)
             return type(value), *self._look_at_each(value)
         if isinstance(value, (dict, set)):
-            # Whatever a subclass makes of `copy`
+            # Not by the value's own `copy`, which a subclass may have changed
             self._keep(value, dict if isinstance(value, dict) else set, value.update)
             # Not its pairs, each of which would count as an object: a vocabulary has thousands
             items = (*value, *value.values()) if isinstance(value, dict) else value
@@ -128,12 +129,12 @@ class Held:
         return found
 
     def _look_at_array(self, value: Any) -> object:
-        """Return the numbers of an array of numpy or of Python, or of a single number of numpy's."""
+        """Return the contents of a numpy or Python array, or of a numpy scalar."""
         old = copy.copy(value)
         numbers = _bytes_of(value)
 
         def put_back() -> None:
-            # Only then: some are read-only
+            # Only if it has changed: some are read-only
             if _bytes_of(value) != numbers:
                 value[... if has_in_class(value, "__array_interface__") else slice(None)] = old
 
@@ -141,7 +142,7 @@ class Held:
         return type(value), getattr(value, "shape", len(numbers)), numbers
 
     def _look_at_variable(self, variable: ContextVar[Any]) -> object:
-        """Return a copy of what a context variable stands for, if it stands for anything."""
+        """Return a copy of a context variable's value, if it has one."""
         try:
             old = variable.get()
         except LookupError:
@@ -155,12 +156,12 @@ class Held:
         return type(variable), *self._look_at_each([old])
 
     def _look_at_object(self, value: Any) -> object:
-        """Return a copy of what an object holds in attributes; the object itself if it has none, as a number."""
+        """Return a copy of an object's attributes; the object itself if it has none, such as a number."""
         if isinstance(value, ContextVar):
             return self._look_at_variable(value)
         if isinstance(value, functools.partial):
             return type(value), *self._look_at_each((value.func, value.args, value.keywords))
-        # What FSDP2 and others keep beside a module, whose tensors may have no memory, is not the pair's
+        # What libraries such as FSDP2 keep in a module is not the pair's, and their tensors may have no memory
         if is_of_library(type(value)) and not isinstance(value, (nn.Module, UserDict, UserList, ChainMap)):
             return value
         own = dict_of(value)
@@ -188,7 +189,7 @@ class Held:
             self.tensors.append(tensor)
 
         def put_back() -> None:
-            # One of inference mode does not count its changes, and is changed in that mode alone
+            # An inference tensor does not count its changes, and can be changed in inference mode only
             if version_of(tensor) != version or tensor.is_inference():
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(numbers)
@@ -197,9 +198,9 @@ class Held:
         return numbers
 
     def _keep(self, value: Any, copied: Callable[[Any], Any], fill: Callable[[Any], object]) -> None:
-        """Remember to empty and fill a container again, if its items are others by then; with what was opened since."""
+        """Remember to restore a container if its items have changed by then; what was opened since stays in it."""
         old = copied(value)
-        # An attributes' dict may be freed, too
+        # Held here as well, because the dict of an object's attributes may be freed, too
         self._seen[id(value)] = value, type(value)
 
         def put_back() -> None:
@@ -213,7 +214,7 @@ class Held:
 
     @contextlib.contextmanager
     def keep_state(self, device: torch.device) -> Iterator[None]:
-        """Put back after the block what the modules held, and all random states."""
+        """Restore, after the block, what the modules held and all random states."""
         versions = torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors))  # type: ignore[attr-defined]
         with keep_random_states(device, self.generators), versions:
             try:
@@ -223,19 +224,19 @@ class Held:
                     put_back()
 
     def changed_names(self, other: Held) -> list[str]:
-        """Return the names of the attributes whose values differ from another time's, or that only one time has."""
+        """Return the names of the attributes that differ from those of another time, or that only one time has."""
         names = {**self.values, **other.values}
         missing = object()
         return [n for n, i in names if not is_same(self.values.get((n, i), missing), other.values.get((n, i), missing))]
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Return the bytes of an array: unlike the numbers, each of them is the same as itself."""
+    """Return the bytes of an array: unlike its numbers, each of them equals itself."""
     return bytes(value) if isinstance(value, bytearray) else value.tobytes()
 
 
 def _is_unchanged(value: Any, old: Any) -> bool:
-    """Return whether a container has the very items that it had, in their order."""
+    """Return whether a container has exactly the items that it had, in the same order."""
     if isinstance(value, dict):
         return _are_the_same(value, old) and _are_the_same(value.values(), old.values())
     if isinstance(value, (list, deque)):
@@ -244,9 +245,9 @@ def _is_unchanged(value: Any, old: Any) -> bool:
 
 
 def _opened_since(value: Any, old: Any) -> Any:
-    """Return the new items that are open, such as a file or the run of a tracker: made anew, they would be two.
+    """Return the new items that are open, such as a file or a tracker's run: opened again, there would be two.
 
-    None that has taken the place of an open one.
+    An item that has replaced an open one is not returned.
     """
     if isinstance(value, dict):
         return {name: item for name, item in value.items() if old.get(name) is None and is_open(item)}
@@ -256,7 +257,7 @@ def _opened_since(value: Any, old: Any) -> Any:
 
 
 def is_open(value: Any) -> bool:
-    """Return whether it is something that its owner closes; a generator has a `close`, too, and is not opened."""
+    """Return whether a value must be closed by its owner; a generator has a `close`, too, but is not opened."""
     return has_in_class(value, "close") and not isinstance(value, GeneratorType)
 
 
@@ -283,7 +284,7 @@ def is_same(a: object, b: object) -> bool:
 
 @contextlib.contextmanager
 def keep_random_states(device: torch.device, generators: list[Any]) -> Iterator[None]:
-    """Put back after the block the random states of torch, Python, numpy if it is loaded, and these generators."""
+    """Restore, after the block, the random states of torch, Python, numpy if it is loaded, and these generators."""
     numpy = sys.modules.get("numpy.random")
     sources = [(random.getstate, random.setstate), *filter(None, map(_random_state, generators))]
     if numpy is not None:
@@ -298,10 +299,10 @@ def keep_random_states(device: torch.device, generators: list[Any]) -> Iterator[
 
 
 def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """Return how the state of a source of random numbers is read and written; None for anything else."""
+    """Return functions that read and set the state of a random number generator; None for anything else."""
     if isinstance(source, torch.Generator) or type(source).__name__ == "RandomState":
         return source.get_state, source.set_state
-    # That of the system has none
+    # The system's generator has no state
     if isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
         return source.getstate, source.setstate
     # numpy's Generator, without importing numpy
@@ -312,7 +313,7 @@ def _random_state(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 
 
 def named_values(kind: type, held: Held) -> Iterator[tuple[str, Any]]:
-    """Yield what is of a kind, directly or in a container, each with the name of what holds it."""
+    """Yield the values of a class, held directly or in a container, each with the name under which it is held."""
     for (name, _), value in held.values.items():
         todo = [value]
         while todo:
@@ -324,6 +325,6 @@ def named_values(kind: type, held: Held) -> Iterator[tuple[str, Any]]:
 
 
 def names_of_new_graphs(before: Held, after: Held) -> list[str]:
-    """Return the names of what holds a tensor with a graph that was not there before."""
+    """Return the names under which there is a tensor with a graph that was not there before."""
     there = {id(graph.tensor) for _, graph in named_values(Graph, before)}
     return [name for name, graph in named_values(Graph, after) if id(graph.tensor) not in there]

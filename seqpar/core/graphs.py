@@ -1,6 +1,6 @@
 """Keep what happens inside a chunked loss out of the caller's graphs, those of `torch.compile` and of autograd.
 
-And find the leaves of autograd's graph.
+Also find the leaves and other nodes of autograd's graph.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REASON = (
 
 
 def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function that `torch.compile` is to call between two graphs; traced, it would be compiled many times.
+    """Decorate a function that `torch.compile` must call between two graphs: traced, it would be compiled many times.
 
-    As `torch.compiler.disable`, without importing the compiler where nothing is compiled.
+    Like `torch.compiler.disable`, but without importing the compiler if nothing is compiled.
     """
     disabled: Any = None
 
@@ -34,11 +34,11 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
         nonlocal disabled
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        # What is disabled there would be called all the same, and would come here again
+        # An export without dynamo calls even a disabled function, which would come here again
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             raise RuntimeError(REASON)
         if disabled is None:
-            # Says why in the error of fullgraph=True; the compiler has been imported, since it traces this
+            # This puts the reason in the error of fullgraph=True; the compiler is imported by now, since it traces this
             torch._dynamo.graph_break(msg=REASON)
             disabled = torch.compiler.disable(function, reason=REASON)
         return disabled(*args, **kwargs)  # type: ignore[no-any-return]
@@ -47,33 +47,33 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def graph_of_its_own() -> contextlib.AbstractContextManager[object]:
-    """Keep tensors that autograd saves in the block from the hooks around it, as those of a checkpoint.
+    """Hide the tensors that autograd saves in the block from saved-tensor hooks around it, such as a checkpoint's.
 
     A graph that begins and ends inside the loss is not the caller's. A checkpoint would recompute the whole loss for
     each chunk's backward, and would count the tensors of a check that only the first call makes.
     """
-    # Our own are called twice for each saved tensor, which takes a fifth of the time of a small module's layers
+    # Our own hooks run twice for each saved tensor, which takes a fifth of the time of a small module's layers
     if not hooks_around():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(with_version, check_unchanged)
 
 
 def hooks_around() -> bool:
-    """Return whether autograd would give the tensors that it saves to hooks; True where this torch does not tell."""
+    """Return whether autograd would pass the tensors that it saves to hooks; True if this torch does not tell."""
     innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    # The argument: also while a graph is traced
+    # True: also while a graph is traced
     return innermost is None or innermost(True) is not None
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context without autocast: nothing where it is off, because entering its own takes as long as a sum."""
+    """Return a context without autocast: an empty one if it is off, because entering another takes as long as a sum."""
     if not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 def autocast_of_now(kinds: Iterable[str]) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that sets the autocast of these kinds of devices, as it is now, in another thread."""
+    """Return a context manager that applies the present autocast settings of these kinds of devices when entered."""
     states = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
     cache = torch.is_autocast_cache_enabled()
 
@@ -88,7 +88,7 @@ def autocast_of_now(kinds: Iterable[str]) -> Callable[[], contextlib.AbstractCon
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place; 0 for one of inference mode, which does not count."""
+    """Return how often a tensor has been changed in place; 0 for an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -98,7 +98,7 @@ def with_version(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def check_unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """Return the tensor; with hooks, autograd itself no longer notices that it has been changed."""
+    """Return the tensor; raise RuntimeError if it has been changed, which autograd with hooks does not notice."""
     tensor, version = saved
     if version_of(tensor) != version:
         raise RuntimeError(
@@ -118,13 +118,13 @@ def is_asked_for(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # torch refuses to answer for a leaf whose gradient `torch.autograd.grad` returns: that one is asked for
+        # torch does not answer for a leaf whose gradient `torch.autograd.grad` returns, and such a leaf is asked for
         return True
 
 
 def leaves_of_graph(result: Tensor) -> list[Tensor]:
     """Return each leaf that needs a gradient and that the result depends on."""
-    # Only AccumulateGrad, the node of a leaf, has nothing before it and this attribute
+    # Only AccumulateGrad, the node of a leaf, has this attribute and nothing before it
     ends = [getattr(node, "variable", None) for node, before in _walk(result.grad_fn) if not before]
     return [leaf for leaf in ends if leaf is not None]
 
@@ -135,7 +135,7 @@ def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
 
 
 def has_custom_nodes(result: Tensor) -> bool:
-    """Return whether the backward of an autograd function that others have written in Python is among the nodes."""
+    """Return whether a node is the backward of an autograd function written in Python, other than seqpar's own."""
     functions = (getattr(node, "_forward_cls", None) for node in nodes_of_graph(result.grad_fn))
     return any(function is not None and not function.__module__.startswith("seqpar.") for function in functions)
 
@@ -152,9 +152,9 @@ def _walk(first: Any) -> Iterator[tuple[Any, Any]]:
     todo = [first]
     # A node is reached once by each use of its result: without this set the search would take exponential time
     seen = {None, first}
-    # It grows on the way
+    # The list grows during the loop
     for node in todo:
-        # Read once: every chunk asks for its leaves
+        # Read once, because every chunk asks for its leaves
         before = node.next_functions
         for parent, _ in before:
             if parent not in seen:

@@ -1,4 +1,4 @@
-"""Find what code uses of its surroundings: what may hold state there, or be called."""
+"""Find what code uses from its surroundings: what may hold state there, or be called."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from seqpar.core.structures import dict_of
 
 LIBRARIES = {"torch", "torchgen", "seqpar", "numpy", "transformers", "collections", "functools", "typing", "logging"}
-# Every function with an assertion of a test uses the first, and the other's modules are put back by nobody
+# Every test function with an assertion uses the first, and the modules in the other must not be restored
 LIBRARIES |= {"_pytest", "sys"}
-# What threads share is not put back: an item that one of them has put there meanwhile would be lost, and waited for
+# What threads share is not restored: an item that a thread has added meanwhile would be lost, and another waits for it
 LIBRARIES |= {"queue", "threading", "multiprocessing", "concurrent", "asyncio"}
-"""Packages whose code is not looked into."""
+"""Packages whose code is not inspected."""
 
 
 WRAPPERS = {
@@ -29,22 +29,22 @@ WRAPPERS = {
     partialmethod: "func",
     cached_property: "func",
 }
-"""The attribute in which each of them has the function."""
+"""The attribute in which each of them holds its function."""
 
 
 class Place(NamedTuple):
-    """A name in the surroundings of a function, and what it stands for."""
+    """A name in the surroundings of a function, and its value."""
 
     name: str
     value: Any
     write: Callable[[Any], object]
-    """Lets it stand for something else."""
+    """Gives the name a different value."""
     read: Callable[[], Any]
-    """Returns what it stands for now."""
+    """Returns the name's current value."""
 
 
 def read_only(name: str, value: Any) -> Place:
-    """Return a place that always stands for the same: only what is in it can change."""
+    """Return a place whose value cannot be replaced: only what is in it can change."""
     return Place(name, value, lambda value: None, lambda: None)
 
 
@@ -75,9 +75,9 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
     around = function.__globals__
     yield from _entries(around, names, "the global ")
     for name in sorted(_globals_set_in(function.__code__) - around.keys()):
-        # It stands for nothing yet
+        # It has no value yet
         yield Place(f"the global {name}", None, partial(_write_or_remove, around, name), partial(around.get, name))
-    # One that it imports itself, too
+    # Modules that the function imports itself, too
     named |= {used: around.get(used, sys.modules.get(used)) for used in sorted(names)}
     for used, module in named.items():
         if isinstance(module, ModuleType) and not is_of_library(module):
@@ -85,7 +85,7 @@ def places_used_by(function: FunctionType) -> Iterator[Place]:
 
 
 def used_by(value: Any) -> list[Any]:
-    """Return what a function, a method or a partial uses; nothing for a library's, and for anything else."""
+    """Return what a function, a method or a partial uses; nothing for a library's function, or for anything else."""
     if isinstance(value, FunctionType) and not is_of_library(value):
         return [place.value for place in places_used_by(value)]
     if isinstance(value, MethodType):
@@ -96,13 +96,13 @@ def used_by(value: Any) -> list[Any]:
 
 
 def _entries(owner: dict[str, Any], names: set[str], prefix: str) -> Iterator[Place]:
-    """Yield what stands under these names in a dict of attributes or globals."""
+    """Yield the places of these names in a dict of attributes or globals."""
     for name in sorted(names & owner.keys()):
         yield Place(f"{prefix}{name}", owner[name], partial(owner.__setitem__, name), partial(owner.get, name))
 
 
 def _write_or_remove(owner: dict[str, Any], name: str, value: Any) -> None:
-    """Let a name stand for a value again, or for nothing if that is None."""
+    """Give a name its value back, or remove it if that is None."""
     if value is None:
         owner.pop(name, None)
     else:
@@ -111,14 +111,14 @@ def _write_or_remove(owner: dict[str, Any], name: str, value: Any) -> None:
 
 @lru_cache(maxsize=1024)
 def _globals_set_in(code: CodeType) -> frozenset[str]:
-    """Return the globals that code sets, with those that the functions set which it makes."""
+    """Return the globals that code sets, and those that the functions it defines set."""
     own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(own.union(*map(_globals_set_in, inner)))
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Return the names that code uses, written out or as text for `getattr`, with those in the functions it makes."""
+    """Return the names that code and the functions it defines use, written out or as a string for `getattr`."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     texts = (constant for constant in code.co_consts if isinstance(constant, str))
     return {*code.co_names, *texts}.union(*map(names_in, inner))
@@ -134,9 +134,9 @@ def function_in(value: Any) -> FunctionType | None:
 
 
 def _inside(value: Any) -> Any:
-    """Return what a method, property or wrapper wraps; None for anything else, of which no attribute is asked."""
+    """Return what a method, property or wrapper wraps; None for anything else, whose attributes are not evaluated."""
     for kind, name in WRAPPERS.items():
         if isinstance(value, kind):
             return getattr(value, name)
-    # As functools.wraps and lru_cache leave it
+    # Set by functools.wraps and lru_cache
     return (dict_of(value) or {}).get("__wrapped__")

@@ -1,14 +1,14 @@
-"""Compare what a function gives for rows in company with what it gives for each row alone.
+"""Compare what a function gives for rows in company, all in one call, with what it gives for each row alone.
 
 A loss may be computed chunk by chunk if each row's share of it, in value and in gradient, depends on that row alone:
 
     sum over the rows:  f(rows) = sum_i f(row_i)
     gradient:           d f(rows) / d row_i = d f(row_i) / d row_i
 
-Both are exact for a sum of one term a row, so any difference above rounding is a row that looks at others: hard-example
-mining, a quantile, a weight by the batch's mean, a contrastive term, a mean.
+Both hold exactly for a sum of one term per row, so any difference above rounding means that a row looks at others:
+hard-example mining, a quantile, a weight by the batch's mean, a contrastive term, a mean.
 
-Shape suffixes: K rows in company, M of them alone.
+Shape suffixes: K rows in company.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from seqpar.core.device_facts import accelerators_among
 from seqpar.core.graphs import dtypes_of_graph, graph_of_its_own
 
 ROUNDINGS = 10_000
-"""How many roundings of the least precise dtype a product of any width, behind an exponential, may differ by."""
+"""By how many roundings of the least precise dtype a product of any width, followed by an exponential, may differ."""
 
 CANCELLED = 16
-"""How many roundings of the largest gradient may be left of one whose terms cancel, as that of the direction of a
-normalised weight of width 1."""
+"""How many roundings of the largest gradient may be left of one whose terms cancel, such as the gradient of the
+direction of a normalised weight of width 1."""
 
 EIGHTH = 0.125
-"""A factor of a loss that has no rounding of its own."""
+"""A factor of a loss that adds no rounding of its own."""
 
 OfRows = Callable[[Sequence[Tensor]], Tensor]
-"""(one tensor for each argument, (K, ...)) -> a result for each row (K, ...), or their sum, one number."""
+"""(one tensor (K, ...) for each argument) -> a result for each row (K, ...), or their sum, one number."""
 
 
 class Answer(NamedTuple):
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     values: Tensor
     """(K, ...) for the rows, or the sum over them, one number."""
     gradients: tuple[Tensor, ...]
-    """Those of the sum with respect to each argument that requires one, (K, ...); 0 if the result requires none."""
+    """Those of the sum, with respect to each argument that requires one, (K, ...); 0 if the result requires none."""
     precision: Precision
 
 
@@ -67,10 +67,10 @@ class Change(NamedTuple):
 
 
 def ask(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = torch.float32) -> Answer:
-    """Return what the function gives for these rows, with the gradients in those that require one.
+    """Return what the function gives for these rows, with the gradients of the arguments that require one.
 
     Args:
-        least: the least precise dtype it is taken to compute in, where no graph tells.
+        least: the least precise dtype it is assumed to compute in if there is no graph that tells.
     """
     leaves = [t.detach().requires_grad_(torch.is_grad_enabled() and t.requires_grad) for t in rows]
     with graph_of_its_own():
@@ -92,14 +92,14 @@ def ask_alone(function: OfRows, rows: Sequence[Tensor], least: torch.dtype = tor
 
 
 def join_answers(answers: Sequence[Answer]) -> Answer:
-    """Return what a function gave for rows that it was asked about one after the other."""
+    """Return as one answer what a function gave for rows that were passed one after the other."""
     values = torch.stack([answer.values for answer in answers])
     gradients = tuple(map(torch.cat, zip(*(answer.gradients for answer in answers), strict=True)))
     return Answer(values, gradients, max(answer.precision for answer in answers))
 
 
 def _alone(function: OfRows, row: Sequence[Tensor], least: torch.dtype) -> Answer:
-    """Return what the function gives for one row; beside itself, if it does not take one row (a `squeeze`)."""
+    """Return what the function gives for one row, passed twice if it does not take a single one (a `squeeze`)."""
     try:
         answer = ask(function, row, least)
         return answer._replace(values=answer.values.reshape(answer.values.shape[1:]))
@@ -109,7 +109,7 @@ def _alone(function: OfRows, row: Sequence[Tensor], least: torch.dtype) -> Answe
 
 
 def ends_of_rows(per_token: Sequence[Tensor]) -> Tensor:
-    """Return where each of these tensors has its least row and its largest: of a mask, a row of padding and another."""
+    """Return the indices of the smallest and the largest row of each tensor: in a mask, one of padding and another."""
     size_N = torch.stack([t.detach().float().unsqueeze(1).flatten(1).sum(1) for t in per_token])
     return torch.stack([size_N.argmin(1), size_N.argmax(1)], 1).flatten()
 
@@ -124,11 +124,11 @@ def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = No
     """Return by how much rows in company differ from the same rows alone.
 
     Args:
-        row_K: of each row in company, which of the rows alone it is; None for the same rows in the same order.
+        row_K: for each row in company, which of the rows alone it is; None if they are the same in the same order.
     """
     values = alone.values if row_K is None else alone.values[row_K]
     if together.values.dim() < values.dim():
-        # The company has given one number, their sum; the sizes of its terms say what rounding may make of it
+        # In company they gave one number, their sum, whose rounding depends on the sizes of its terms
         value = float((values.sum() - together.values).abs() / values.abs().sum().clamp(min=TINY))
         value = value if torch.isfinite(values).all() and torch.isfinite(together.values) else 0.0
     else:
@@ -146,7 +146,7 @@ def _size(numbers: Tensor) -> float:
 
 
 def keep_torch_random_states(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context after which torch's random states are as before: the CPU's, and that of this device."""
+    """Return a context that restores torch's random states on exit: the CPU's, and that of this device."""
     return torch.random.fork_rng(accelerators_among([device]), device_type=device.type)
 
 
@@ -154,12 +154,12 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Precision(NamedTuple):
-    """What the dtypes can tell in which a result was computed."""
+    """The precision of the dtypes in which a result was computed."""
 
     eps: float
     """One rounding of the least precise of them."""
     smallest: float
-    """The smallest number that all of them have: below it gradients underflow."""
+    """The smallest number that all of them can represent: gradients below it underflow."""
 
     @property
     def rounding(self) -> float:
@@ -170,14 +170,14 @@ class Precision(NamedTuple):
     def cancelled(self) -> float:
         """Return how much may be left, relative to the largest number, of a gradient whose terms cancel.
 
-        An example is the gradient of a number that is added to the scores of all classes. All that is left is rounding,
-        and with some CPUs it depends on how many rows are computed at once.
+        An example is the gradient of a number that is added to the scores of all classes. What is left is rounding,
+        which on some CPUs depends on how many rows are computed at once.
         """
         return min(CANCELLED * self.eps, self.rounding / 8)
 
 
 def precision_of(result: Tensor, least: torch.dtype) -> Precision:
-    """Return the precision of the dtypes in the graph of a result; where it has none, `least` may be among them."""
+    """Return the precision of the dtypes in a result's graph; if it has none, `least` is assumed to be among them."""
     dtypes = {result.dtype, *dtypes_of_graph(result)}
     if result.grad_fn is None:
         dtypes.add(least)

@@ -1,6 +1,6 @@
-"""Find the settings that choose what code runs: flags, words, members of enums and functions that something holds.
+"""Find the settings that decide what code runs: the flags, strings, enum members and functions that objects hold.
 
-Numbers are left out, because many change in every step, such as one that counts them.
+Numbers are left out, because many change in every step, such as a step count.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ SETTINGS = (bool, str, NoneType, Enum, torch.dtype, torch.device)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 CONTAINERS = (dict, list, tuple, set, frozenset)
 OTHERS = (Tensor, nn.Module, ModuleType)
-"""What is looked at elsewhere, or by the names that code uses."""
+"""What is inspected elsewhere, or through the names that code uses."""
 MOST_ENTRIES = 64
-"""How many entries of a container are looked at: a longer one is data."""
+"""How many entries of a container are inspected: a longer one is data."""
 MOST_HELD = 256
-"""How many attributes and entries are looked at in what one object holds."""
+"""How many attributes and entries in one object, or values that a function uses, are inspected."""
 DEEPEST = 2
-"""In how many objects, one in the other."""
+"""How deeply nested objects are inspected."""
 OF_TORCH = (vars(nn.Module()).keys() | {"_is_replica", "_flat_weights", "_flat_weight_refs"}) - {"training"}
-"""What torch itself keeps in a module, but for its mode; and what a replica and an RNN renew with their parameters."""
+"""What torch itself keeps in a module, except its mode, and what a replica or an RNN renews with its parameters."""
 
 SETTING, FUNCTION, HOLDER = "a setting", "a function", "a holder of settings"
 
 
 class _Roles(dict[type, str]):
-    """Of each class of attributes what they are, empty for anything else: asked thousands of times a call."""
+    """The role of attributes of each class, "" for none of the three; cached, as a call looks up thousands."""
 
     def __missing__(self, kind: type) -> str:
-        """Find out about a class that is asked for the first time."""
+        """Determine and store the role of a class that is looked up for the first time."""
         found = ""
         if issubclass(kind, SETTINGS):
             found = SETTING
@@ -51,18 +51,18 @@ class _Roles(dict[type, str]):
 
 
 class _Slotted(dict[type, bool]):
-    """Of each class whether it has named attributes, which are not in a dict."""
+    """Whether each class has slots: attributes that are not in a dict."""
 
     def __missing__(self, kind: type) -> bool:
-        """Find out about a class that is asked for the first time."""
+        """Determine and store the answer for a class that is looked up for the first time."""
         return self.setdefault(kind, bool(slot_names(kind)))
 
 
 class _OwnClasses(dict[type, list[type]]):
-    """Of each class itself and those it is derived from, without Python's and those of libraries."""
+    """Each class with its base classes, without Python's own and those of libraries."""
 
     def __missing__(self, kind: type) -> list[type]:
-        """Find out about a class that is asked for the first time."""
+        """Determine and store the classes for one that is looked up for the first time."""
         return self.setdefault(kind, [c for c in kind.__mro__ if c.__module__ != "builtins" and not is_of_library(c)])
 
 
@@ -72,7 +72,7 @@ _OWN_CLASSES = _OwnClasses()
 
 
 def _is_function(kind: type) -> bool:
-    """Return whether objects of a class may be called, such as a partial, and are equal to nothing but themselves."""
+    """Return whether objects of a class, such as a partial, can be called and are equal only to themselves."""
     if issubclass(kind, OTHERS) or kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
         return False
     return any("__call__" in vars(base) for base in kind.__mro__)
@@ -84,15 +84,15 @@ def _has_attributes(kind: type) -> bool:
 
 
 def noted(name: object, value: Any, role: str) -> tuple[object, object]:
-    """Return a setting or a function for comparison: a function, which may hold a batch, by a reference.
+    """Return a setting or a function for comparison: a function, which may hold a batch, by a weak reference.
 
-    That equals another one only while the function lives.
+    Such a reference equals another one only while the function is alive.
     """
     return name, ref(value) if role is FUNCTION else value
 
 
 def settings_of(holder: Any) -> Iterator[object]:
-    """Yield the settings and functions that an object or a container holds, and those of what it holds."""
+    """Yield the settings and functions that an object or a container holds, itself or in nested ones."""
     todo = deque([(holder, 1)])
     left = MOST_HELD
     while todo:
@@ -111,9 +111,9 @@ def settings_of(holder: Any) -> Iterator[object]:
 
 
 def _entries_of(holder: Any) -> list[tuple[object, Any]]:
-    """Return what an object or a container holds by its names or places; nothing for a container that is data."""
+    """Return what an object or a container holds, by name or position; nothing for a container that is data."""
     if not isinstance(holder, CONTAINERS):
-        # Asked in every call
+        # In the quickest way, because it runs in every call
         own = dict_of(holder) if not _SLOTTED[type(holder)] else attributes_of(holder)
         return [*own.items()] if own else []
     if len(holder) > MOST_ENTRIES:
@@ -121,13 +121,13 @@ def _entries_of(holder: Any) -> list[tuple[object, Any]]:
     if isinstance(holder, dict):
         return [*holder.items()]
     if isinstance(holder, (set, frozenset)):
-        # Which has no order; in one entry, of what is the same in each
+        # A set has no order: its strings are sorted, and have no positions
         return [("", word) for word in sorted(word for word in holder if isinstance(word, str))]
     return [*enumerate(holder)]
 
 
 def settings_of_class(kind: type) -> Iterator[object]:
-    """Yield the settings and functions of a class, and of those it is derived from; not of libraries' ones."""
+    """Yield the settings and functions of a class and of its base classes, except those of libraries."""
     for base in _OWN_CLASSES[kind]:
         for name, value in vars(base).items():
             role = ROLES[type(value)]
@@ -136,7 +136,7 @@ def settings_of_class(kind: type) -> Iterator[object]:
 
 
 def settings_used_by(function: Any) -> Iterator[object]:
-    """Yield the settings of what a function uses: flags around it, objects and modules, and functions that it calls."""
+    """Yield the settings in what a function uses: flags around it, objects, modules, and functions that it calls."""
     todo = deque([function])
     seen: set[int] = set()
     while todo and len(seen) < MOST_HELD:
@@ -159,7 +159,7 @@ def _modules_in(value: Any) -> list[Any]:
 
 
 def _settings_within(value: Any) -> Iterator[object]:
-    """Yield a setting, or those of an object, of a container or of a module with all that are in it."""
+    """Yield the value if it is a setting, or the settings of an object, of a container or of a module and its parts."""
     if isinstance(value, SETTINGS):
         yield value
     elif isinstance(value, nn.Module):

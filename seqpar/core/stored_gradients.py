@@ -35,7 +35,7 @@ class RowGradient:
         self.rows: Tensor | None = torch.empty_like(leaf) if covered else torch.zeros_like(leaf)
 
     def write(self, chunk: Chunk, grad: Tensor | float) -> None:
-        """Store the gradient of a chunk's rows; 0 is that of rows without one."""
+        """Store the gradient of a chunk's rows; 0 if they have none."""
         assert self.rows is not None
         if isinstance(grad, Tensor) and not isinstance(chunk, slice):
             # Indexing does not narrow; copying into a slice does, in one pass
@@ -46,7 +46,7 @@ class RowGradient:
         """Store `a @ b`, without a copy where the chunk's rows are adjacent."""
         assert self.rows is not None
         if FACTS[a.device.type].widens_products and a.dtype != wide(a.dtype):
-            # A sum over all classes, of which cuBLAS adds up several parts in the dtype of the result
+            # The product sums over all classes, and cuBLAS adds up parts of such a sum in the dtype of the result
             self.write(chunk, torch.mm(a, b, out_dtype=wide(a.dtype)))
         elif isinstance(chunk, slice) and self.rows.dtype == a.dtype:
             torch.mm(a, b, out=self.rows[chunk])
@@ -74,7 +74,7 @@ class SummedGradient:
         self.dtype = dtype
         self.chunks = chunks
         self.parts: list[Tensor] = []
-        """The sum: as a whole, or its upper and lower rows, each half in memory of its own (`narrow`)."""
+        """The sum: as a whole, or as its upper and lower rows, each half in memory of its own (`narrow`)."""
         # Autograd may return one tensor as the gradient of two parameters: such a tensor must not change in place
         self.shared = False
 
@@ -103,7 +103,7 @@ class SummedGradient:
         self.parts = [plus_product(part, rows, b) for part, rows in zip(sums, cut, strict=True)]
 
     def _cut_parts(self, rows: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return the rows of the parts of a sum in this dtype: halves if its numbers will become half as long."""
+        """Return the rows of the parts of a sum in this dtype: halves if `narrow` will halve its numbers' size."""
         halved = rows.dim() > 1 and len(rows) > 1 and dtype.itemsize == 2 * self.dtype.itemsize
         return rows.chunk(2) if halved else [rows]
 
@@ -135,7 +135,7 @@ class Gradients:
     """
 
     streams: Sequence[torch.Stream] = ()
-    """On which the gradients are released, where they are on several devices."""
+    """The streams on which gradients are released, if they are on several devices."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Gradients:
         """How many chunks had a loss without a graph, such as a detached number."""
 
     def of(self, upstream: Tensor) -> tuple[Gradients, Tensor]:
-        """Return these, and what they are multiplied by, on upstream's device.
+        """Return these gradients and the factor to multiply them by, on upstream's device.
 
         d (factor x total) / d leaf = factor x (stored gradient / scale)
         """
@@ -178,10 +178,10 @@ class Gradients:
 
 
 def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
-    """Return the factor where the gradient is, in a shape in which it keeps its own precision.
+    """Return the factor on the gradient's device, in a shape with which it keeps its own precision.
 
     An accelerator's kernel converts a number without dimensions to the gradient's dtype, in which 65,536 is inf
-    (float16) and 1 / 7,000 is off by 0.1 % (bfloat16). With as many dimensions it is multiplied in its own.
+    (float16) and 1 / 7,000 is off by 0.1 % (bfloat16). With the gradient's number of dimensions it keeps its dtype.
     """
     factor = factor.to(grad.device)
     if FACTS[grad.device.type].is_host:
@@ -190,11 +190,11 @@ def in_own_precision(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def narrow(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """Return `(torch.cat(parts) * factor).to(dtype)`; two halves become half as long in the memory of the first.
+    """Return `(torch.cat(parts) * factor).to(dtype)`; two halves are narrowed into the memory of the first.
 
-    That is converted from front to back, and has room for the second, whose memory is free afterwards: so a float32 sum
-    and its bfloat16 gradient never exist at the same time, and the gradient holds no more memory than its numbers. A
-    factor (None is 1) is multiplied in the same pass, which a CPU would make in a temporary.
+    The first is converted from front to back and then has room for the second, whose memory is free afterwards. So a
+    float32 sum and its bfloat16 gradient never exist at the same time, and the gradient holds no more memory than its
+    numbers. A factor (None is 1) is multiplied in the same pass, for which a CPU would need a temporary.
     """
     if len(parts) == 1:
         (whole,) = parts

@@ -21,7 +21,7 @@ def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
 
 
 def select_streams(streams: Sequence[torch.Stream]) -> contextlib.AbstractContextManager[None]:
-    """Within the block, let these be this thread's streams on their devices; the current device stays."""
+    """Return a context in which these are this thread's streams on their devices; the current device stays the same."""
     return _on(streams) if streams else contextlib.nullcontext()
 
 

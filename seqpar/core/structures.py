@@ -20,7 +20,7 @@ Record = TypeVar("Record", bound=tuple[Any, ...])
 
 
 def each(function: Callable[[Tensor], Tensor], record: Record) -> Record:
-    """Return a NamedTuple of tensors with the function of each; a field that is None stays None."""
+    """Return a NamedTuple of tensors with the function applied to each; a field that is None stays None."""
     kind: Any = type(record)
     made: Record = kind(*(None if t is None else function(t) for t in record))
     return made
@@ -71,7 +71,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], structure: object) -> Any:
 
 
 def has_in_class(value: object, name: str) -> bool:
-    """Return whether the class of a value has an attribute; unlike `hasattr`, without a call of the value's own code.
+    """Return whether the class of a value has an attribute; unlike `hasattr`, without calling the value's own code.
 
     A configuration whose `__getattr__` is `dict.get` would have every attribute, each of them None.
     """
@@ -79,14 +79,14 @@ def has_in_class(value: object, name: str) -> bool:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return what an object holds in attributes; nothing if it has none, as a number."""
+    """Return an object's attributes; an empty dict if it has none, such as a number."""
     return {**(dict_of(value) or {}), **slots_of(value)}
 
 
 def dict_of(value: object) -> dict[str, Any] | None:
     """Return the dict of an object's attributes; None if it has none."""
     try:
-        # Not `__getattr__`, which might make one
+        # Not `__getattr__`, which might make one up
         own = type(value).__getattribute__(value, "__dict__")
     except AttributeError:
         return None
@@ -94,10 +94,10 @@ def dict_of(value: object) -> dict[str, Any] | None:
 
 
 def slots_of(value: object) -> dict[str, Any]:
-    """Return what an object holds in attributes that its class has named."""
+    """Return the attributes that an object holds in `__slots__`."""
     found = {}
     for name in slot_names(type(value)):
-        # Not by name, which would have one that is unset made by `__getattr__`
+        # Not by `getattr`, which for an unset one would call `__getattr__`
         slot = inspect.getattr_static(type(value), name)
         if isinstance(slot, MemberDescriptorType):
             with contextlib.suppress(AttributeError):
@@ -106,13 +106,13 @@ def slots_of(value: object) -> dict[str, Any]:
 
 
 def slot_names(kind: type) -> list[str]:
-    """Return the attributes that a class has named, as a dataclass with slots does."""
+    """Return the names in the `__slots__` of a class and its bases, such as those of a dataclass with slots."""
     named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return [name for each in named for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
 
 
 def copy_containers(structure: object) -> Any:
-    """Return the structure in containers of its own, with the same leaves: what is taken out of the copy stays here."""
+    """Return a copy of the containers with the same leaves: what is taken out of the copy stays in the original."""
     if isinstance(structure, (list, MutableMapping)):
         keys = range(len(structure)) if isinstance(structure, list) else list(structure)
         children = [copy_containers(structure[key]) for key in keys]
@@ -120,7 +120,7 @@ def copy_containers(structure: object) -> Any:
             made: Any = copy.copy(structure)
             for key, child in zip(keys, children, strict=True):
                 made[key] = child
-        except TypeError:  # of a frozen one, out of which nothing is taken
+        except TypeError:  # a frozen container, out of which nothing can be taken
             return structure
         return made
     if isinstance(structure, tuple):
@@ -146,7 +146,7 @@ def describe(structure: object) -> str:
 
 
 def _is_dataclass(structure: object) -> TypeGuard[DataclassInstance]:
-    """Return whether it is an instance of a dataclass; `is_dataclass` is true of the class, too."""
+    """Return whether the structure is an instance of a dataclass; `is_dataclass` is true of the class, too."""
     return has_in_class(structure, "__dataclass_fields__")
 
 

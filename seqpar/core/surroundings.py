@@ -1,6 +1,6 @@
-"""Find what calls of code change around it: globals, attributes of classes and functions, closures.
+"""Find out what calls change around the code they run: globals, attributes of classes and functions, closures.
 
-A number there may count calls without harm as long as no result depends on it; if one does, it would depend on the
+A number there may count calls without harm as long as no result depends on it; a result that does would depend on the
 chunks. A tensor that is left there with a graph, such as an auxiliary loss, would be one chunk's.
 """
 
@@ -27,24 +27,24 @@ REPEATS = 16
 """How often the same rows must give the same result before code counts as deterministic."""
 
 MOST_FUNCTIONS = 200
-"""How many functions are looked into: one may reach a whole program."""
+"""How many functions are inspected: one may reach a whole program."""
 
 MOST_OF_A_TABLE = 2**16
-"""How many numbers a tensor may have that is put back: a data set is larger."""
+"""How many numbers a tensor that is restored may have: a data set is larger."""
 
 
 class Surroundings(Held):
-    """What stands under the names that code uses, as it is now.
+    """The current values of the names that code uses.
 
     Args:
-        used: returns functions and classes, and places beside those that they use.
+        used: returns functions and classes, and further places besides those that they use.
     """
 
     def __init__(self, used: Callable[[], tuple[Iterable[Any], Iterable[Place]]]) -> None:
         super().__init__()
         self.used = used
         self.first: Surroundings | None = None
-        """The same after the first call, once that has been looked at."""
+        """The surroundings after the first call, once they have been inspected."""
         self.places: list[Place] = []
         self._of_name: Counter[str] = Counter()
         codes, places = used()
@@ -62,17 +62,17 @@ class Surroundings(Held):
                 self._add(place)
 
     def now(self) -> Surroundings:
-        """Return what stands there now."""
+        """Return the surroundings as they are now."""
         return Surroundings(self.used)
 
     def _add(self, place: Place) -> None:
         self.places.append(place)
-        # Of several functions of one name each has its own
+        # Functions with the same name each have their own values
         self.values[place.name, self._of_name[place.name]] = self._look(place.value)
         self._of_name[place.name] += 1
 
     def _take_away_later(self, code: Any) -> None:
-        """Remember to take away what a function or class gets in attributes that it does not have."""
+        """Remember to remove the attributes that a function or class does not have yet."""
         own = {*vars(code)}
 
         def put_back() -> None:
@@ -91,23 +91,23 @@ class Surroundings(Held):
             self._todo.append(code)
         else:
             self._todo += own_classes(value)
-        # Too much hangs on a model, unlike a metric, which has no parameters; and the numbers of a data set are many
+        # Too much hangs on a model (a metric, without parameters, is inspected), and a data set has too many numbers
         is_model = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
         if is_model or (has_in_class(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
             return type(value)
         return super()._look(value)
 
     def _look_at_tensor(self, tensor: Tensor) -> object:
-        # Not the numbers of a data set
+        # Without the numbers of a data set
         if tensor.grad_fn is None and tensor.numel() > MOST_OF_A_TABLE:
             return id(tensor), version_of(tensor)
         return super()._look_at_tensor(tensor)
 
     def put_back(self, *, keeps_made: bool = False) -> None:
-        """Let names stand for what they stood for, and containers hold what they held.
+        """Restore the values of names and the contents of containers.
 
         Args:
-            keeps_made: whether a name that stood for None keeps what a call has made, such as an open file or a model;
+            keeps_made: whether a name whose value was None keeps what a call has made, such as an open file or a model,
                 but not what calls add to, such as a number, a list or an iterator.
         """
         made = [place.value is None and not isinstance(place.read(), (*PLAIN, Tensor)) for place in self.places]
@@ -141,33 +141,33 @@ MOST_ASKED = 256
 
 
 class Asked:
-    """The functions that were asked, and whether they change what is around them."""
+    """The functions that were tested, and whether they change what is around them."""
 
     def __init__(self) -> None:
         self._changes: dict[object, bool] = {}
 
     def changes(self, code: object) -> bool | None:
-        """Return whether calls of a function change what is around it; None if it has not been asked."""
+        """Return whether calls of a function change what is around it; None if it has not been tested."""
         return self._changes.get(code)
 
     def add(self, code: object, changes: bool) -> None:
-        """Remember a function by its `code_of` and other facts, for as long as no `MOST_ASKED` others come after it."""
+        """Remember a function, by its `code_of` and other facts, until `MOST_ASKED` others have come after it."""
         for earliest in list(self._changes)[: 1 - MOST_ASKED]:
             self._changes.pop(earliest, None)
         self._changes[code] = changes
 
 
 def code_of(function: Any) -> object:
-    """Return what a function runs: its code, with that of functions and with the settings around it.
+    """Return what a function runs: its code, and the code of functions and the settings around it.
 
-    Settings are flags and words in a closure or among the defaults, the arguments of a partial, and an object that is
-    called or whose method is; but not the numbers and containers of a closure, which may be counts.
+    Settings are flags and strings in a closure or among the defaults, the arguments of a partial, and an object that is
+    called or whose method is called. Numbers and containers in a closure are left out, because they may be counts.
     """
     return _code_within(function, [])
 
 
 def _code_within(value: Any, around: list[FunctionType]) -> object:
-    """Return the code of what is in the closures of these functions, one of which it may be."""
+    """Return the code of a value in the closures of the functions `around`; the value may be one of these itself."""
     if isinstance(value, partial):
         given = (*value.args, *value.keywords.values())
         settings = [each if isinstance(each, (int, float)) else _code_within(each, around) for each in given]
@@ -190,12 +190,12 @@ def _code_within(value: Any, around: list[FunctionType]) -> object:
 
 
 class _Identity:
-    """An object, which is equal to itself alone, and to nothing once it is gone."""
+    """A reference to an object that equals other references to it, and nothing once the object is gone."""
 
     def __init__(self, value: Any) -> None:
         self._hash = id(value)
         self._value = lambda: value
-        # Not every object can be referred to weakly
+        # Not every object can be referenced weakly
         with contextlib.suppress(TypeError):
             self._value = weakref.ref(value)
 
@@ -207,7 +207,7 @@ class _Identity:
 
 
 def own_classes(value: Any) -> Iterator[type]:
-    """Yield the classes of an object but for Python's own and those of libraries: its methods may be called."""
+    """Yield an object's classes, whose methods may be called, except Python's own and those of libraries."""
     return (kind for kind in type(value).__mro__ if kind.__module__ != "builtins" and not is_of_library(kind))
 
 
@@ -223,7 +223,7 @@ def _places_of(code: Any) -> Iterator[Place]:
 
 
 def _set_on_class(kind: type, name: str, old: object, value: object) -> None:
-    """Set an attribute that has changed; some of a class cannot be set."""
+    """Set an attribute of a class, but only if it has changed: some cannot be set."""
     if vars(kind).get(name) is not old:
         setattr(kind, name, value)
 
@@ -236,22 +236,22 @@ def refuse_iterators(
     is_exact: bool,
     *held: Held,
 ) -> None:
-    """Raise ValueError if results change where code takes from an iterator, which cannot be put back.
+    """Raise ValueError if there is an iterator, which cannot be rewound, and results change from call to call.
 
     Args:
         is_same: whether results are the same up to rounding.
-        is_exact: whether they are the same bit by bit where nothing changes; an accelerator may add in another order
+        is_exact: whether they are the same bit by bit if nothing changes; an accelerator may add in a different order
             each time.
-        held: where iterators are looked for; the others are as in `ask_about_state_around`.
+        held: where to look for iterators; the others are as in `ask_about_state_around`.
     """
     names = [name for one in held for name, _ in named_values(Iterator, one)]
     if not names:
         return
     try:
         first, *later = (call() for _ in range(1 + REPEATS))
-    except Exception:  # a later question says what does not fit
+    except Exception:  # a later check says what does not fit
         return
-    # A small change in every call is the iterator's
+    # A change in every call, however small, is due to the iterator
     changes_a_little = is_exact and all(difference(first, other) for other in later)
     if changes_a_little or not all(is_same(first, other) for other in later):
         raise ValueError(
@@ -271,7 +271,7 @@ def ask_about_function(
     """Raise ValueError if a function's results depend on an iterator or a state; else return what its calls change.
 
     Args:
-        rounding: the difference of results that are the same; the others are as in `refuse_iterators`.
+        rounding: the largest difference of results that are the same; the others are as in `refuse_iterators`.
     """
 
     def is_same(one: Result, other: Result) -> bool:
@@ -282,14 +282,14 @@ def ask_about_function(
 
 
 def refuse_graphs_left(before: Surroundings, wrong: str) -> None:
-    """Raise ValueError, which says what is wrong, if calls have left a tensor with a graph around them."""
+    """Raise ValueError, with `wrong` as its text, if calls have left a tensor with a graph around them."""
     if left := names_of_new_graphs(before, before.now()):
         before.put_back()
         raise ValueError(f"{left[0]} {wrong}")
 
 
 def surroundings_of_function(name: str, function: Any) -> Surroundings:
-    """Return what stands under the names that a function, or an object that is called, uses as it is now."""
+    """Return the current values of the names that a function, or an object that is called, uses."""
     return Surroundings(lambda: ((), [read_only(name, function)]))
 
 
@@ -302,22 +302,23 @@ def ask_about_state_around(
 ) -> list[str]:
     """Raise ValueError if results depend on what calls change around them; else return what they change.
 
-    Even a small dependence, such as that of smoothing annealed over many thousand calls: what changes it is put back,
-    and then the results must be the same bit by bit. One that shows after more than `REPEATS` calls is not found.
+    Even a small dependence is found, such as that on smoothing annealed over many thousand calls: results depend on
+    what changes if restoring it gives the same series of results again, bit by bit. A dependence that shows only after
+    more than `REPEATS` calls is not found.
 
     Args:
-        what: is called.
+        what: the name of what is called.
         call: calls it, always with the same random numbers.
-        difference: of two results; 0 for the same.
-        before: what stood around it before the first call, which has been made.
-        harmless: names that an earlier question has returned.
+        difference: of two results; 0 if they are the same.
+        before: its surroundings before the first call, which has already been made.
+        harmless: names that an earlier check has returned.
     """
     here = before.now()
     before.first = before.first or here
     changed = [name for name in before.changed_names(here) if name not in harmless]
     if not changed:
         return []
-    # Results may be others in the first call alone; but what it has opened is not opened again
+    # Restored, because only the first call's results may differ; but what it has opened is not opened again
     before.put_back(keeps_made=True)
     first = call()
     later = ((number, call()) for number in range(1, REPEATS))
@@ -329,7 +330,7 @@ def ask_about_state_around(
         again = [call() for _ in range(number + 1)]
         if difference(first, again[0]) or difference(other, again[-1]):
             return changed
-    # Of which some may have changed in backward alone
+    # Compared anew, because some may have changed only in backward
     names = " or ".join(before.changed_names(before.now())[:3])
     raise ValueError(
         f"{names} changes with every call, and so do the results; {what} is called once for each chunk, so that "

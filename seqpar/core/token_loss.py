@@ -24,7 +24,7 @@ _WIDE = {dtype: dtype for dtype in (torch.float64, torch.complex64, torch.comple
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums of `dtype` are computed in: float64 and complex ones in their own, else float32."""
-    # Not by promote_types: every chunk asks several times
+    # Not by promote_types, which takes longer: every chunk asks several times
     return _WIDE.get(dtype, torch.float32)
 
 
@@ -36,7 +36,7 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _ranks() -> int:
-    """Return how many processes there are; 1 where no group was initialised."""
+    """Return how many processes there are; 1 if no group was initialised."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size()
@@ -50,7 +50,7 @@ def mark_same_on(tensor: Tensor, ranks: int) -> None:
 
 
 def _refuse_part_of_a_step(total: Any, tokens: Tensor, upstream: Tensor) -> None:
-    """Raise RuntimeError, as a hook of a mean's gradient, unless the graph of its total says all ranks have its tokens.
+    """Raise RuntimeError, as a hook of a mean's gradient, unless all ranks have the same tokens, as the graph tells.
 
     Args:
         total: the last node of the total's graph.
@@ -135,7 +135,7 @@ class TokenLoss(NamedTuple):
         raise TypeError(f"TokenLoss - {type(other).__name__}: a TokenLoss is sums, not one number; {INSTEAD}")
 
     def __format__(self, spec: str) -> str:
-        """Format it as a tuple, and refuse the format of a number."""
+        """Format the loss as a tuple, and refuse the format of a number."""
         # f"{loss:.3f}" asks for one number, f"{loss}" does not
         if spec:
             raise TypeError(f"a TokenLoss in the format {spec!r} is sums, not one number; {INSTEAD}")

@@ -1,7 +1,7 @@
 """Accumulate the gradient of a step's mean loss over micro-batches and ranks, exactly.
 
 The gradient wanted is that of (summed loss of all tokens) / (number of all tokens). A mean of the micro-batches' means
-is something else wherever their token counts differ. So the tokens of the whole step are counted before its first
+differs from it whenever their token counts differ. So the tokens of the whole step are counted before its first
 backward, and each micro-batch's summed loss is divided by that one number.
 """
 
@@ -50,9 +50,9 @@ class _Step(NamedTuple):
     """The counts of all ranks, exchanged before the first forward."""
 
     micro_batches: list[int]
-    """The number of each rank's micro-batches."""
+    """The number of micro-batches of each rank."""
     tokens: int
-    """The target tokens of all ranks."""
+    """The number of target tokens on all ranks together."""
 
 
 def accumulate_gradients(
@@ -65,7 +65,7 @@ def accumulate_gradients(
     backward: Callable[[Tensor], object] = Tensor.backward,
     agree: Mapping[str, object] | None = None,
 ) -> TokenLoss:
-    """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
+    """Add to `.grad` the gradient of (summed loss) / (tokens) of all ranks' micro-batches, as if they were one batch.
 
     Plain equivalent, with every rank's micro-batches on one device:
     `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
@@ -82,25 +82,25 @@ def accumulate_gradients(
     loss. Gradients are reduced over the ranks in the last micro-batch only. A rank with fewer micro-batches than the
     others still takes part in every forward and backward: it runs one of its own again, or one borrowed from another
     rank, with the factor 0. With FSDP2, whose forwards communicate, every micro-batch must call the same units. If one
-    rank raises an error, the others wait until the group's timeout. After an error `.grad` may have a part of the step;
-    after `zero_grad` the next step has only its own gradient, also with FSDP2.
+    rank raises an error, the others wait until the group's timeout. After an error `.grad` may hold part of the step's
+    gradient; after `zero_grad` the next step has only its own gradient, also with FSDP2.
 
     Args:
         micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none. All
             are drawn before the first one runs, so a loader must not fill the same tensors again.
         loss_of: returns the summed loss of one micro-batch; with `model`, it calls the model. It gets a copy of the
             micro-batch's dicts and lists (not of its tensors), and may `pop` from them.
-        tokens_of: returns the number of its targets that are not ignored, the same as `loss_of(m).tokens`.
+        tokens_of: returns how many targets of a micro-batch are not ignored, the same number as `loss_of(m).tokens`.
         model: the module that reduces the gradients: a DistributedDataParallel, or a module `fully_shard` was called
             on. Both take the mean over ranks (leave FSDP2's divide factor unchanged), which is compensated for. None:
             gradients are this rank's contribution, and their sum over `group` is the gradient; `loss_of` must not
             call a module that reduces them.
         group: the ranks that gradients are reduced over and that hold different tokens. Ranks with the same tokens, as
-            with a split vocabulary, must not be in it: they would be counted twice. None is DDP's own group; FSDP2
-            needs an explicit group, of all ranks of its mesh (with HSDP, of both axes): `dist.group.WORLD` where that
-            is every rank. Without a model one is needed wherever there are several ranks:
-            `seqpar.THIS_PROCESS` if no other rank has tokens of this step.
-        backward: takes the scaled loss, as `lambda loss: scaler.scale(loss).backward()`.
+            with a split vocabulary, must not be in it: they would be counted twice. None means DDP's own group; FSDP2
+            needs an explicit group of all ranks of its mesh (with HSDP, of both axes): `dist.group.WORLD` if that is
+            every rank. Without a model, a group is needed if there are several ranks: `seqpar.THIS_PROCESS` if no other
+            rank has tokens of this step.
+        backward: takes the scaled loss, such as `lambda loss: scaler.scale(loss).backward()`.
         agree: further values that must be the same on all ranks, by name (`{"step": step, "vocabulary": len(vocab)}`);
             no further collective is needed. The number and size of the parameters are always compared.
 
@@ -109,11 +109,11 @@ def accumulate_gradients(
         tokens has zero gradients.
 
     Raises:
-        RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts different tokens from the losses. The
-            call is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
+        RuntimeError: on every rank: the ranks disagree, or `tokens_of` and the losses count different numbers of
+            tokens. The call is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
         ValueError: on every rank: no rank has a micro-batch. Several ranks, and neither a model nor a group. A loader
             that filled the memory of a micro-batch again. A DistributedDataParallel or FSDP2 module that `loss_of`
-            calls and that is not given as model. FSDP2 without a group, or with a divide factor that is not the number
+            calls but that is not given as model. FSDP2 without a group, or with a divide factor other than the number
             of its ranks; a group of ranks other than those that gradients are reduced over. A trainable parameter that
             nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
         TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
@@ -150,25 +150,25 @@ def accumulate_gradients(
     # The graph of a micro-batch is freed by its own backward, before the next one's forward
     for i, micro_batch in enumerate(to_run):
         # The backward that records a static graph must not run under `no_sync`. A further reduction does no harm: the
-        # last one takes the mean again of gradients that are already equal on all ranks, which does not change them
+        # last one averages these gradients again, which are already equal on all ranks and so do not change
         reduce = i == longest - 1 or (i == 0 and records_static_graph(model))
-        # Lightning prepares the reduction in its backward, others do so in the forward
+        # `backward` is inside as well: Lightning prepares the reduction there, others in forward
         with without_remains(model), _reducing(model, reduce), check_forward(model):
             loss = _check_loss(loss_of(copy_containers(micro_batch)))
-            # In each of them: only some sentences may need a part of the model, or a second one
+            # In every micro-batch, because only some may use a certain part of the model, or a second model
             if model is not None:
                 check_has_all(loss.total, model)
             else:
                 refuse_unnamed(unnamed, loss.total)
             backward(loss.total * factors[i])
         losses.append(loss.detach())
-        # Its nodes may hold more than the saved tensors that backward has freed
+        # Its nodes may hold more than the saved tensors, which backward has freed
         del loss
         # A borrowed micro-batch counts for the rank that lent it
         if i >= len(mine):
             losses[i] = _zeros_like(losses[i])
     whole = sum_over_ranks(sum(losses[1:], start=losses[0]), group)
-    # The same two numbers on every rank, so that all of them raise or none
+    # The two numbers are the same on every rank, so either all ranks raise or none does
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
             f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}, so the gradients "
@@ -178,7 +178,7 @@ def accumulate_gradients(
 
 
 def _loss_factor(model: nn.Module | None, step: _Step, group: ProcessGroup | None) -> float:
-    """Return what each summed loss is multiplied by: 1 / tokens, times the ranks where the model averages over them."""
+    """Return what each summed loss is multiplied by: 1 / tokens, times the ranks if the model averages over them."""
     # mean over P ranks of (P x this rank's sum / tokens) = sum of all ranks / tokens
     averaged_over = 1
     if model is not None:
@@ -206,20 +206,20 @@ def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
     if world_size(group) == 1:
         return loss.detach()
     fields = {name: t for name, t in loss._asdict().items() if t is not None}
-    # In float64 counts of tokens are exact up to 2^53, so they may share the losses' collective
+    # In float64, counts of tokens are exact up to 2^53, so they may share the losses' collective
     sums = group_sum(torch.stack([t.detach().to(torch.float64) for t in fields.values()]), group)
     return TokenLoss(**{name: s.to(t.dtype) for (name, t), s in zip(fields.items(), sums, strict=True)})
 
 
 def _count(counts: Sequence[int | Tensor]) -> int:
-    """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
+    """Return the sum of the counts; tensors are summed on their device, so that it is waited for only once."""
     tensors = [count for count in counts if isinstance(count, Tensor)]
     numbers = [count for count in counts if not isinstance(count, Tensor)]
     for tensor in tensors:
         check_shapes(tensor.numel() == 1, "one number, the count of tokens", **{"what tokens_of returned": tensor})
     for number in numbers:
         check_number(number, "what tokens_of returned")
-    # In its own dtype a sum would wrap around: three times 200 is 88 in uint8
+    # A sum in their own dtype might wrap around: three times 200 is 88 in uint8
     wide = [tensor if tensor.is_floating_point() else tensor.long() for tensor in tensors]
     total = float(sum(tensor.reshape(()) for tensor in wide))
     # Sums of float64 are exact up to 2^53 tokens
@@ -245,7 +245,7 @@ def _check_loss(loss: TokenLoss) -> TokenLoss:
 
 
 def _group_of(model: nn.Module | None, group: ProcessGroup | ThisProcess | None) -> ProcessGroup | None:
-    """Return the group to count tokens over, which is the one that the model reduces gradients over."""
+    """Return the group to count tokens over, which must be the one that the model reduces gradients over."""
     alone = group is THIS_PROCESS
     if isinstance(group, ThisProcess):
         group = None
@@ -302,7 +302,7 @@ def _facts(model: nn.Module | None, agree: Mapping[str, object] | None) -> dict[
 
 
 def _exchange_counts(micro_batches: int, tokens: int, facts: dict[str, object], group: ProcessGroup | None) -> _Step:
-    """Return every rank's counts, after the one collective before the first forward, which also compares the facts."""
+    """Return every rank's counts from the one collective before the first forward, which also compares the facts."""
     everyone = check_agreement(facts, group, [micro_batches, tokens])
     step = _Step([row[0] for row in everyone], sum(row[1] for row in everyone))
     if not max(step.micro_batches):
@@ -311,15 +311,15 @@ def _exchange_counts(micro_batches: int, tokens: int, facts: dict[str, object], 
 
 
 def _filler(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> MicroBatch:
-    """Return a micro-batch to run with the factor 0: this rank's first, or, on a rank that has none, another rank's.
+    """Return a micro-batch to run with the factor 0: this rank's first, or, on a rank without any, another rank's.
 
-    Where any rank has none, all ranks take part in the broadcast, from the first rank that has one. Its tensors are
-    sent through the CPU.
+    If any rank has none, all ranks take part in a broadcast from the first rank that has one. Its tensors are sent
+    through the CPU.
     """
     if min(step.micro_batches):
         return mine[0]
     lender = next(rank for rank, count in enumerate(step.micro_batches) if count)
-    # Only the lender sends anything; the others pass None into the collective
+    # Only the lender sends something; the others pass None to the collective
     lent: tuple[MicroBatch, bool] | None = None
     if rank_in(group) == lender:
         lent = _without_accelerator(mine[0])

@@ -1,9 +1,9 @@
 """Sum, join and compare values over a process group; the only file that calls `torch.distributed` collectives.
 
-A collective that autograd goes through has an adjoint, which runs in backward: a value that every rank uses receives
-gradients from every rank, so copying it is the adjoint of summing it, and the other way round.
+A differentiable collective has an adjoint, which runs in backward: a value that every rank uses receives gradients from
+every rank, so copying it is the adjoint of summing it, and vice versa.
 
-A `group` of None is this process alone: nothing is communicated. (`torch.distributed.group.WORLD` is all ranks.)
+A `group` of None means this process alone: nothing is communicated. (`torch.distributed.group.WORLD` is all ranks.)
 `accumulate_gradients`, where a forgotten group would give a wrong gradient, asks for `THIS_PROCESS` instead.
 
 | forward | backward | name |
@@ -12,9 +12,9 @@ A `group` of None is this process alone: nothing is communicated. (`torch.distri
 | sum over the group | identity | `sum_from_group`: partial results that every rank needs whole |
 | concatenation over the group | sum over the group, sliced | `join_from_group`: slices that every rank needs whole |
 | sum or maximum, no gradient | - | `group_sum`, `group_max` |
-| every rank's, no gradient | - | `group_gather`, `gather_numbers` |
+| every rank's tensor or numbers, no gradient | - | `group_gather`, `gather_numbers` |
 | every rank's object, one rank's object | - | `gather_objects`, `broadcast_object` |
-| a DTensor as a whole | its part | `whole_tensor` |
+| the whole of a DTensor | this rank's part | `whole_tensor` |
 
 Ranks that wait for a missing rank raise an error after the group's timeout. torch's default for gloo is half an hour; a
 trainer sets its own when it creates the group: `init_process_group(..., timeout=timedelta(minutes=2))`.
@@ -54,7 +54,7 @@ class ThisProcess(Enum):
     THIS_PROCESS = "seqpar.THIS_PROCESS"
 
     def __repr__(self) -> str:
-        """Return how it is written."""
+        """Return the name by which code refers to it."""
         return self.value
 
 
@@ -124,7 +124,7 @@ def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 
 
 def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[list[int]]:
-    """Return every rank's whole numbers, in rank order; all ranks must give the same count of them."""
+    """Return every rank's whole numbers, in rank order; all ranks must pass equally many."""
     check_group(group)
     device = None
     # NCCL has no collectives for CPU tensors
@@ -153,10 +153,11 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor whole, on its device, with its gradient: a DTensor is gathered, any other one is returned.
+    """Return the whole tensor on its device, differentiably: a DTensor is gathered, any other tensor is returned.
 
-    Of an accelerator's DTensor gloo gathers copies on the CPU: it has no `allgather_into_tensor_coalesced` for other
-    devices, and torch's `full_tensor` ends the process (https://github.com/pytorch/pytorch/issues/152645).
+    Over gloo, an accelerator's DTensor is gathered from copies on the CPU: gloo has no
+    `allgather_into_tensor_coalesced` for other devices, so that torch's `full_tensor` would end the process
+    (https://github.com/pytorch/pytorch/issues/152645).
     """
     if not is_dtensor(tensor):
         return tensor
@@ -168,7 +169,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def gathers_on_cpu(mesh: Any) -> bool:
-    """Return whether a group of the mesh joins an accelerator's tensors over gloo."""
+    """Return whether a group of the mesh gathers an accelerator's tensors over gloo."""
     over_gloo = f"{mesh.device_type}:gloo"
     return not FACTS[mesh.device_type].is_host and any(
         over_gloo in dist.get_backend_config(group).split(",") for group in mesh.get_all_groups()
@@ -176,7 +177,7 @@ def gathers_on_cpu(mesh: Any) -> bool:
 
 
 def _gather_on_cpu(sharded: Any) -> Tensor:
-    """Return all of a DTensor, gathered by the same groups from copies of its parts on the CPU."""
+    """Return the whole of a DTensor, gathered over the same groups from copies of its parts on the CPU."""
     # Importing DTensor takes longer than importing this library
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -207,14 +208,14 @@ def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def sum_from_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
+    """Return the sum over the group; each rank's gradient is that of the sum, which all ranks must use the same way."""
     if world_size(group) > 1:
         tensor = _SumFromGroup.apply(tensor, group)
     return tensor
 
 
 def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
-    """Concatenate all ranks' slices along `dim`, in rank order; rank r's slice has `sizes[r]` entries, or none.
+    """Concatenate all ranks' slices along `dim`, in rank order; rank r's slice has `sizes[r]` entries, which may be 0.
 
     Each rank's gradient is the sum over the ranks of the gradient of its slice, so ranks may use the result in
     different ways.
@@ -326,7 +327,7 @@ def check_agreement(
 
 
 def _check_fact(name: str, fact: object) -> None:
-    """Raise TypeError for a tensor or an array: facts are compared as text, which leaves out its digits and entries."""
+    """Raise TypeError for a tensor or an array: facts are compared as text, which may omit its digits and entries."""
     for value in leaves(fact):
         if hasattr(value, "__array__") and not isinstance(value, Number):
             raise TypeError(f"{name} has a {type(value).__name__}; compare its numbers: .tolist(), or a hash of them")

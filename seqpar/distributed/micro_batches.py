@@ -1,9 +1,9 @@
 """Draw the micro-batches of a step, all of which are held until the last one has run.
 
-The tokens of a step are counted before its first loss, so a loader gives all of its micro-batches before one is used. A
-loader that fills the same memory for each (pinned buffers, arrays of numpy, tensors that DALI writes to) has then
-overwritten the earlier ones. Their contents tell: memory that several micro-batches share is right as long as nobody
-writes to it (a mask, windows of one tensor).
+The tokens of a step are counted before its first loss, so all micro-batches are drawn from the loader before one is
+used. By then a loader that fills the same memory for each (pinned buffers, numpy arrays, tensors that DALI writes to)
+has overwritten the earlier ones. This is detected by comparing contents, because micro-batches may share memory as long
+as nobody writes to it (a mask, windows of one tensor).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from seqpar.core.structures import attributes_of, has_in_class, leaves
 MicroBatch = TypeVar("MicroBatch")
 
 MOST_ENTRIES = 1024
-"""How many entries of a tensor are compared, spread evenly over a larger one."""
+"""How many entries of a tensor are compared; those of a larger one are spread evenly."""
 
 MOST_LEAVES = 1024
-"""How many tensors and others are looked at in an object that another object holds."""
+"""How many tensors and other values are inspected in an object that another object holds."""
 
 REMEDY = "give each its own memory (batch.clone() for a tensor, copy.deepcopy(batch) for any other)"
 
@@ -38,8 +38,8 @@ def draw(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
     """Return all micro-batches.
 
     Raises:
-        ValueError: one was changed after it had been drawn; or a list has two with the same memory, which was written
-            to. A list of one object several times is not refused.
+        ValueError: one was changed after it had been drawn; or two in a list share memory that was written to. A list
+            may contain one object several times.
     """
     if isinstance(micro_batches, (list, tuple)):
         _refuse_same_memory(micro_batches)
@@ -67,7 +67,7 @@ class _Record(NamedTuple):
 
     value: object
     address: int
-    """Of the memory that it is part of; 0 for anything but a tensor with memory of its own."""
+    """The address of the memory that it is part of; 0 for anything but a dense tensor."""
     version: int
     """How often a tensor had been written to by torch."""
     entries: Any
@@ -82,9 +82,9 @@ class _Record(NamedTuple):
         return _Record(leaf, 0, 0, _contents_of(leaf))
 
     def holds(self, leaf: object, is_shared: bool) -> bool:
-        """Return whether a leaf is what it was; `is_shared` says whether another micro-batch has the same memory."""
+        """Return whether a leaf is still what it was; `is_shared` says whether another micro-batch has its memory."""
         if isinstance(leaf, Tensor) and self.entries is not None:
-            # To compare contents on an accelerator is to wait for it
+            # Comparing contents on an accelerator means waiting for it
             if leaf is self.value and not is_on_host(leaf) and not is_shared and version_of(leaf) == self.version:
                 return True
             now = _entries(leaf)
@@ -97,9 +97,9 @@ class _Record(NamedTuple):
 
 
 def _contents(micro_batch: object) -> Iterator[object]:
-    """Yield what is in the containers of a micro-batch, and the tensors and arrays of objects of other kinds.
+    """Yield what is in the containers of a micro-batch, and the tensors and arrays in objects of other kinds.
 
-    Of an object in such an object, which may be a data set, `MOST_LEAVES` are looked at.
+    In an object inside such an object, which may be a data set, only `MOST_LEAVES` values are inspected.
     """
     for leaf in leaves(micro_batch):
         yield leaf
@@ -118,7 +118,7 @@ def _has_memory(leaf: object) -> bool:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Return a copy of some entries as bytes, in which nan is the same as nan."""
+    """Return a copy of some entries as bytes, so that nan is the same as nan."""
     tensor = tensor.detach()
     size = tensor.numel()
     if size <= MOST_ENTRIES:
@@ -130,9 +130,9 @@ def _entries(tensor: Tensor) -> Tensor:
 
 
 def _contents_of(leaf: Any) -> object:
-    """Return a copy of what can be changed in place in an array, or in a queue or a set of numbers and words.
+    """Return a copy of what can be changed in place in an array, or in a queue or set of numbers and strings.
 
-    None for anything else; of a long array of numpy some entries.
+    None for anything else; of a long numpy array only some entries.
     """
     if has_in_class(leaf, "__array_interface__"):
         return leaf.flat[:: max(1, leaf.size // MOST_ENTRIES)].tobytes()
@@ -144,12 +144,12 @@ def _contents_of(leaf: Any) -> object:
 
 
 def _refuse_same_memory(micro_batches: Sequence[object]) -> None:
-    """Raise ValueError if two of a list have the same memory, and what torch knows of it says that it was refilled.
+    """Raise ValueError if two micro-batches of a list share memory that, as far as torch knows, was refilled.
 
-    Nobody has seen when it was written to, and a constant may be shared. So they must have all of their tensors in
-    common, each written to; or one that was refilled as far as `_is_refilled` can tell.
+    When it was written to is not known, and a constant may be shared. So two are refused only if they share all of
+    their tensors, each of which was written to, or one that `_is_refilled` takes for refilled.
     """
-    # Of one object several times nothing was overwritten
+    # If one object occurs several times, nothing was overwritten
     distinct = {id(micro_batch): i for i, micro_batch in reversed([*enumerate(micro_batches)])}
     held = {i: [leaf for leaf in _contents(micro_batches[i]) if _has_memory(leaf)] for i in sorted(distinct.values())}
     first: dict[tuple[object, ...], int] = {}
@@ -172,9 +172,10 @@ def _refuse_same_memory(micro_batches: Sequence[object]) -> None:
 
 
 def _is_refilled(tensor: Tensor, users: int, rows: set[torch.Size]) -> bool:
-    """Return whether a tensor was written to once in each of `users` micro-batches, and is no constant.
+    """Return whether a tensor was written to at least once for each of `users` micro-batches, and is not a constant.
 
-    That is one of which all numbers are the same, or that has other rows than the micro-batch's own tensors.
+    A constant is one whose numbers are all the same, or whose number of rows is not that of the micro-batch's own
+    tensors.
     """
     if version_of(tensor) < users or (rows and tensor.shape[:1] not in rows):
         return False
@@ -201,12 +202,12 @@ def _may_be_refilled(leaf: Any) -> bool:
         return True
     if not is_dense(leaf) or not leaf.numel():
         return False
-    # Memory that is not torch's own is written to without its knowing
+    # torch does not notice what is written to memory that is not its own
     return version_of(leaf) > 0 or not leaf.untyped_storage().resizable()
 
 
 def _place(leaf: Any) -> tuple[object, ...]:
-    """Return which memory a tensor or array is."""
+    """Return what identifies the memory of a tensor or array."""
     if isinstance(leaf, Tensor):
         return (leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride())
     return (leaf.__array_interface__["data"][0], leaf.shape, leaf.strides)

@@ -29,7 +29,7 @@ class ModelWithLoss(nn.Module):
     Args:
         model: any module that returns hidden states, or `(hidden, per_token)` where the generator needs more per
             token (copy attention): a dict of tensors, handed to the loss as keywords.
-        loss: a module called with `(hidden, target, **per_token)`, as `LossCompute`. A submodule of both (the
+        loss: a module called with `(hidden, target, **per_token)`, such as `LossCompute`. A submodule of both (the
             generator) has one set of parameters, and `state_dict` contains it once, under the model's name.
 
     FSDP2: call `fully_shard` on blocks of the model as usual, then on this module. The generator may be a unit of its
@@ -63,7 +63,7 @@ class ModelWithLoss(nn.Module):
             refuse_data_parallel(module, name)
         self.model = model
         self.loss = loss
-        # Adapters put another module in the place of the generator; the loss would go on with the earlier one
+        # Adapters replace the generator with a different module, and the loss would keep using the earlier one
         self._shared_from_the_start = self._shared_modules()
         # A generator that both have is one module with two paths; a checkpoint has only the path in the model
         self.register_state_dict_post_hook(_drop_second_names)
@@ -86,7 +86,7 @@ class ModelWithLoss(nn.Module):
         Raises:
             TypeError: `per_token` is not a dict.
             RuntimeError: a submodule of both (the generator) was replaced in one of them after this module was made.
-                Parameters are sharded here, because a submodule was called that `fully_shard` does not wrap.
+                Parameters are still sharded, because a submodule was called that `fully_shard` does not wrap.
             Exception: whatever `LossCompute` raises.
         """
         check_type(per_token, "per_token", (Mapping, NoneType), "a dict of per-token tensors")
@@ -103,8 +103,8 @@ class ModelWithLoss(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield each module once, a submodule of both under the model's name alone, as in `state_dict`.
 
-        `torch.func.functional_call` puts a parameter with two names back twice, the second time as the one it was
-        called with.
+        `torch.func.functional_call` would restore a parameter with two names twice, the second time to the tensor that
+        it was called with.
         """
         seconds = () if remove_duplicate else tuple(self._shared_modules())
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
@@ -113,7 +113,7 @@ class ModelWithLoss(nn.Module):
                 yield name, module
 
     def _refuse_replaced(self) -> None:
-        """Raise RuntimeError if a submodule of both the model and the loss is now another one in one of them."""
+        """Raise RuntimeError if a submodule of both the model and the loss was replaced in one of them."""
         for in_loss, in_model in self._shared_from_the_start.items():
             if self.get_submodule(in_loss) is not self.get_submodule(in_model):
                 raise RuntimeError(

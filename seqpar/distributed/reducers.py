@@ -39,8 +39,8 @@ from seqpar.distributed.wrappers import WRAP_BOTH
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise TypeError for the first FSDP, whose hybrid strategies reduce over other ranks than those of its group."""
-    # Where FSDP was never imported nothing is wrapped; importing it here would slow down every start
+    """Raise TypeError for FSDP1, whose hybrid strategies reduce over ranks other than those of its group."""
+    # If FSDP was never imported, nothing is wrapped; importing it here would slow down every start
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None and isinstance(model, kind):
         instead = "call fully_shard (FSDP2) on the module inside, or wrap it in DistributedDataParallel"
@@ -51,7 +51,7 @@ def reducer_in(model: nn.Module) -> nn.Module | None:
     """Return the module that reduces the gradients over ranks: the model, or one inside it; None if there is none.
 
     That is a DistributedDataParallel, or the outermost module that `fully_shard` was called on. Raises ValueError for
-    several of them, as with an encoder and a decoder that were sharded each for itself.
+    several of them, such as an encoder and a decoder that were sharded separately.
     """
     found: list[nn.Module] = []
     waiting = [model]
@@ -72,10 +72,10 @@ def reducer_in(model: nn.Module) -> nn.Module | None:
 
 
 def reducer_over(ranks: int, model: nn.Module, way_out: str) -> nn.Module | None:
-    """Return what reduces the gradients of a model over ranks, None for one rank.
+    """Return the module that reduces the gradients of a model over ranks; None for one rank.
 
-    Raises TypeError, with the way out, for a model that nothing reduces; for the first FSDP over ranks, and for
-    DeepSpeed; ValueError as `reducer_in`.
+    Raises TypeError for DeepSpeed and, with several ranks, for FSDP1 and for a model whose gradients nothing reduces
+    (`way_out` says what to do then); ValueError as `reducer_in` does.
     """
     if any(type(module).__name__ == "DeepSpeedEngine" for module in model.modules()):
         raise TypeError(
@@ -126,7 +126,7 @@ def check_reduces_all(model: nn.Module) -> None:
                 f"{len(trained)} parameters are trainable and DistributedDataParallel reduces {known}, those that were "
                 f"trainable when it was made; {WRAP_AGAIN}"
             )
-        # It does not say which they are: as many as it reduces, when it is seen first, are taken for them
+        # DDP does not say which it reduces: if as many are trainable when it is first seen, they are taken for those
         ids = {id(p): name for name, p in trained.items()}
         if len(ids) == known:
             _reduced_by.setdefault(model, frozenset(ids))
@@ -140,7 +140,7 @@ def check_reduces_all(model: nn.Module) -> None:
 
 WRAP_AGAIN = "wrap the model again after unfreezing a part of it"
 _reduced_by: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
-"""The ids of the parameters that each of them reduces, which it holds."""
+"""The ids of the parameters that each DDP reduces; it holds the parameters, so the ids stay theirs."""
 
 
 def _reduced_ids(model: nn.Module) -> set[int]:
@@ -149,7 +149,7 @@ def _reduced_ids(model: nn.Module) -> set[int]:
         return {id(p) for p in ddp_parameters(model)}
     groups = [group for _, group in parameter_groups(model)]
     if not groups:
-        # A wrapper of another library, of which nothing is known
+        # Another library's wrapper, about which nothing is known
         return {id(p) for p in model.parameters()}
     return {id(p) for group in groups for p in group.parameters()}
 
@@ -167,10 +167,11 @@ def check_has_all(total: Tensor, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_remains(model: nn.Module | None) -> Iterator[None]:
-    """Where the block raises an error, let an FSDP2 module forget the step.
+    """Make an FSDP2 module forget the step if the block raises an error.
 
-    It keeps gradients that it has added up and not reduced where `zero_grad` does not find them, and would add them to
-    those of the next step. After an error in the middle of a backward, the next would not reduce its gradients either.
+    The module keeps gradients that it has accumulated but not reduced where `zero_grad` does not find them, and would
+    add them to those of the next step. After an error in the middle of a backward, the next backward would not reduce
+    its gradients either.
     """
     try:
         yield
@@ -209,13 +210,13 @@ def refuse_no_sync(model: nn.Module) -> None:
 
 
 MOST_REACHED = 2_000
-"""How many objects are looked at in search of what a function calls: it may reach a trainer, and with it everything."""
+"""How many objects are searched for what a function calls: it may reach a trainer, and through it everything."""
 
 
 def watch_reducers(function: Any) -> list[nn.Module]:
     """Return the modules that reduce gradients over several ranks and that a function could call, for `refuse_unnamed`.
 
-    A DistributedDataParallel is prepared to tell whether its forward has run, with gradients.
+    Each DistributedDataParallel is marked, so that `will_reduce` can tell whether its forward has run since.
     """
     found: dict[int, nn.Module] = {}
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -255,7 +256,7 @@ def _contents(value: Any) -> Iterator[Any]:
 
 
 def refuse_unnamed(reducers: Sequence[nn.Module], total: Tensor) -> None:
-    """Raise ValueError if the gradient of a loss will be reduced by one of these modules, which take the mean."""
+    """Raise ValueError if one of these modules, which take the mean over ranks, will reduce the gradient of a loss."""
     for reducer in reducers:
         if isinstance(reducer, DistributedDataParallel) and not will_reduce(reducer):
             continue

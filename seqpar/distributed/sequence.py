@@ -2,9 +2,9 @@
 
 The loss itself does not change: each rank gives the engine its own time steps, and the sum is divided by the tokens of
 all data x sequence ranks. Parameter gradients are summed over the sequence ranks as over the data ranks, by one
-DistributedDataParallel or `fully_shard` over both (`accumulate_gradients` with that group), or by hand, with
-`copy_to_group(parameter, group)`. Where every rank has all hidden states and only the loss is split, split
-`copy_to_group(hidden, group)`, and so every other tensor with one row for each token that needs a gradient: its
+DistributedDataParallel or `fully_shard` over both (`accumulate_gradients` with that group), or explicitly, with
+`copy_to_group(parameter, group)`. If every rank has all hidden states and only the loss is split, split
+`copy_to_group(hidden, group)`, and likewise every other tensor with one row per token that needs a gradient: its
 gradient is the sum of the ranks' gradients.
 
 Shape suffixes: B batch, T all time steps, t this rank's.
@@ -35,7 +35,7 @@ from seqpar.core.chunks import even_sizes
 from seqpar.distributed.collectives import check_agreement, group_gather, rank_in, world_size
 
 Order = Literal["contiguous", "zigzag"]
-"""The time steps that each rank has.
+"""Which time steps each rank has.
 
 "contiguous": one piece; rank r has the r-th of `world` pieces.
 "zigzag": two pieces, the r-th and the r-th last of 2 x `world`. Under a causal mask later steps attend to more, and
@@ -85,7 +85,7 @@ def _pieces_of(rank: int, world: int, order: Order) -> list[int]:
 
 
 def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: Order = "contiguous") -> Tensor:
-    """Return this rank's time steps of a tensor that every rank has whole.
+    """Return this rank's time steps of a tensor that every rank has in full.
 
     It is differentiable; the gradient of the whole tensor is that of this rank's steps only. `order` is that of
     `time_steps`.
@@ -159,7 +159,7 @@ def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:
 def next_token_targets(
     tokens: Tensor, group: ProcessGroup | None, *, order: Order = "contiguous", ignore_index: int = -100
 ) -> Tensor:
-    """Return each token's successor, a decoder's targets, where every rank has only its time steps of `tokens` (B, t).
+    """Return each token's successor (a decoder's target), if each rank has only its own time steps of `tokens` (B, t).
 
     `order` is that of `time_steps`.
 
@@ -192,7 +192,7 @@ def next_token_targets(
     world = world_size(group)
     batch, time = tokens.shape
     times = [theirs for (theirs,) in check_agreement({"the batch size": batch}, group, [time])]
-    # Which piece follows which is then known only for the sizes of `split_time`; contiguous pieces may have any
+    # In zigzag order the sizes must be those of `split_time`, or it would not be known which piece follows which
     if order == "zigzag":
         _check_sizes(times, [len(time_steps(sum(times), r, world, order)) for r in range(world)], order)
     pieces = _pieces_of(rank, world, order)

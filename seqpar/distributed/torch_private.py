@@ -1,4 +1,4 @@
-"""Everything that seqpar reads or changes of FSDP2 and DDP beyond what torch documents.
+"""Everything that seqpar reads or changes in FSDP2 and DDP beyond what torch documents.
 
 torch may rename it in any version, so every name is looked up by `_private`, which says which one is missing.
 """
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def _private(owner: object, name: str) -> Any:
-    """Return an attribute that torch does not document; raise RuntimeError, naming it, where this torch lacks it."""
+    """Return an attribute that torch does not document; raise RuntimeError, naming it, if this torch lacks it."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -29,7 +29,7 @@ def _private(owner: object, name: str) -> Any:
 
 def is_fsdp_unit(module: nn.Module) -> bool:
     """Return whether `fully_shard` was called on the module."""
-    # Where FSDP was never imported no module is a unit; importing it here would slow down every start
+    # If FSDP was never imported, no module is a unit; importing it here would slow down every start
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
@@ -59,22 +59,22 @@ class ParameterGroup:
         return group
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield each parameter as the module has it between two steps, and as it has it where it is gathered."""
+        """Yield each parameter as the module has it between steps, sharded, and as it has it while it is gathered."""
         for p in _private(self.group, "fsdp_params"):
             yield _private(p, "sharded_param")
-            # From the first time on that it is gathered
+            # Exists once it has been gathered
             gathered = getattr(p, "_unsharded_param", None)
             if gathered is not None:
                 yield gathered
 
     def forget_forwards(self) -> None:
-        """Drop the record of forwards by which FSDP2 gathers ahead in the next backward."""
+        """Drop the record of forwards that FSDP2 uses to gather ahead in the next backward."""
         of_all_groups = _private(self.group, "comm_ctx")
         _private(of_all_groups, "post_forward_order").clear()
         _private(self.group, "_post_forward_indices").clear()
 
     def forget_gradients(self) -> None:
-        """Drop the gradients that were added up and not reduced."""
+        """Drop the gradients that were accumulated but not reduced."""
         for p in _private(self.group, "fsdp_params"):
             remains = _private(p, "unsharded_accumulated_grad")
             # torch 2.15 made it a property without a setter
@@ -95,7 +95,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, ParameterGroup]]:
         if not is_fsdp_unit(module):
             continue
         state = _private(module, "_get_fsdp_state")()
-        # torch's versions have one group of parameters in a unit, or several
+        # Depending on torch's version, a unit has one group of parameters or several
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [group for group in [_private(state, "_fsdp_param_group")] if group is not None]
@@ -104,23 +104,23 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, ParameterGroup]]:
 
 
 def take_for_root(model: nn.Module) -> None:
-    """Let FSDP2 take a `fully_shard` unit for the root of those in it, as the model's first forward does.
+    """Make FSDP2 treat a `fully_shard` unit as the root of the units in it, as the model's first forward does.
 
-    Otherwise a part that is called before the model would be a root of its own.
+    Otherwise a part that is called before the model would become a root itself.
     """
     _private(_private(model, "_get_fsdp_state")(), "_lazy_init")()
 
 
 def forget_forwards(model: nn.Module) -> None:
-    """Let FSDP2 forget the forwards that no backward follows."""
+    """Make FSDP2 forget the forwards that no backward follows."""
     for _, group in parameter_groups(model):
         group.forget_forwards()
 
 
 def forget_step(model: nn.Module) -> None:
-    """Drop the gradients that FSDP2 has added up and not reduced, and end what it has begun."""
+    """Drop the gradients that FSDP2 has accumulated but not reduced, and end the iteration that it has begun."""
     unit: Any = model
-    # torch 2.13 and newer; an error of it must not hide the step's own
+    # From torch 2.13 on; its error must not hide the step's own
     if hasattr(unit, "reset_iter_state"):
         with contextlib.suppress(RuntimeError):
             unit.reset_iter_state()
@@ -140,14 +140,14 @@ def reduced_parameter_count(model: DistributedDataParallel) -> int:
 
 
 def records_static_graph(model: nn.Module | None) -> bool:
-    """Return whether a DDP with `static_graph` is before its first backward."""
+    """Return whether the model is a DDP with `static_graph` that has not run its first backward yet."""
     if not isinstance(model, DistributedDataParallel) or not _private(model, "static_graph"):
         return False
     return not _private(model, "_static_graph_delay_allreduce_enqueued")
 
 
 def reduces_by_hooks(model: DistributedDataParallel) -> bool:
-    """Return whether DDP does not reduce in one of its two experimental ways, whose forward leaves no trace."""
+    """Return whether DDP reduces by hooks: in its two experimental ways, which do not, its forward leaves no trace."""
     return not (_private(model, "_use_python_reducer") or _private(model, "_delay_all_reduce_all_params"))
 
 

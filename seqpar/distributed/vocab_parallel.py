@@ -1,10 +1,10 @@
 """Split the vocabulary over ranks: each rank has some rows of the weight, and the loss is over all classes.
 
-Every rank of the group has the same hidden states and targets. Per chunk, one all-gather brings every rank the others'
-sums of each row; `rows/scores.py` has the equations by which they are combined, the same for one rank and for many.
-The hidden gradient is summed over the group once a step; the weight's needs no communication.
+Every rank of the group has the same hidden states and targets. One all-gather per chunk brings each rank the others'
+sums for each row; `rows/scores.py` has the equations that combine them, the same for one rank and for many. The hidden
+gradient is summed over the group once per step; the weight gradient needs no communication.
 
-Shape suffixes: N rows, V this rank's classes, D hidden. `vocab_size` is always the number of all ranks' classes.
+Shape suffixes: N rows, V this rank's classes, D hidden. `vocab_size` is always the number of classes on all ranks.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's classes: from `start` to `start` plus the number of its weight's rows, of `vocab_size` in all.
+    """This rank's classes out of `vocab_size`: one for each row of its weight, from `start` on.
 
     Args:
-        group: the ranks among which the vocabulary is divided; None is this process alone. On a mesh of data x
+        group: the ranks among which the vocabulary is divided; None means this process alone. On a mesh of data x
             vocabulary it is the vocabulary's group, and each data rank counts its own tokens.
-        start: this rank's first class. The ranks may have their classes in any order, but without gaps; shards may be
-            of different sizes, and empty (although FSDP2 does not take a parameter without rows).
-        vocab_size: the number of all ranks' classes.
+        start: this rank's first class. The ranks may have their classes in any order, but without gaps; shards may
+            differ in size and be empty (although FSDP2 does not take a parameter without rows).
+        vocab_size: the number of classes on all ranks together.
 
     Raises:
         ValueError: a start outside [0, vocab_size], or a vocabulary without classes.
@@ -70,7 +70,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, weight_rows: int, group: ProcessGroup | None) -> VocabShard:
-        """Return the shard of a rank whose weight has `weight_rows` rows, where the classes are in rank order.
+        """Return the shard of a rank whose weight has `weight_rows` rows, with the classes in rank order.
 
         Every rank of the group must call it, once, when the weight is created: it is one small collective.
         """
@@ -81,14 +81,14 @@ class VocabShard:
 
     @cached_property
     def largest_even_part(self) -> int:
-        """Return the classes per rank of an even split, rounded up.
+        """Return the number of classes per rank in an even split, rounded up.
 
-        All ranks plan their chunks by it, because chunks must be the same on every rank.
+        All ranks plan their chunks with this number, because chunks must be the same on every rank.
         """
         return -(-self.vocab_size // world_size(self.group))
 
     def meet(self, facts: Mapping[str, object], rows: int = 0, hidden: Tensor | None = None) -> list[list[int]]:
-        """Return every rank's classes and checksum of `hidden`, as one number each, after one collective.
+        """Return every rank's classes and checksum of `hidden`, each encoded as one number, from one collective.
 
         `span_number` and `_checksum_number` encode the two numbers. Raises RuntimeError on every rank unless the ranks
         agree on `facts`.
@@ -102,7 +102,7 @@ class VocabShard:
     def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor, name: str = "hidden") -> None:
         """Raise RuntimeError on every rank unless the ranks agree on `facts` and hidden and have every class once.
 
-        It is one small collective; none for a group of one rank.
+        It is one small collective, or none for a group of one rank.
 
         Args:
             name: what the caller calls `hidden`.
@@ -111,7 +111,7 @@ class VocabShard:
         spans = [divmod(number, SPAN) for number, _ in everyone]
         # In the order of the classes, whatever the order of the ranks; a rank without classes has an empty span
         ordered = sorted((start, end) for start, end in spans if start < end)
-        # Each begins where the one before it ends
+        # Each must begin where the one before it ends
         if [*(start for start, _ in ordered), self.vocab_size] != [0, *(end for _, end in ordered)]:
             said = "; ".join(f"[{start}, {end}) on rank {rank}" for rank, (start, end) in enumerate(spans))
             raise RuntimeError(
@@ -129,13 +129,13 @@ class VocabShard:
             )
 
     def locate(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return each target's row in this rank's weight (any row if another rank has it), and whether it is here."""
+        """Return each target's row in this rank's weight (any row if another rank has it), and whether it has it."""
         index_N = target_N - self.start
         owned_N = (index_N >= 0) & (index_N < size)
         return index_N.clamp(0, max(0, size - 1)), owned_N
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's tensor, in rank order, stacked."""
+        """Return all ranks' tensors, stacked in rank order."""
         return torch.stack(group_gather(tensor, self.group))
 
     def rank(self) -> int:
@@ -144,20 +144,20 @@ class VocabShard:
 
 
 ROUNDINGS = 4
-"""How many roundings of their dtype the checksums of hidden states computed on two ranks may differ by."""
+"""By how many roundings of their dtype the checksums of hidden states computed on two ranks may differ."""
 SPAN = 2**32
 """A number larger than any vocabulary."""
 
 
 def span_number(start: int, end: int) -> int:
-    """Encode the first class and the one after the last in one number, which makes the collective cheaper."""
+    """Return the first class and the one after the last as one number, which makes the collective cheaper."""
     return start * SPAN + end
 
 
 def _checksum(hidden_ND: Tensor) -> tuple[float, float]:
     """Return a weighted sum of the hidden states, and the norm of its terms, in float32.
 
-    sum_nd cos(1.3 n + 0.5) cos(d + 0.5) hidden_nd: swapped rows or features change it, as they would not a plain sum.
+    sum_nd cos(1.3 n + 0.5) cos(d + 0.5) hidden_nd: unlike a plain sum, it changes if rows or features are swapped.
     """
     rows, width = hidden_ND.shape
     device = hidden_ND.device
@@ -171,7 +171,7 @@ def _checksum(hidden_ND: Tensor) -> tuple[float, float]:
 
 
 def _differ(theirs: tuple[float, float], first: tuple[float, float], eps: float) -> bool:
-    """Return whether two ranks' checksums differ by more than rounding, at least float32's; nan equals nan."""
+    """Return whether two ranks' checksums differ by more than rounding (float32's or coarser); nan equals nan."""
     a = theirs[0]
     b, norm = first
     allowed = ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * norm
@@ -179,22 +179,22 @@ def _differ(theirs: tuple[float, float], first: tuple[float, float], eps: float)
 
 
 def _checksum_number(checksum: tuple[float, float]) -> int:
-    """Encode two float32 numbers in the 64 bits of one int64."""
+    """Return two float32 numbers in the 64 bits of one int64."""
     (bits,) = struct.unpack("<q", struct.pack("<ff", *checksum))
     return int(bits)
 
 
 def _checksum_from(number: int) -> tuple[float, float]:
-    """Decode what `_checksum_number` encoded."""
+    """Return the two numbers that `_checksum_number` encoded."""
     total, norm = struct.unpack("<ff", struct.pack("<q", number))
     return float(total), float(norm)
 
 
 def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabShard]:
-    """Return this rank's rows of a DTensor weight and bias, and their shard; their gradients arrive as DTensors.
+    """Return this rank's rows of a DTensor weight and bias, and their shard; the gradients arrive as DTensors.
 
     Raises:
-        TypeError: a weight or bias that is not split by rows, or not by rows only, or on a mesh of several axes.
+        TypeError: a weight or bias that is not split by rows alone, or is on a mesh of several axes.
     """
     # Importing DTensor takes longer than importing this library
     from torch.distributed.tensor import DTensor, Shard
@@ -220,7 +220,7 @@ def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
 
 
 def local_copy(tensor: Tensor | None, name: str) -> Tensor | None:
-    """Return a plain tensor that every rank has whole; raise TypeError for a DTensor that is sharded."""
+    """Return the whole tensor as a plain one, if every rank has all of it; raise TypeError for a sharded DTensor."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

@@ -40,7 +40,7 @@ IN_ONE_UNIT = (
 
 
 def refuse_sharded(head: nn.Module, way_out: str = IN_ONE_UNIT) -> None:
-    """Raise RuntimeError if a parameter of the head is sharded at this moment."""
+    """Raise RuntimeError if a parameter of the head is currently sharded."""
     for name, parameter in head.named_parameters():
         if is_dtensor(parameter):
             raise RuntimeError(
@@ -68,7 +68,7 @@ def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any)
 
 
 def structural_copy(module: nn.Module) -> Any:
-    """Return a replica of the module without parameters, as torch makes it; without hooks for a `fully_shard` unit.
+    """Return a replica of the module without parameters, as torch makes it; that of a `fully_shard` unit has no hooks.
 
     `inside_unit` has already run a unit's hooks. The copy has the class that the module had before `fully_shard`,
     because torch forbids creating an instance of the unit's class.
@@ -79,7 +79,7 @@ def structural_copy(module: nn.Module) -> Any:
         return module._replicate_for_data_parallel()
     kind: Any = class_before_fully_shard(module) if is_unit else type(module)
     copy: Any = kind.__new__(kind)
-    # As torch does it, but without `setattr`, which asks of each value whether it is a parameter, a module or a buffer
+    # As torch does it, but without `setattr`, which tests whether each value is a parameter, a module or a buffer
     own = vars(copy)
     own.update(vars(module))
     own |= {
@@ -90,6 +90,6 @@ def structural_copy(module: nn.Module) -> Any:
     }
     if is_unit:
         own |= {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
-        # It is the whole loop over chunks while `inside_unit` runs, and the copy must not call that
+        # While `inside_unit` runs, it is the whole loop over chunks, which the copy must not call
         own.pop("forward", None)
     return copy

@@ -1,4 +1,4 @@
-"""Say which argument is at fault where a generator fails on the rows that it is given."""
+"""Say which argument is at fault when a generator fails on the rows that it is given."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ def first_scores(
     names: Sequence[str],
     target_shape: Sequence[int],
 ) -> Tensor:
-    """Return `scores(shape, rows)`; rephrase an error of torch's as one about an argument, where that is the cause.
+    """Return `scores(shape, rows)`; if an argument causes an error of torch's, raise one about that argument instead.
 
-    It is the cause if the generator takes zeros of another dtype or size in its place.
+    An argument is the cause if the generator takes zeros of a different dtype or size in its place.
 
     Raises:
-        TypeError: hidden has another dtype than all of the generator's parameters.
-        ValueError: hidden has another width, or a per-token tensor has target's shape where it needs one more
-            dimension.
+        TypeError: hidden's dtype is not that of the generator's parameters.
+        ValueError: hidden has a different width, or a per-token tensor has target's shape but needs one more dimension.
     """
 
     def takes(other: Sequence[Tensor]) -> bool:
-        # An index beyond the zeros, or an assertion of the generator's own, says no as well
+        # An index out of range for the zeros, or the generator's own assertion, means no as well
         with contextlib.suppress(Exception):
             scores(shape, other)
             return True
@@ -47,13 +46,13 @@ def first_scores(
 
 
 Cause = tuple[type[Exception], str]
-"""The error to raise, and its words."""
+"""The class of the error to raise, and its message."""
 
 
 def _hidden_at_fault(
     generator: nn.Module, takes: Callable[[Sequence[Tensor]], bool], rows: Sequence[Tensor]
 ) -> Cause | None:
-    """Return what is wrong with hidden: its width, its dtype, or nothing that another one would mend."""
+    """Return what is wrong with hidden, its width or its dtype; None if a different one would not help."""
     hidden, *extra = rows
     width = hidden.size(-1)
     parameters = [p for p in generator.parameters() if p.is_floating_point()]
@@ -76,9 +75,9 @@ def _column_at_fault(
     names: Sequence[str],
     target_shape: Sequence[int],
 ) -> Cause | None:
-    """Return which per-token tensors are taken for one number a token and are (batch, source) instead, if any are.
+    """Return which per-token tensors were taken for one number per token but are (batch, source), if any are.
 
-    A source as long as the target is not noticed by its shape.
+    Their shape does not tell if the source is as long as the target.
     """
     of_target = [i for i, t in enumerate(rows) if i and t.dim() == 1]
     for some in (*([i] for i in of_target), of_target):

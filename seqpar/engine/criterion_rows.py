@@ -1,4 +1,4 @@
-"""Ask whether a criterion is a sum over rows, each of which has its loss alone, and which targets it ignores.
+"""Test whether a criterion is a sum over rows, each with a loss of its own, and which targets it ignores.
 
 What rarely acts is not found.
 
@@ -33,10 +33,10 @@ from seqpar.linear.leaves import product_dtype
 from seqpar.rows.criteria import ignored_target
 
 MOST_COMPANY = 128
-"""The most rows in whose company a criterion is asked for each row: a hundredth, that it may leave out, is one."""
+"""The most rows that a criterion is tested on together: enough that a hundredth, which it may leave out, is one row."""
 
 COMPANY_BYTES = CPU_BUDGET
-"""The most bytes of these rows' scores; of a large vocabulary there are fewer."""
+"""The most bytes of these rows' scores; with a large vocabulary there are fewer rows."""
 
 BESIDE = "a loss that joins rows (CTC, contrastive, the hardest of a batch) is a second term beside the engine's"
 
@@ -54,10 +54,10 @@ def criterion_adds_up(trial: Trial, logits_KV: Tensor, common: set[int]) -> bool
 
 
 def _why_no_sum(trial: Trial, logits_KV: Tensor, common: set[int]) -> str | None:
-    """Return why the loss is no sum over rows, in words; "" if it is one, None if these rows cannot show it.
+    """Return, in words, why the loss is not a sum over rows; "" if it is one, None if these rows cannot show it.
 
-    They cannot if the loss is 0 or not finite. A criterion whose losses are random in evaluation mode as well cannot
-    be asked, and passes.
+    They cannot if the loss is 0 or not finite. A criterion whose losses are random even in evaluation mode cannot be
+    tested, and passes.
     """
     classes = usual_targets(trial, logits_KV, common)
     criterion, rows = _widen(trial.copy()["criterion"], _criterion_rows(trial, logits_KV, classes), trial.of_criterion)
@@ -68,10 +68,10 @@ def _why_no_sum(trial: Trial, logits_KV: Tensor, common: set[int]) -> str | None
     def total(rows: Sequence[Tensor]) -> Tensor:
         return _loss_of_rows(criterion, rows, trial.of_criterion).total.sum()
 
-    # Once as it is, and if it is random, for example by dropout, once more without that
+    # Once as it is and, if it is random, for example because of dropout, once more in evaluation mode
     for _ in range(2):
         alone = ask_alone(total, rows, least)
-        # A mean over rows of which all are padding is not a number
+        # A mean over rows that are all padding is nan
         can_be_asked_K = alone.values.isfinite()
         can_be_asked_K[:own] = True
         place_K = can_be_asked_K.nonzero().squeeze(1)
@@ -94,10 +94,10 @@ def _why_no_sum(trial: Trial, logits_KV: Tensor, common: set[int]) -> str | None
 
 
 def _criterion_rows(trial: Trial, logits_KV: Tensor, classes: Sequence[int]) -> list[Tensor]:
-    """Return different rows for the criterion, of which some have the same target: it may join just those.
+    """Return different rows for the criterion, some of which have the same target: it may join just those.
 
-    The others are between two rows each, and nearer to 0: of a batch of one token they differ as well. The last ones
-    have each of `classes` as target, because a criterion may count its padding.
+    Those lie between two of the probed rows, and nearer to 0, so that they differ even in a batch of one token. The
+    last rows have each of `classes` as target, because a criterion may count its padding.
     """
     nearer_1 = torch.linspace(0.9, 0.5, PROBE_ROWS - 1, device=logits_KV.device).to(logits_KV).unsqueeze(1)
     between_KV = (logits_KV[1:] + logits_KV[:-1]) / 2 * nearer_1
@@ -109,9 +109,9 @@ def _criterion_rows(trial: Trial, logits_KV: Tensor, classes: Sequence[int]) -> 
 
 
 def usual_targets(trial: Trial, logits_KV: Tensor, common: set[int]) -> list[int]:
-    """Return the targets that may be padding, of those in the vocabulary: the first, the rows' own and the common ones.
+    """Return the targets in the vocabulary that may be padding: the first, the rows' own and the common ones.
 
-    Without the one that the criterion says it ignores, with which no rows are computed.
+    The one that the criterion says it ignores is left out, because rows with it are not computed.
     """
     seen = {*trial.target_K.tolist(), *common}
     # Scores may be wider than the vocabulary, as those of two dropout masks side by side
@@ -120,9 +120,9 @@ def usual_targets(trial: Trial, logits_KV: Tensor, common: set[int]) -> list[int
 
 
 def _likely_rows(logits_MV: Tensor, class_M: Tensor) -> Tensor:
-    """Return rows in which each target has the least score instead of its own, so that it has a loss.
+    """Return rows in which each target has the lowest score instead of its own, so that it has a loss.
 
-    The numbers stay those of the row, which may be probabilities.
+    The two scores are swapped, so that a row of probabilities remains one.
     """
     class_M1 = class_M.long().unsqueeze(1)
     lowest_M1 = logits_MV.where(logits_MV.isfinite(), torch.inf).argmin(1, keepdim=True)
@@ -131,13 +131,13 @@ def _likely_rows(logits_MV: Tensor, class_M: Tensor) -> Tensor:
 
 
 def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None:
-    """Raise ValueError unless the criterion ignores the target that it says, and no other that is common here."""
+    """Raise ValueError unless the criterion ignores the target that it says it does, and no other common one."""
     rows = [logits_KV, trial.target_K, *trial.of_criterion.values()]
     criterion, (logits_KV, *_) = _widen(trial.copy()["criterion"], rows, trial.of_criterion)
     named = ignored_target(criterion)
 
     def answer(class_M: Tensor) -> Answer:
-        """Return loss and gradient of as many rows, each with its target, which has the least score."""
+        """Return loss and gradient of one row for each target, which has the lowest score in it."""
         row_M = torch.arange(len(class_M), device=class_M.device) % len(logits_KV)
         own = {name: t[row_M] for name, t in trial.of_criterion.items()}
         swapped_MV = _likely_rows(logits_KV[row_M], class_M)
@@ -148,7 +148,7 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
             )
 
     def is_ignored(target: int) -> bool | None:
-        """Return whether loss and gradient are 0; None if not finite."""
+        """Return whether loss and gradient are 0; None if the loss is not finite."""
         values, gradients, _ = answer(torch.full_like(trial.target_K, target))
         if not values.isfinite():
             return None
@@ -166,7 +166,7 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
         has_gradient_M = grad.isfinite().all(1) & grad.any(1)
         ignored.update(dict.fromkeys(class_M[has_gradient_M].tolist(), False))
     ignored.update({target: is_ignored(target) for target, is_so in ignored.items() if is_so is None})
-    # Where nothing has a loss there is no padding either
+    # If no target has a loss, none of them is padding
     silent = [target for target, is_so in ignored.items() if is_so and False in ignored.values()]
     silent = [target for target in silent if not _counts_none(trial, criterion, logits_KV, target)]
     if silent:
@@ -182,12 +182,12 @@ def ask_about_padding(trial: Trial, logits_KV: Tensor, common: set[int]) -> None
 def ask_about_counts(trial: Trial, logits_KV: Tensor) -> None:
     """Raise ValueError unless what a criterion's `token_loss` returns adds up, and is the loss of its `forward`.
 
-    One that does not take these rows cannot be asked, nor can one whose numbers are random.
+    One that does not take these rows cannot be tested, nor can one whose numbers are random.
     """
     criterion = trial.copy()["criterion"]
     if not counts_itself(criterion):
         return
-    # Each row twice: a number of different targets, say, does not add up
+    # Each row twice, because a count of different targets, for example, does not add up
     rows = [torch.cat([t, t]) for t in (logits_KV, trial.target_K, *trial.of_criterion.values())]
 
     def given(some: slice) -> tuple[Any, ...]:
@@ -211,11 +211,11 @@ def ask_about_counts(trial: Trial, logits_KV: Tensor) -> None:
                 f"{float(sum(alone)):g} as the sum over each of them alone; each of its numbers must be a sum over rows"
             )
     total = whole.total
-    # Some have no forward
+    # Some criteria have no forward
     with contextlib.suppress(Exception):
         scores_MV, target_M, keywords = given(every)
         total = criterion(scores_MV, target_M, **keywords)
-    # That of others is the mean
+    # The forward of others returns the mean
     if all(largest_difference(total, each) > rounding for each in (whole.total, whole.total / whole.tokens)):
         raise ValueError(
             f"the criterion's token_loss gives {float(whole.total):g} for {len(parts)} rows and its forward "
@@ -230,9 +230,9 @@ def _counts_none(trial: Trial, criterion: nn.Module, logits_KV: Tensor, target: 
 
 
 def _companies(own: int, place_K: Tensor, logits_KV: Tensor) -> list[Tensor]:
-    """Return the companies in which rows are asked: the first `own` ones once, and those at `place_K` many times.
+    """Return two sets of rows to test together: the first `own` ones, once each, and those at `place_K`, many times.
 
-    In the one no quantile is a row's own; in the other there are enough for a share of the rows.
+    In the first set no quantile is a row's own value; the second is large enough for a small share of it to be a row.
     """
     many = min(MOST_COMPANY, max(2 * len(place_K), COMPANY_BYTES // (4 * logits_KV.size(1))))
     return [torch.arange(own, device=place_K.device), place_K[torch.arange(many, device=place_K.device) % len(place_K)]]
@@ -245,9 +245,9 @@ def _loss_of_rows(criterion: nn.Module, rows: Sequence[Tensor], names: Iterable[
 
 
 def _widen(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tuple[nn.Module, list[Tensor]]:
-    """Return the criterion and its rows in float32 where they are narrower, if it takes that.
+    """Return the criterion and its rows in float32 if they are narrower, provided that it takes that.
 
-    There rounding is far below what a criterion may do to rows.
+    In float32, rounding is far below what a criterion may do to rows.
     """
     if rows[0].dtype.itemsize >= 4:
         return criterion, rows
@@ -261,7 +261,7 @@ def _widen(criterion: nn.Module, rows: list[Tensor], names: Iterable[str]) -> tu
 
 
 def _not_a_sum(together: Answer, alone: Answer, company: Tensor, change: Change) -> str:
-    """Return what is wrong with a criterion that gives rows something else in company, in words."""
+    """Return, in words, what is wrong with a criterion that gives something else for rows in company."""
     size = len(company)
     separately = alone.values[company].sum()
     # The most likely mistake has a message of its own

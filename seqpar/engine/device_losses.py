@@ -1,8 +1,8 @@
 """Compute the engine's loss over its devices: scatter the batch, cut each shard into chunks, add the devices' losses.
 
-    loss_over_devices   check the batch, scatter it over the devices, choose the way, add up
-    _ByFormula          what each device adds up, with gradients in closed form
-    _ByAutograd         what each device adds up, with gradients by autograd, chunk by chunk
+    loss_over_devices   check the batch, scatter it over the devices, choose one of the two below, add up
+    _ByFormula          each device's sum, with gradients in closed form
+    _ByAutograd         each device's sum, with gradients by autograd, chunk by chunk
 
 Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
 """
@@ -67,7 +67,7 @@ from seqpar.rows.criteria import ignored_target
 
 
 class Cut(NamedTuple):
-    """How the batch is divided: over devices, and there into chunks of tokens or of time steps."""
+    """How the batch is divided: over devices, and on each device into chunks of tokens or of time steps."""
 
     devices: Sequence[torch.device] | None
     chunk_tokens: int | None
@@ -88,8 +88,8 @@ def loss_over_devices(
 
     Args:
         known: what earlier calls have found out about the logits; this call adds to it.
-        formulas: likewise, whether the pair gives the loss of its closed form.
-        hidden, target, loss_scale, per_token: as `LossCompute`.
+        formulas: likewise, for whether the pair gives the loss of its closed form.
+        hidden, target, loss_scale, per_token: as in `LossCompute`.
     """
     given = {name: value for name, value in per_token.items() if value is not None}
     shards = scatter_batch(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(head["criterion"]))
@@ -128,7 +128,7 @@ class _ByFormula:
         shards: list[Shard],
         cut: Cut,
     ) -> None:
-        # Time steps are cut from (B, T), which joining shards would flatten
+        # Time steps are cut from (B, T), and joining shards would flatten that
         if cut.chunk_size is None and len(shards) > 1:
             shards = one_for_each_device(shards)
         self.match = match
@@ -139,7 +139,7 @@ class _ByFormula:
         self.parameters = match.parameters
 
     def job(self, replica: nn.ModuleDict, shard: Shard) -> Job:
-        """Return what a device adds up; the caller's whole batch has been checked before it was scattered."""
+        """Return a device's job; the caller's whole batch was checked before it was scattered."""
         here = self.match.of_replica(replica)
         inputs = Inputs(shard.hidden, here.projection.weight, shard.target, here.projection.bias)
         settings = Settings(
@@ -150,7 +150,7 @@ class _ByFormula:
         return cross_entropy_job(inputs, settings, given, chunks)
 
     def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> list[TokenLoss]:
-        """Return the loss of each walk; an accelerator's reads nothing and goes on by itself, so the CPU comes last."""
+        """Return the loss of each walk; the CPU comes last, because an accelerator is not waited for."""
         found: dict[int, TokenLoss] = {}
         for i in sorted(range(len(walks)), key=lambda i: FACTS[self.shards[i].hidden.device.type].is_host):
             found[i] = walks[i](*arguments[i])
@@ -191,10 +191,10 @@ class _ByAutograd:
         self.parameters = parts.parameters
 
     def job(self, replica: nn.ModuleDict, shard: Shard) -> Job:
-        """Return what a device adds up."""
+        """Return a device's job."""
         # A tied parameter is listed once, and its gradient is the sum over all of its uses
         params = self.parameters if replica is self.head else parts_of(replica).parameters
-        # A structural copy costs as much as the layers of a small generator
+        # Avoid the structural copy where possible: it costs as much as the layers of a small generator
         call_itself = replica is self.head and self.facts.keeps_nothing and not _fires_hooks(replica, params)
         names = tuple(shard.per_token)
         weights = tuple(shard.of_criterion)
@@ -206,7 +206,7 @@ class _ByAutograd:
             if not call_itself:
                 # A copy of the head whose parameters are the leaves of this chunk's graph
                 bound = bind(replica, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
-            # As many dimensions as hidden had: the generator may expect (batch, time, D)
+            # With as many dimensions as hidden had, because the generator may expect (batch, time, D)
             shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
             logits_KV = project(bound["generator"], names, shape, rows[: 1 + len(names)])
             own = dict(zip(weights, rows[1 + len(names) :], strict=True))
@@ -221,7 +221,7 @@ class _ByAutograd:
         return walk, _chunks(shard.counted, self.facts, self.cut), Leaves(rows, params, empty)
 
     def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> Sequence[TokenLoss]:
-        """Return the loss of each walk; the caller's modules have a thread for each device."""
+        """Return the loss of each walk; the caller's modules run in one thread per device."""
         buffers = self.facts.buffers
         written = self.parts.buffers if buffers.adds_up or buffers.unproven else []
         with _adding_up(written, self.heads, self.head, buffers.unproven):
@@ -245,9 +245,9 @@ def _with_takers(head: nn.ModuleDict, shards: list[Shard]) -> list[Shard]:
 def _adding_up(
     buffers: Sequence[Tensor], replicas: Sequence[nn.ModuleDict], head: nn.ModuleDict, unproven: Set[str]
 ) -> Iterator[None]:
-    """Add to each buffer what replicas add to copies of their own: a count is that of all devices.
+    """Add to each buffer what the replicas add to their own copies of it, so that a count is that of all devices.
 
-    Raise ValueError for one that a replica has changed for the first time, and by other than adding.
+    Raise ValueError if a replica changes one of the `unproven` buffers, which calls write other than by adding.
     """
     before = [buffer.clone() for buffer in buffers]
     yield
@@ -257,7 +257,7 @@ def _adding_up(
             if copy is not buffer and not torch.equal(now := copy.to(old.device), old):
                 if (name := names.get(id(buffer), "")) in unproven:
                     raise _no_sum_error(name)
-                # What is infinite stays so: inf - inf is nan
+                # Where both are infinite add 0, because inf - inf is nan
                 buffer.add_((now - old).where(now != old, 0))
 
 
@@ -275,16 +275,16 @@ def _match(
     cut: Cut,
     formulas: dict[Asked, bool],
 ) -> tuple[FormulaMatch | NoFormula, LateNumber | None]:
-    """Return the closed form for these inputs, if they have one, and the count of a single shard's targets."""
+    """Return the closed form for these inputs, if there is one, and the number of tokens if there is a single shard."""
     match = match_inputs(head, shards[0])
     if isinstance(match, NoFormula):
         return match, None
     check_parts_replicable(parts.modules)
-    # Before shards are joined, because the errors name shapes and positions of the caller's batch
+    # Before shards are joined, because the errors name shapes and positions in the caller's batch
     check_width(shards, match.projection.weight.size(1))
     count = None
     if len(shards) == 1 and cut.chunk_size is None:
-        # Read when everything else has been prepared; its error names positions in the only shard
+        # It is read once everything else has been prepared; its error names positions in the only shard
         count = count_late(shards[0].target, match.vocab_size, match.ignore_index)
     if count is None:
         check_targets(shards, match.vocab_size)
@@ -299,7 +299,7 @@ def _is_what_runs(
     shards: Sequence[Shard],
     formulas: dict[Asked, bool],
 ) -> bool:
-    """Return whether the closed form is what a call of the pair gives; it is called once, on a few rows."""
+    """Return whether calling the pair gives the result of the closed form; it is called once, on a few rows."""
     hidden = shards[0].hidden
     leaves = (hidden, *parts.parameters)
     wanted = tuple([torch.is_grad_enabled() and t.requires_grad for t in leaves])
@@ -309,7 +309,7 @@ def _is_what_runs(
     known = formulas.get(key)
     if known is not None or is_capturing(hidden.device):
         return known is not False
-    # Before a criterion is called with them
+    # Before the criterion is called with these targets
     check_targets(shards, match.vocab_size)
     for replica, shard in zip(heads_on(head, parts.parameters, shards), shards, strict=True):
         found = gives_formula((replica, head), match, shard, any(wanted))
@@ -352,6 +352,6 @@ def linear_loss(
 
 def _fires_hooks(head: nn.ModuleDict, params: Sequence[Tensor]) -> bool:
     """Return whether a call of the head, or a gradient of these parameters, would run hooks that belong to the step."""
-    # `inside_unit` has run a unit's, and calls this loss as its forward. Those that run once a parameter's gradient has
-    # been accumulated, as DDP's, do not run for `torch.autograd.grad`; those of the tensor itself do
+    # `inside_unit` has already run an FSDP2 unit's hooks, and calls this loss as the unit's forward. Hooks that run
+    # after a parameter's gradient is accumulated, such as DDP's, do not run in `torch.autograd.grad`; tensor hooks do
     return is_fsdp_unit(head["generator"]) or any(p._backward_hooks or not p.is_leaf for p in params)

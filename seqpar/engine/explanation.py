@@ -21,9 +21,9 @@ class LatestCall(NamedTuple):
     """What the engine remembers of its latest call."""
 
     tokens: Tensor
-    """How many tokens were not ignored; nobody has waited for the number yet."""
+    """How many tokens were not ignored; the device may still be computing the number."""
     dtype: torch.dtype
-    """That of the logits of a pair with a closed form, which autocast decides."""
+    """The dtype of the logits of a pair with a closed form, which depends on autocast."""
 
 
 def explanation(
@@ -39,8 +39,8 @@ def explanation(
 
     Args:
         formulas: whether calls so far have given the loss of the closed form.
-        facts: those that the latest call found about the logits of a pair without a closed form; None if there was
-            none.
+        facts: what the latest call found about the logits of a pair without a closed form; None if there was no such
+            call.
         latest: the latest call, of any pair.
     """
     match = match_formula(head["generator"], head["criterion"])
@@ -77,7 +77,7 @@ def how_it_is_cut(
     """Return the number of chunks of `rows` tokens, and the memory of one chunk's logits, in words.
 
     Args:
-        width: as `rows_per_chunk`; logits that a kernel overwrites stay in their own dtype.
+        width: as in `rows_per_chunk`; logits that a kernel overwrites stay in their own dtype.
     """
     if facts is None:
         return "the size of a chunk will be known after the first call"

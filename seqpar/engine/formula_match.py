@@ -35,7 +35,7 @@ class FormulaMatch(NamedTuple):
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors of the projection that gradients flow into, in the order of `flatten`."""
+        """Return the tensors of the projection that gradients flow into, in the order of `linear.leaves.flatten`."""
         return self.projection.weight, self.projection.bias
 
     @property
@@ -45,7 +45,7 @@ class FormulaMatch(NamedTuple):
 
     @property
     def options(self) -> tuple[object, ...]:
-        """Return which options of a cross-entropy are used, and how; a share may be another one in every step."""
+        """Return which options of a cross-entropy are used, without the smoothing's share, which may change."""
         smoothing = self.smoothing_convention if self.label_smoothing else None
         return smoothing, self.class_weight is None, self.ignore_index
 
@@ -66,8 +66,8 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
 
     Types are compared exactly: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`,
     with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A closed form calls no hook and no
-    forward set on an instance, so modules with either have none; nor has a weight of a class of its own, which may
-    multiply in its own way.
+    forward set on an instance, so modules with either have none; nor have those whose weight is of a special class,
+    which may multiply in its own way.
     """
     projection = _projection_of(generator)
     # A parametrised weight is not an entry of _parameters; its gradient needs autograd
@@ -78,7 +78,7 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
             return NoFormula(f"the generator's {name} is a {type(tensor).__name__}, not a plain tensor")
     if type(projection).__call__ is not nn.Module.__call__:
         return NoFormula(f"{type(projection).__name__} has a __call__ of its own")
-    # Subclasses may compute anything, so the type must be one of these itself
+    # Subclasses may compute anything, so the type must be exactly one of these
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
         return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")
     if extra := extra_in_call(generator) or extra_in_call(criterion):
@@ -117,7 +117,7 @@ def is_projection_replaced() -> bool:
 
 
 def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
-    """Return what a pair with a closed form would call, for comparison with another time: it may be replaced."""
+    """Return what a pair with a closed form would call, for comparison with another time: any of it may be replaced."""
     return (
         F.cross_entropy,
         F.linear,
@@ -133,12 +133,12 @@ def what_formulas_replace(criterion: nn.Module) -> tuple[object, ...]:
 
 
 Asked = tuple[tuple[object, ...], tuple[object, ...], tuple[bool, ...]]
-"""When a pair was compared with its closed form: what it called, with what (hidden's dtype and number of dimensions,
+"""How a pair was compared with its closed form: what it called, with what (hidden's dtype and number of dimensions,
 whether under autocast, and the criterion's options), and which gradients were compared, hidden's first."""
 
 
 def was_replaced(criterion: nn.Module, formulas: Mapping[Asked, bool]) -> bool:
-    """Return whether a pair, as it would be called now, has given another loss than its closed form."""
+    """Return whether a pair, as it would be called now, has given a loss that is not its closed form's."""
     called = what_formulas_replace(criterion)
     return any(earlier == called and not same for (earlier, *_), same in formulas.items())
 
@@ -147,7 +147,7 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
     """Return the closed form of a pair whose vocabulary is split over ranks.
 
     Raises:
-        TypeError: the pair has none, or the generator takes further tensors for each token.
+        TypeError: the pair has none, or the call has further tensors for each token.
     """
     match = match_formula(head["generator"], head["criterion"])
     if isinstance(match, NoFormula):
@@ -161,7 +161,7 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
 
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
-    """Raise ValueError unless an `nn.CrossEntropyLoss` has that many class weights, all constant, or none."""
+    """Raise ValueError unless an `nn.CrossEntropyLoss` has no class weights, or as many as classes and all constant."""
     weight = criterion.weight if type(criterion) is nn.CrossEntropyLoss else None
     if weight is None:
         return

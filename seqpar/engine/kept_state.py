@@ -1,7 +1,7 @@
-"""Ask what a pair keeps between calls: buffers that add up over rows may be, anything else that it reads again may not.
+"""Test what a pair keeps between calls: buffers that add up over rows are allowed, other state that it reads is not.
 
 A histogram of predictions adds up; a buffer that is replaced is lost with the copy, and a moving average or a power
-iteration would run once for each chunk. A maximum is right over chunks, but no sum over devices.
+iteration would run once for each chunk. A maximum is right over chunks, but is not a sum over devices.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -34,20 +34,20 @@ from seqpar.engine.situation import BufferChanges
 from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial
 
 CLOSE = 1e-3
-"""The relative difference of a buffer's sum that rounding may make, in any dtype."""
+"""The relative difference that rounding may make in a buffer's sum, in any dtype."""
 NUMBERS = (bool, int, float, complex)
 MOST_NUMBERS = 1024
-"""How many numbers of a tensor are compared in every chunk."""
+"""The most numbers of a tensor that is compared in every chunk."""
 
 
 def has_same_attributes(called: nn.Module, original: nn.Module) -> bool:
-    """Return whether the modules of a copy that was called have the original's attributes still, object by object."""
+    """Return whether the modules of a copy that was called still have the original's attributes, object by object."""
     pairs = _with_originals(called, parts_of(original).modules)
     return bool(pairs) and all(_has_attributes_of(copy, module) for copy, module in pairs)
 
 
 def _with_originals(called: nn.Module, originals: Sequence[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
-    """Return each module of a copy with the original's; none if a call has added one, which moves the others."""
+    """Return each module of a copy with its original; nothing if a call has added one, which moves the others."""
     copies = parts_of(called).modules
     return list(zip(copies, originals, strict=True)) if len(copies) == len(originals) else []
 
@@ -62,16 +62,16 @@ def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
 
 
 def _is_same_number(one: Any, other: Any) -> bool:
-    """Return whether both are numbers, and the same; nan is the same as nan, and 0 as 0.0."""
+    """Return whether both are numbers, and the same; nan equals nan, and 0 equals 0.0."""
     if type(one) not in NUMBERS or type(other) not in NUMBERS:
         return False
     return bool(one == other or (one != one and other != other))
 
 
 def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
-    """Raise ValueError for a tensor that a call replaces by a sum, to which the probed rows add nothing.
+    """Raise ValueError for a tensor that a call replaces by itself plus something, which is 0 for the probed rows.
 
-    It has the same numbers from whatever numbers it starts; what is computed anew has those of the call.
+    Such a tensor keeps its numbers, whatever they are at the start; one computed anew gets those of the call.
     """
     renewed = [
         (place, name)
@@ -103,18 +103,18 @@ def _have_same_numbers(one: Any, other: Any) -> bool:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether a tensor is another one or a view of it, as `detach` gives one."""
+    """Return whether one tensor is the other or a view of it, such as `detach` returns."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], written: Set[tuple[int, str]]) -> None:
-    """Raise ValueError if a copy has another value of an attribute than the original: it goes with the copy.
+    """Raise ValueError if an attribute of a copy differs from the original's: the change would be lost with the copy.
 
-    The probe has not seen it change, as a count of correct predictions while there are none. Of tensors, those of a few
-    numbers on the host are compared.
+    The probe has not seen it change, as with a count of correct predictions while there are none. Tensors are compared
+    only if they are small and on the host.
 
     Args:
-        written: attributes that the probe has seen change, and that are not read again: the place of their module
+        written: attributes that the probe has seen change, and that are not read again: the position of their module
             among the originals, and their names.
     """
     for place, (copy, module) in enumerate(_with_originals(called, originals)):
@@ -128,7 +128,7 @@ def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], writt
 
 
 def _is_slow(value: Any) -> bool:
-    """Return whether it takes time to compare a value, or means to wait for a device."""
+    """Return whether comparing a value would take long, or wait for a device."""
     return isinstance(value, Tensor) and (value.numel() > MOST_NUMBERS or not is_on_host(value))
 
 
@@ -140,23 +140,23 @@ class Buffer(NamedTuple):
     version: int
 
     def is_same(self, other: Buffer | None) -> bool:
-        """Return whether another one has the same numbers; nan is the same as nan."""
+        """Return whether the other has the same numbers; nan equals nan."""
         return other is not None and is_same(self.numbers, other.numbers)
 
     def is_written(self, later: Buffer) -> bool:
-        """Return whether it was replaced, or written in place, with whatever numbers."""
+        """Return whether it was replaced or written in place, even with the same numbers."""
         return self.tensor is not later.tensor or self.version != later.version
 
 
 def ask_about_buffers(trial: Trial) -> BufferChanges:
-    """Return how calls change buffers; raise for one that depends on the chunks, or that the scores depend on."""
+    """Return how calls change buffers; raise if one depends on the chunks, or if the scores depend on one."""
     called = trial.copy()
     before = _buffers_of(called)
     if not before:
         return BufferChanges()
     _call(trial, called, slice(0, PROBE_ROWS))
-    # With other weights, as after a step of training. With these the power iteration of spectral_norm may have
-    # converged, and would look like a sum that the scores do not depend on
+    # Again with other weights, as after a step of training. With the present ones the power iteration of spectral_norm
+    # may have converged, and would look like a sum that the scores do not depend on
     moved = {id(p): p.detach() * (1 + torch.rand_like(p)) for p in trial.head.parameters() if p.requires_grad}
     whole, in_halves = trial.copy(moved), trial.copy(moved)
     tensors = _buffers_of(whole)
@@ -192,10 +192,10 @@ def ask_about_buffers(trial: Trial) -> BufferChanges:
 def _ask_about_written(
     trial: Trial, names: list[str], after: dict[str, Buffer]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return to which of the buffers that a call has written, and not changed, it adds, and to which it may not.
+    """Return, of the buffers that a call wrote but did not change, those it adds to and those for which it is unproven.
 
-    A count of correct predictions keeps its number while there are none, from whatever number it starts. Raise for one
-    that is replaced by what depends on that number: the copies of chunks lose it.
+    A count of correct predictions keeps its number, whatever that is, while there are none. Raise for a buffer that is
+    replaced by something that depends on its number: the copies of chunks would lose it.
     """
     added_to = set(names)
     unproven: set[str] = set()
@@ -221,13 +221,13 @@ def _ask_about_written(
 
 
 def _other_numbers(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers from which a buffer could also have started: below and above these, where they can be."""
+    """Return two sets of numbers that a buffer could have held instead: below and above these, if possible."""
     if numbers.dtype == torch.bool:
         return ~numbers, ~numbers
     if numbers.is_floating_point() or numbers.is_complex():
         far = 1_000 * (1 + numbers.abs())
         return numbers - far, numbers + far
-    # Small ones, as they may be indices
+    # Small numbers, because they may be indices
     return torch.zeros_like(numbers), torch.ones_like(numbers)
 
 
@@ -252,7 +252,7 @@ def _has_same_steps(before: Tensor, once: Tensor, twice: Tensor) -> bool:
 
 
 def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:
-    """Return whether both calls gave the same scores; up to rounding, where no two calls give the same numbers."""
+    """Return whether both calls gave the same scores; up to rounding, if no two calls give the same numbers."""
     if torch.equal(scores, again):
         return True
     first, second = (_call(trial, trial.copy(), slice(0, PROBE_ROWS)) for _ in range(2))
@@ -270,7 +270,7 @@ def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
 
 
 def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
-    """Return what repeated calls of one copy with the same rows and random numbers give, and what it then holds."""
+    """Call one copy repeatedly with the same rows and random numbers; return the last outcome and what it holds."""
     outcome = None
     with trial.keep_state():
         copy = trial.copy()
@@ -283,8 +283,8 @@ def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
 def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
     """Return which attributes calls change; raise ValueError for one that is read again, or keeps a graph.
 
-    The copies of chunks would lose it. What is written and never read, such as attention that is kept for a picture,
-    is the same after a second call with the same rows; they are returned as `refuse_lost_numbers` takes them.
+    The copies of chunks would lose it. An attribute that is written but never read, such as attention that is kept for
+    a plot, is the same after a second call with the same rows; these are returned, as `refuse_lost_numbers` takes them.
     """
     _, before = _observe(trial, 0)
     outcome, first = _observe(trial, 1)
@@ -305,7 +305,7 @@ def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
     for _ in range(REPEATS if evolving or depends else 0):
         fresh, again = _observe(trial, 1)
         assert fresh is not None
-        # What differs between two first calls is random, such as a time
+        # What differs between two first calls is random, such as a time measurement
         evolving = [name for name in evolving if name not in first.changed_names(again)]
         depends = depends and outcome.is_same(fresh)
     if evolving or depends:
@@ -314,7 +314,7 @@ def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
     place_of = {id(module): place for place, module in enumerate(parts_of(trial.original).modules)}
     places = {name: place_of[id(module)] for name, module in trial.original.named_modules()}
     changed = (name.rpartition(".") for name in before.changed_names(first))
-    # Not of a module that the call has made
+    # Without those of a module that the call has created
     return frozenset((places[owner], name) for owner, _, name in changed if owner in places)
 
 
@@ -327,7 +327,7 @@ def _evolves_error(name: str) -> ValueError:
 
 
 def _is_made_by_a_hook(trial: Trial, name: str) -> bool:
-    """Return whether a hook makes this attribute from parameters before each call, as that of weight_norm does."""
+    """Return whether a hook makes this attribute from parameters before each call, as weight_norm's does."""
     owner, _, attribute = name.rpartition(".")
     module = trial.head.get_submodule(owner)
     made = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values())
@@ -335,7 +335,7 @@ def _is_made_by_a_hook(trial: Trial, name: str) -> bool:
 
 
 def _buffers_of(head: nn.Module) -> dict[str, Buffer]:
-    """Return all buffers but those of batch normalisation, whose fault in training mode is that it mixes rows."""
+    """Return all buffers but those of batch normalisation, which is refused in training mode for mixing rows."""
     owners = ((name, module) for name, module in head.named_modules() if not isinstance(module, _BatchNorm))
     named = ((f"{owner}.{name}", b) for owner, module in owners for name, b in module.named_buffers(recurse=False))
     return {name: Buffer(b, b.clone(), version_of(b)) for name, b in named}

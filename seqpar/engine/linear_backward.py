@@ -1,4 +1,4 @@
-"""Ask whether the backward of a pair is linear in the factor of the loss, and adds up over rows."""
+"""Test whether the backward of a pair is linear in the factor of the loss, and adds up over rows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def ask_about_backward(trial: Trial, why_once: str) -> bool:
         why_once: why the pair cannot be computed twice; "" if it can.
 
     Raises:
-        ValueError: gradients of all rows that are not the sum of those of some, or that depend on the factor where the
-            pair cannot be computed twice.
+        ValueError: the gradients of all rows are not those of their halves together, or they depend on the factor and
+            the pair cannot be computed twice.
     """
     if not trial.wanted:
         return True
     found = _ask(trial, training=True)
     if found.by_halves and found.is_random and not found.by_factor:
-        # For example by dropout: ask without that
+        # For example because of dropout: test without it
         found = _ask(trial, training=False)
         if found.is_random and not found.by_factor:
             return True
@@ -57,11 +57,11 @@ class _Answer(NamedTuple):
     by_factor: str
     by_halves: str
     is_random: bool
-    """Whether the pair is, of one whose backward is not linear."""
+    """Whether the pair is random; determined only if its backward is not linear."""
 
 
 def _ask(trial: Trial, training: bool) -> _Answer:
-    """Ask a copy of the pair, in training or in evaluation mode."""
+    """Test a copy of the pair, in its present mode (`training`) or in evaluation mode."""
     with trial.keep_state():
         copy = trial.copy()
         if not training:
@@ -70,7 +70,7 @@ def _ask(trial: Trial, training: bool) -> _Answer:
         by_factor = _what_factor_changes(trial, copy, whole)
         by_halves = _what_halves_change(trial, copy, whole)
         if by_factor and not by_halves:
-            # What joins rows may do so for a factor alone
+            # Some backwards join rows only if the factor is not 1
             by_halves = _what_halves_change(trial, copy, _outcome(trial, copy, factor=EIGHTH), EIGHTH)
         return _Answer(by_factor, by_halves, bool(by_factor or by_halves) and _is_random(trial, copy))
 
@@ -80,7 +80,7 @@ def _what_factor_changes(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> s
     for factor in (EIGHTH, -1.0):
         other = _outcome(trial, copy, factor=factor)
         for name, grad in whole.gradients.items():
-            # No gradient is a gradient of 0
+            # A missing gradient is a gradient of 0
             found = other.gradients.get(name, torch.zeros_like(grad))
             by = _change(found / factor, grad, [whole, other], factor)
             if by > max(whole.precision.rounding, other.precision.rounding):
@@ -109,10 +109,10 @@ def _what_halves_change(trial: Trial, copy: nn.ModuleDict, whole: Outcome, facto
 
 
 def _is_off_in_float32(trial: Trial, copy: nn.ModuleDict) -> bool:
-    """Return whether a pair in a narrower dtype, computed in float32, has other gradients in halves.
+    """Return whether a pair in a narrower dtype, if computed in float32, has different gradients in halves.
 
-    In bfloat16 what is left of terms that cancel cannot be told from the whole gradient of another parameter. False for
-    a pair that has another dtype inside.
+    In bfloat16, what is left of terms that cancel cannot be told from the whole gradient of a different parameter.
+    False for a pair that does not run in float32, because it uses another dtype inside.
     """
     narrow = [t for t in (*trial.rows, *copy.parameters(), *copy.buffers()) if t.is_floating_point()]
     if all(t.dtype.itemsize >= 4 for t in narrow):
@@ -127,7 +127,7 @@ def _is_off_in_float32(trial: Trial, copy: nn.ModuleDict) -> bool:
 
 
 def _outcome(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
-    """Return what the copy gives, and leave what it keeps as it was."""
+    """Return what the copy gives, and restore what it keeps."""
     with trial.keep_state():
         return trial.call(copy, some, factor)
 
@@ -135,7 +135,7 @@ def _outcome(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None), facto
 def _change(found: Tensor, expected: Tensor, outcomes: Sequence[Outcome], factor: float = 1.0) -> float:
     """Return the largest difference relative to the largest number, and 0 for what underflow leaves.
 
-    In float16 a small gradient, divided by the factor again, is some multiple of the smallest number.
+    In float16 a small gradient is a multiple of the smallest number, which grows when it is divided by the factor.
     """
     by = largest_difference(found, expected)
     smallest = max(outcome.precision.smallest for outcome in outcomes) / abs(factor)
@@ -152,6 +152,6 @@ def _is_cancelled(difference: Tensor, outcomes: Sequence[Outcome]) -> bool:
 
 
 def _is_random(trial: Trial, copy: nn.ModuleDict) -> bool:
-    """Return whether the pair gives other numbers when it is called again with other random numbers."""
+    """Return whether the pair gives different results when it is called again with different random numbers."""
     first = trial.call(copy)
     return not all(first.is_same(trial.call(copy)) for _ in range(REPEATS))

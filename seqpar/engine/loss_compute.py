@@ -1,7 +1,7 @@
 """Compute generator and criterion over any device list, in chunks, with the gradient of the single-device loss.
 
-`LossCompute` checks its settings and chooses the way: `loss_over_devices`, or `linear_loss` for a split vocabulary and
-under `torch.compile`.
+`LossCompute` checks its settings and calls either `loss_over_devices` or, for a split vocabulary and under
+`torch.compile`, `linear_loss`.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ from seqpar.rows.criteria import LabelSmoothing
 
 
 class LossCompute(nn.Module):
-    """Compute `criterion(generator(hidden), target)`, summed, while only one chunk's logits exist at a time.
+    """Compute the summed `criterion(generator(hidden), target)` while only one chunk's logits exist at a time.
 
-    Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten())`. The pattern is the
-    `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the exact gradient.
+    Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten())`. The pattern is that of
+    `MultiGPULossCompute` in The Annotated Transformer (Harvard NLP, 2018), with the exact gradient.
 
     For an `nn.Linear` with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss` the gradient is
     computed in closed form, as in `linear_cross_entropy`; for any other pair by autograd, chunk by chunk. `explain()`
     says which.
 
     Args:
-        generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
-            whose scores of a token depend on that token alone.
+        generator: any module that maps hidden states `(..., D)` to scores `(..., V)` with the same number of
+            dimensions, where the scores of a token depend on that token alone.
         criterion: any module that returns a sum; `seqpar.rows.criteria` lists the requirements.
-        devices: the devices of the replicas of both, among which the rows are divided; None is hidden's device.
-        chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
-        chunk_size: instead of chunk_tokens, time steps of the whole batch, as in 2018; hidden must be `(B, T, D)`.
-        vocab: the classes of the generator's rows, if the vocabulary is split over ranks, as for
+        devices: the devices that hold a replica of both and share the rows; None means hidden's device.
+        chunk_tokens: the most tokens whose logits may exist on a device at once; None chooses by bytes.
+        chunk_size: an alternative to chunk_tokens, in time steps of the whole batch, as in 2018; hidden must be
+            `(B, T, D)`.
+        vocab: which classes the generator's rows are, if the vocabulary is split over ranks, as in
             `linear_cross_entropy`; needs a pair with a closed form, and no device list.
 
     Raises:
-        TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is not a module, or that
-            has no closed form although `vocab` is given.
+        TypeError, ValueError: an invalid device list or chunk size; a generator or criterion that is not a module, or
+            a pair without a closed form although `vocab` is given.
         ValueError: a criterion whose `reduction` is not "sum".
 
     Example:
@@ -109,29 +110,29 @@ class LossCompute(nn.Module):
         """Return the summed loss of all tokens.
 
         Args:
-            hidden: `(N, D)` or `(B, T, D)`; or already scattered, a list of such tensors, one per device.
-            target: int64, hidden's leading shape; or a list like hidden's.
+            hidden: `(N, D)` or `(B, T, D)`; or, if already scattered, a list of such tensors, one per device.
+            target: int64 of hidden's leading shape, or a list of them like hidden's.
             loss_scale: the factor that `total` will be multiplied by before `backward`, for float16:
                 `scaler.get_scale() / tokens` with a GradScaler. Gradients are stored multiplied by it and divided by it
                 in backward; any factor gives the right gradient, unless it makes them overflow their dtype.
             per_token: further tensors that the generator's or the criterion's `forward` takes as keywords (copy
-                attention; weights), whose first dimensions are target's shape, or of a (B, T) batch one number for each
-                sentence, (B,). They are scattered and chunked like hidden, and get a gradient if they require one. A
-                None is not passed on.
+                attention; weights). Their first dimensions are target's shape; for a (B, T) batch they may also hold
+                one number per sentence, (B,). They are scattered and chunked like hidden, and get a gradient if they
+                require one. A None is not passed on.
 
         Returns:
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
             TypeError, ValueError: an argument that is not a dense tensor, or has a wrong dtype or shape; a keyword that
-                neither generator nor criterion takes; class weights for another number of classes; a `loss_scale` of 0,
-                nan or inf.
+                neither generator nor criterion takes; class weights for a different number of classes; a `loss_scale`
+                of 0, nan or inf.
             ValueError: on the first call, a generator that mixes rows, or a criterion that is not a sum over rows
                 (`seqpar.engine.probe` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
-                criterion that returned a detached number, a generator that ran under `torch.no_grad`, or a tensor that
-                has changed where the loss is computed again (`explain()` says whether it is).
+                criterion that returned a detached number, a generator that ran under `torch.no_grad`, or, if the loss
+                is computed again there (`explain()` says whether it is), a tensor that has changed since forward.
         """
         refuse_transforms(hidden if isinstance(hidden, (list, tuple)) else (hidden,))
         check_loss_scale(loss_scale)
@@ -140,9 +141,9 @@ class LossCompute(nn.Module):
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
             return self._remember(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
-        # A graph of torch.compile cannot contain chunks, but linear_cross_entropy, which is a single operator there
+        # A graph of torch.compile cannot contain chunks, but it can contain linear_cross_entropy as a single operator
         if torch.compiler.is_compiling() and self._on_one_device(hidden) and not per_token:
-            # Not by attribute, where torch.export puts proxies of other classes around modules that occur twice
+            # Not by attribute access, which in torch.export wraps modules that occur twice in proxies of other classes
             modules = vars(vars(self)["_modules"]["head"])["_modules"]
             compiled_match = match_formula(modules["generator"], modules["criterion"])
             if isinstance(compiled_match, FormulaMatch):
@@ -159,30 +160,30 @@ class LossCompute(nn.Module):
         return self._remember(loss, hidden)
 
     def _on_one_device(self, hidden: Tensor | Sequence[Tensor]) -> bool:
-        """Return whether hidden stays where it is, and is cut by tokens."""
+        """Return whether hidden stays on its device and is cut by tokens."""
         if self.chunk_size is not None or not isinstance(hidden, Tensor):
             return False
         return self.devices is None or self.devices == (hidden.device,)
 
     def _remember(self, loss: TokenLoss, hidden: Tensor | Sequence[Tensor]) -> TokenLoss:
-        """Remember a call for `explain`; return its loss."""
+        """Remember a call for `explain`, and return its loss."""
         if not isinstance(hidden, Tensor):
             hidden = hidden[0]
         self._latest = LatestCall(loss.tokens, product_dtype(hidden))
         return loss
 
     def prefetch(self) -> None:
-        """Begin to send generator and criterion to the other devices, on streams of their own; return at once.
+        """Start to send generator and criterion to the other devices, on separate streams, and return at once.
 
-        To be called before the model computes hidden states, so that the weights arrive meanwhile:
+        Call it before the model computes hidden states, so that the weights arrive in the meantime:
 
             engine.prefetch()
             loss = engine(model(src), target)      # model: a seqpar.DataParallel, whose outputs stay where they are
 
-        The numbers are the same without it. A weight that `seqpar.DataParallel` sends as well, such as an embedding
-        that is tied to the generator, is sent once for both. One that changes in place before the call of the loss is
-        sent again by that call, unless it was changed through `.data`, which torch does not count. With one device, or
-        no list of them, there is nothing to send.
+        The results are the same without it. A weight that `seqpar.DataParallel` sends as well, such as an embedding
+        tied to the generator, is sent once for both. A weight that changes in place before the loss is called is sent
+        again by that call, unless it was changed through `.data`, which torch does not count. With one device, or
+        without a device list, there is nothing to send.
 
         Raises:
             TypeError: a module that cannot be replicated. RuntimeError: a CUDA graph is being captured.
@@ -206,9 +207,9 @@ class LossCompute(nn.Module):
         """Return `seqpar.token_scores` under the generator's projection, over the same devices as the loss.
 
         Args:
-            hidden, target: as for the loss; ignored targets are the criterion's.
-            temperature, ids: as in `seqpar.token_scores`; those of each token are scattered with hidden.
-            options: entropy, top_k, rank, softcap, product_dtype, batch_invariant, chunk_tokens, as
+            hidden, target: as for the loss; the criterion determines which targets are ignored.
+            temperature, ids: as in `seqpar.token_scores`; per-token values are scattered with hidden.
+            options: entropy, top_k, rank, softcap, product_dtype, batch_invariant, chunk_tokens, as in
                 `seqpar.token_scores`.
 
         Returns:
@@ -238,9 +239,9 @@ class LossCompute(nn.Module):
         """Return `seqpar.scored_loss` under the generator's projection, over the same devices as the loss.
 
         Args:
-            hidden, target: as for the loss; ignored targets are the criterion's.
-            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as in `seqpar.scored_loss`; what each token
-                has is scattered with hidden. A None among `per_token` is not passed on.
+            hidden, target: as for the loss; the criterion determines which targets are ignored.
+            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as in `seqpar.scored_loss`; per-token
+                values are scattered with hidden. A None among `per_token` is not passed on.
 
         Returns:
             `TokenLoss` on the first device.
@@ -263,7 +264,7 @@ class LossCompute(nn.Module):
         per_token: dict[str, OneOrScattered | None],
         options: dict[str, Any],
     ) -> Any:
-        """Return `over_devices`, inside the generator's unit if FSDP2 has one."""
+        """Return the result of `over_devices`, called inside the generator's FSDP2 unit if it is one."""
         refuse_transforms(hidden if isinstance(hidden, (list, tuple)) else (hidden,))
         given = {name: value for name, value in per_token.items() if value is not None}
         options = {"chunk_tokens": self.chunk_tokens, **options}
@@ -279,14 +280,14 @@ class LossCompute(nn.Module):
         return over_devices(*arguments)
 
     def explain(self, tokens: int | None = None) -> str:
-        """Describe how one device computes the loss of this many tokens that are not ignored, and why.
+        """Describe how one device computes the loss of this many tokens, ignored ones not counted, and why.
 
-        Without a number, these are the tokens of the latest call, divided evenly among the devices, or 4,096 before
-        the first one. Reading that number waits for the device.
+        The default is the number of tokens in the latest call, divided evenly among the devices, or 4,096 before the
+        first call. Reading that number waits for the device.
         """
         if tokens is None:
             tokens = self._tokens_of_a_device()
-        # The facts that the latest call found, if there was one
+        # What the latest call found, if there was one
         facts = next(reversed(self._facts.values()), None)
         return explanation(self.head, self._formulas, facts, self._latest, tokens, self.chunk_tokens, self.chunk_size)
 
@@ -299,7 +300,7 @@ class LossCompute(nn.Module):
         return max(1, math.ceil(int(self._latest.tokens) / devices))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or pickle, which finds out for itself what the first call finds out."""
+        """Return the state for a copy or pickle, without what the calls so far have found: the copy probes anew."""
         return {**self.__dict__, "_facts": {}, "_formulas": {}, "_latest": None}
 
     def extra_repr(self) -> str:
@@ -314,7 +315,7 @@ _between_graphs = outside_graphs(LossCompute.forward)
 
 
 def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
-    """Raise unless both are modules in the right order, not wrapped, and the criterion sums."""
+    """Raise unless both are unwrapped modules in the right order, and the criterion sums."""
     for name, module in (("generator", generator), ("criterion", criterion)):
         check_module(module, name)
         refuse_data_parallel(module, name)
@@ -328,7 +329,7 @@ def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
 
 
 def _check_roles(generator: nn.Module, criterion: nn.Module) -> None:
-    """Raise TypeError if the types show that the two were passed in the wrong order, or are both in one."""
+    """Raise TypeError if the types show that the two were passed in the wrong order, or that one module is both."""
     if isinstance(generator, nn.AdaptiveLogSoftmaxWithLoss) or isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
         raise TypeError(
             "AdaptiveLogSoftmaxWithLoss is generator and criterion in one, and returns a mean; pass a module whose "
@@ -342,14 +343,14 @@ def _check_roles(generator: nn.Module, criterion: nn.Module) -> None:
 
 
 def _check_reduction(criterion: nn.Module) -> None:
-    """Raise ValueError unless the criterion sums, as far as its `reduction` says; it can be set at any time."""
+    """Raise ValueError if the criterion's `reduction`, which can be set at any time, says that it does not sum."""
     reduction = getattr(criterion, "reduction", "sum")
     if reduction != "sum":
         raise ValueError(f"the criterion has reduction={reduction!r}; the criterion must sum: reduction='sum'")
 
 
 def _check_sizes(chunk_tokens: int | None, chunk_size: int | None) -> None:
-    """Raise ValueError unless at most one of the two is given, and it is at least 1."""
+    """Raise ValueError if both are given, or if one is less than 1."""
     check_size(chunk_tokens, "chunk_tokens")
     check_size(chunk_size, "chunk_size")
     if chunk_tokens is not None and chunk_size is not None:
@@ -357,7 +358,7 @@ def _check_sizes(chunk_tokens: int | None, chunk_size: int | None) -> None:
 
 
 def _check_split(devices: Sequence[Device] | None, chunk_size: int | None) -> None:
-    """Raise ValueError for settings that a split vocabulary does not have."""
+    """Raise ValueError for settings that a split vocabulary does not support."""
     if devices is not None or chunk_size is not None:
         raise ValueError(
             f"vocab is given with devices={devices} and chunk_size={chunk_size}; with a split vocabulary each rank has "

@@ -21,11 +21,11 @@ OF_ALL = tuple((f"_global{hooks}", getattr(torch_modules, f"_global{hooks}")) fo
 
 
 TRACKERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
-"""Where the classes are whose hooks only note which module runs, for `FlopCounterMode` and the like."""
+"""Modules of the classes whose hooks only note which module runs, for `FlopCounterMode` and the like."""
 
 
 class Parts(NamedTuple):
-    """A module with all that it contains, each once."""
+    """A module and everything that it contains, each once."""
 
     modules: list[nn.Module]
     parameters: list[nn.Parameter]
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: nn.Module) -> Parts:
-    """Return the parts of a module in an order of their own, in a tenth of the time of torch's generators."""
+    """Return the parts of a module, in a different order from torch's generators, and in a tenth of their time."""
     modules: dict[int, nn.Module] = {}
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
@@ -43,7 +43,7 @@ def parts_of(module: nn.Module) -> Parts:
         if id(part) in modules:
             continue
         modules[id(part)] = part
-        # Which has its parts elsewhere
+        # A scripted module keeps its parts elsewhere
         refuse_scripted(part)
         own = vars(part)
         if children := own["_modules"]:
@@ -72,10 +72,10 @@ def extra_in_call(module: nn.Module) -> str:
 
 
 def hooks_of_all() -> tuple[tuple[str, int], ...]:
-    """Return the hooks of all modules by their numbers, which torch uses once, but those that only note what runs."""
+    """Return the hooks of all modules by their numbers, which torch never reuses; not those that only note calls."""
     found = []
     for name, hooks in OF_ALL:
-        # Asked twice a call, and empty nearly always
+        # Runs twice a call, and is nearly always empty
         for number, hook in hooks.items() if hooks else ():
             if type(getattr(hook, "__self__", None)).__module__ not in TRACKERS:
                 found.append((name, number))
@@ -86,7 +86,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     """Return whether the instance has a forward of its own."""
     if "forward" in vars(module):
         return True
-    # The same question once more: torch.compile notices later that this answer changes, but not that the one above does
+    # Tested once more: torch.compile notices when this result changes later, but not when the one above does
     forward = module.forward
     return isinstance(forward, MethodType) and forward.__func__ is not type(module).forward
 
@@ -94,7 +94,7 @@ def _has_own_forward(module: nn.Module) -> bool:
 def refuse_cached(parts: Parts) -> None:
     """Raise RuntimeError for parametrized modules inside `torch.nn.utils.parametrize.cached()`.
 
-    It keeps the tensor of the first chunk, whose graph is freed with that chunk: the others would have no gradient.
+    It keeps the tensors of the first chunk, whose graph is freed with that chunk: the others would have no gradient.
     """
     if not parametrize._cache_enabled:
         return
@@ -107,7 +107,7 @@ def refuse_cached(parts: Parts) -> None:
 
 
 def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
-    """Return what decides which code calls of these modules run, for comparison with another time.
+    """Return everything that decides which code calls of these modules run, for comparison with another time.
 
     For each of them: the class and what it defines, the names of its submodules, the hooks, and the settings and
     functions (`seqpar.core.settings`) that it holds, itself or in objects and containers, such as a configuration.
@@ -126,7 +126,7 @@ def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
         for name, value in own.items():
             if name not in of_torch and (role := role_of[type(value)]):
                 if role is HOLDER:
-                    # A configuration is held by many modules of a model
+                    # By id, because many modules of a model hold the same configuration
                     held[id(value)] = value
                 else:
                     found.append(noted(name, value, role))

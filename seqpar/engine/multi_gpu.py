@@ -39,7 +39,7 @@ class MultiGPULossCompute:
     Args:
         generator, criterion, devices: as in `LossCompute`.
         opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
-        chunk_size: time steps whose logits exist at once, 5 in 2018; None cuts rows by their memory, as `LossCompute`.
+        chunk_size: time steps whose logits exist at once, 5 in 2018; None cuts rows by memory, as `LossCompute` does.
 
     Raises:
         TypeError: `opt` has no `.step()`. Everything `LossCompute` raises.
@@ -74,12 +74,12 @@ class MultiGPULossCompute:
         normalize: float | Tensor,
         **per_token: Any,
     ) -> float:
-        """Return the summed loss as a float, after a step on the gradient of sum / normalize if there is an `opt`.
+        """Return the summed loss as a float; with `opt`, first take a step on the gradient of sum / normalize.
 
         Raises:
-            TypeError: with `opt`, `normalize` is not a number. ValueError: it is not finite, or not above 0 although
-                there are tokens. RuntimeError: with `opt`, nothing requires a gradient. Everything `LossCompute`
-                raises.
+            TypeError: with `opt`, `normalize` is not a number. ValueError: with `opt`, it is not finite, or not above
+                0 although there are tokens. RuntimeError: with `opt`, nothing requires a gradient. Everything
+                `LossCompute` raises.
         """
         with torch.set_grad_enabled(self.opt is not None):
             loss = self.engine(out, targets, **per_token)
@@ -95,9 +95,9 @@ class MultiGPULossCompute:
 
 
 def _check_normalize(normalize: object, loss: TokenLoss) -> None:
-    """Raise unless `normalize` is a finite number, above 0 if there are tokens.
+    """Raise unless `normalize` is a finite number that is above 0 if there are tokens.
 
-    Without tokens 0 is accepted: all gradients are then 0, whatever the factor.
+    Without tokens, 0 is accepted: all gradients are then 0, whatever the factor.
     """
     check_scalar(normalize, "normalize")
     number = float(normalize)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Call the generator and the criterion on some rows, with the per-token tensors that each names, and take the results.
+"""Call the generator and the criterion on some rows, with the per-token tensors that each names, and check the results.
 
 Shape suffixes: K rows, V vocabulary.
 """
@@ -23,16 +23,16 @@ from seqpar.engine.module_calls import extra_in_call
 from seqpar.rows.criteria import ignored_target
 
 Project = Callable[[tuple[int, ...], Sequence[Tensor]], Tensor]
-"""(leading shape, rows of hidden and of each per-token tensor) -> the logits (K, V) of the rows in that shape."""
+"""(leading shape, rows of hidden and of each per-token tensor) -> the logits (K, V) of these rows in that shape."""
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def takers_of(head: nn.ModuleDict, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the keywords of a call that the generator gets, and those that the criterion gets.
+    """Return which keywords of a call the generator gets, and which the criterion gets.
 
-    Each gets those that its `forward` names (a criterion's `token_loss`, where that is called). What neither names goes
-    to the one that takes any keyword, the generator first.
+    Each gets those that its `forward` names (for a criterion, its `token_loss` if that is called). What neither names
+    goes to the one that takes any keyword, the generator first.
 
     Raises:
         TypeError: neither takes one of them.
@@ -41,8 +41,8 @@ def takers_of(head: nn.ModuleDict, names: Sequence[str]) -> tuple[list[str], lis
         return [], []
     generator, criterion = head["generator"], head["criterion"]
     called = criterion.token_loss if counts_itself(criterion) else criterion.forward
-    # Beside hidden, and beside logits and target
-    # `inside_unit` has put another forward on a unit of FSDP2
+    # The class's forward, because `inside_unit` has replaced that of an FSDP2 unit. Keywords come after one argument
+    # (hidden) in a generator, and after two (logits and target) in a criterion
     of_class = type(generator).forward.__get__(generator)
     named, any_in_generator = _keywords(of_class if is_fsdp_unit(generator) else generator.forward, 1)
     named_by_criterion, any_in_criterion = _keywords(called, 2)
@@ -74,7 +74,7 @@ def _keywords(function: Any, after: int) -> tuple[frozenset[str], bool]:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
-        # Of compiled code nothing is known
+        # Nothing is known about compiled code
         return frozenset(), True
     takes = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     found = (
@@ -87,7 +87,7 @@ def _keywords(function: Any, after: int) -> tuple[frozenset[str], bool]:
 
 
 def _note_call(error: Exception, role: str, module: nn.Module, given: Mapping[str, Tensor]) -> None:
-    """Add to an error of the caller's module what it was called with."""
+    """Add a note to an error of the caller's module that says what it was called with."""
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
     error.add_note(
         f"raised in the {role} ({type(module).__name__}), called with {shapes}: "
@@ -124,10 +124,10 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
 
 
 def counts_itself(criterion: nn.Module) -> bool:
-    """Return whether `token_loss` computes all that a call of the criterion does, and counts besides.
+    """Return whether `token_loss` computes everything that a call of the criterion does, and counts as well.
 
-    It does not if a subclass has changed only `forward`, nor if a hook, or a forward set on the instance, may change
-    the result.
+    It does not if a subclass has changed only `forward`, or if a hook or a forward set on the instance may change the
+    result.
     """
     if not hasattr(criterion, "token_loss") or extra_in_call(criterion):
         return False
@@ -145,7 +145,7 @@ def criterion_loss(
     """Return the criterion's loss of logits (K, V) and targets (K,), with the counts that it computes.
 
     Args:
-        per_token: its keywords, with a row for each of the K.
+        per_token: its keywords, with one row for each of the K.
 
     Raises:
         TypeError: it does not return a tensor of real numbers, or its `token_loss` does not return a `TokenLoss`.

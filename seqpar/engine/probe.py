@@ -1,21 +1,21 @@
-"""Ask on a few rows whether a pair may be computed chunk by chunk, on copies, with gradients taken at factor one.
+"""Probe on a few rows whether a pair may be computed chunk by chunk, on copies, with gradients taken at factor one.
 
 That gives the plain loss and its gradient if and only if the pair
 
-- treats each row alone: its scores, by value and by gradient (d scores_i / d hidden_j must be 0 for i != j, which is
-  exact in every dtype, in every mode and with dropout), and its loss, in the company of other rows and without;
-- has a backward that adds up over rows, and writes nowhere else; where it is not linear in the factor of the loss, the
-  gradient is computed in backward, which knows it;
+- treats each row alone: its scores, in value and in gradient (d scores_i / d hidden_j must be 0 for i != j, which is
+  exact in every dtype, in every mode and with dropout), and its loss, whether or not other rows are present;
+- has a backward whose gradients add up over rows, and that writes nothing else; if it is not linear in the factor of
+  the loss, the gradient is computed in backward, where the factor is known;
 - keeps nothing between calls that it reads again, in its attributes or around its code. Buffers may add up over rows,
-  as a histogram of predictions does; one that is replaced is lost with the copy, and a moving average or a power
+  as a histogram of predictions does; a buffer that is replaced is lost with the copy, and a moving average or a power
   iteration would run once for each chunk;
-- is what was matched, where a closed form stands in for it;
-- ignores exactly the target that it says.
+- gives what the matched closed form gives, where one replaces it;
+- ignores exactly the target that it says it ignores.
 
-What is random, for example by dropout, is asked again in evaluation mode. Nothing here finds mixing of distant rows
-only, nor what rarely acts. The probe is made again when another code may run (`Situation`): in another mode or dtype,
-as batch normalisation mixes rows in training only, and after hooks, submodules, buffers, flags, those of a
-configuration that a module holds, or the number of hidden's dimensions have changed; other numbers are not noticed.
+A pair that is random, for example because of dropout, is probed again in evaluation mode. Mixing of distant rows only
+is not found, nor is what rarely acts. The probe is repeated when different code may run (`Situation`): in another mode
+or dtype, since batch normalisation mixes rows in training only, and after a change of hooks, submodules, buffers, flags
+(also those of a configuration that a module holds) or hidden's number of dimensions; other numbers are not noticed.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -52,8 +52,8 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.leaves import product_dtype
 
 MOST_SITUATIONS = 256
-"""How many situations are remembered: more than there are lengths of sources, over which a copy generator attends; but
-one with a hook that is made anew for each step never comes back."""
+"""How many situations are remembered: more than there are source lengths, each of which is a situation of its own for a
+copy generator. There is a limit because a situation with a hook that is created anew in each step never recurs."""
 
 
 def logit_facts(
@@ -64,7 +64,7 @@ def logit_facts(
     heads: Sequence[nn.ModuleDict],
     shards: Sequence[Shard],
 ) -> LogitFacts:
-    """Return the facts about these inputs, those found already or a probe's, after checking every target.
+    """Return the facts about these inputs, known already or found by a probe, after checking every target.
 
     Args:
         known: the facts found so far; new ones are added.
@@ -83,7 +83,8 @@ def logit_facts(
     if found is not None and found.criterion_is_checked:
         check_targets(shards, found.vocab_size)
         return found
-    # One shard is enough, because all replicas run the same code; the first may have nothing but padding, or none
+    # One shard with rows that count is enough, because all replicas run the same code. Those whose per-token tensors
+    # vary come first: a mask without padding shows less
     replicas = zip(heads, shards, strict=True)
     for head, shard in sorted(replicas, key=lambda replica: all(map(_is_constant, _per_token(replica[1])))):
         index_K = _choose_rows(shard.counted.flatten(), _per_token(shard))
@@ -100,26 +101,26 @@ def logit_facts(
 
 
 def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], None]) -> LogitFacts:
-    """Return the facts about the logits; what the caller has does not change, the random states included.
+    """Return the facts about the logits, without a change to anything of the caller's, random states included.
 
     Args:
-        common: the targets of which padding may be one.
-        check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion
-            is, which on an accelerator would fail with a device-side assertion.
+        common: the targets that may be the padding.
+        check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion,
+            which on an accelerator would fail with a device-side assertion.
     """
     around = surroundings_of(trial.head)
-    # A generator of random numbers that stands there is put back, as those of the modules and torch's own are
+    # Random number generators found there are restored, like those of the modules and torch's own
     trial.held.generators += around.generators
     try:
         return _asked(trial, around, common, check_classes)
     finally:
-        # A count that a hook or a closure keeps is of the caller's rows alone
+        # A count that a hook or a closure keeps must be of the caller's rows alone
         around.put_back(keeps_made=True)
 
 
 def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: Callable[[int], None]) -> LogitFacts:
-    """Return the facts about the logits; what stands around the pair's code changes."""
-    # First of all: what is taken from an iterator stays taken, and the results may change in the first calls alone
+    """Return the facts about the logits; the calls may change what is around the pair's code."""
+    # First, because what is taken from an iterator stays taken, and results may change in the first calls only
     ask_about_iterators(trial, around)
     with trial.keep_state(), torch.no_grad():
         logits_KV, keeps_nothing = _first_call(trial, check_classes)
@@ -134,7 +135,7 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
         buffers = ask_about_buffers(trial)
     ask_about_rows(trial)
     written = ask_about_state(trial)
-    # Once more, because a hook may change other things in backward alone
+    # Once more, because a hook may change other things only in backward
     ask_about_surroundings(trial, around, harmless)
     ask_about_iterators(trial, around)
     refuse_graphs_left(around, KEEPS_A_GRAPH)
@@ -146,7 +147,7 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
 
 
 def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:
-    """Return the scores of the rows, and whether the call has set no attribute; raise for what does not fit."""
+    """Return the scores of the rows, and whether the call has set no attribute; raise if something does not fit."""
     copy = trial.copy()
 
     def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
@@ -156,7 +157,7 @@ def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Ten
     logits_KV = first_scores(copy["generator"], scores, shape, trial.rows, trial.names, trial.target_shape)
     check_classes(logits_KV.size(-1))
     check_class_weight(trial.head["criterion"], logits_KV.size(-1))
-    # Refuses a number that is not a tensor
+    # Raises for a number that is not a tensor
     criterion_loss(copy["criterion"], logits_KV, trial.target_K, trial.of_criterion)
     keeps_nothing = has_same_attributes(copy, trial.head)
     if not keeps_nothing:
@@ -165,7 +166,7 @@ def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Ten
 
 
 def _facts_while_capturing(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
-    """Return the facts found in any mode or dtype: no number can be read while a CUDA graph is captured."""
+    """Return facts found in any mode or dtype, because no number can be read while a CUDA graph is captured."""
     for earlier, facts in known.items():
         if earlier.shapes == situation.shapes and facts.criterion_is_checked:
             return facts
@@ -176,13 +177,13 @@ def _facts_while_capturing(known: Mapping[Situation, LogitFacts], situation: Sit
 
 
 def _choose_rows(counted_N: Tensor, per_token: Sequence[Tensor] = ()) -> Tensor:
-    """Return `PROBE_ROWS` rows that are not ignored: those where per-token tensors have an end, others over the batch.
+    """Return `PROBE_ROWS` rows that are not ignored: the extremes of per-token tensors, then some across the batch.
 
     Some are repeated if there are fewer; if every row is ignored, the result is empty.
 
     Args:
-        per_token: of which the least and the largest numbers are in some of the rows: in a mask, both. Of floating
-            ones, which come last, a gradient tells as well.
+        per_token: tensors whose smallest and largest rows are chosen, so that both values of a mask occur. Floating
+            ones come last, because their gradients tell as much.
     """
     indices_K = counted_N.nonzero().squeeze(1)
     if not len(indices_K):
@@ -196,17 +197,17 @@ def _choose_rows(counted_N: Tensor, per_token: Sequence[Tensor] = ()) -> Tensor:
 
 
 def _per_token(shard: Shard) -> tuple[Tensor, ...]:
-    """Return what generator and criterion take beside hidden and target, with one row per token."""
+    """Return what generator and criterion take besides hidden and target, with one row per token."""
     return (*rows_of(shard)[1:], *criterion_rows_of(shard))
 
 
 def _is_constant(per_token: Tensor) -> bool:
-    """Return whether every row is the same, as those of a mask are where there is no padding."""
+    """Return whether all rows are the same, as in a mask without padding."""
     return not len(per_token) or bool((per_token == per_token[:1]).all())
 
 
 def _padding_candidates(shard: Shard) -> set[int]:
-    """Return the targets of which padding may be one: the most common one, and the last."""
+    """Return the targets that may be the padding: the most common one, and the last."""
     counted_K = shard.target[shard.counted]
     if not len(counted_K):
         return set()
@@ -218,7 +219,7 @@ def gives_formula(
 ) -> bool | None:
     """Return whether a pair, called on a few rows, gives the loss and the gradients of its closed form.
 
-    It does not where others have replaced `F.cross_entropy`, `F.linear` or a forward. None if there are no rows.
+    It does not if other code has replaced `F.cross_entropy`, `F.linear` or a forward. None if there are no rows.
     """
     index_K = _choose_rows(shard.counted.flatten())
     if not len(index_K):
@@ -249,6 +250,6 @@ def gives_formula(
         for name, grad in zip(wanted_leaves, grads, strict=True):
             right = grad if name == "hidden" else in_short(grad)
             pairs.append((called.gradients.get(name, torch.zeros_like(right)), right))
-        # Without their graphs, of which that of the closed form has no dtype of autocast
+        # Detached, because the graph of the closed form does not show autocast's dtype
         rounding = precision_of(total.detach(), product_dtype(hidden)).rounding
         return all(largest_difference(a, b) <= rounding for a, b in pairs)

@@ -1,7 +1,7 @@
-"""Ask whether a generator mixes rows: whether a row's scores depend on another row.
+"""Test whether a generator mixes rows: whether a row's scores depend on another row.
 
-By value, and by gradient: d scores_i / d hidden_j must be 0 for i != j, which is exact in every dtype, in every mode
-and with dropout. Mixing of distant rows only is not found.
+It is tested by value, and by gradient: d scores_i / d hidden_j must be 0 for i != j, which is exact in every dtype, in
+every mode and with dropout. Mixing of distant rows only is not found.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -47,7 +47,7 @@ def _mixing(trial: Trial) -> str:
 
 
 def _mixing_by_value(trial: Trial) -> str:
-    """Return how much the scores of the same rows change with other rows and their order, in words; "" if not."""
+    """Return, in words, how much the scores of rows change with other rows and their order; "" if they do not."""
     copy = trial.copy()
     scores = functools.partial(trial.scores, copy)
     shape = trial.shape(PROBE_ROWS)
@@ -60,7 +60,8 @@ def _mixing_by_value(trial: Trial) -> str:
             halves_KV = torch.cat([scores(trial.shape(len(half[0])), half) for half in _parts(trial.rows, 2)])
             twice_KV, turned_KV = scores(others, _beside_themselves(trial.rows)).chunk(2)
             same = [halves_KV, twice_KV, turned_KV.flip(0)]
-            # Two halves may have the same share of padding; but a generator need not take one row (a `squeeze`)
+            # Single rows, too, because two halves may have the same share of padding; but a generator need not take
+            # one (a `squeeze`)
             with contextlib.suppress(Exception):
                 same.append(torch.cat([scores(trial.shape(1), row) for row in _parts(trial.rows, PROBE_ROWS)]))
             different = max(largest_difference(logits_KV, whole_KV) for logits_KV in same)
@@ -70,17 +71,17 @@ def _mixing_by_value(trial: Trial) -> str:
                 return (
                     f"a token's scores change with the other tokens and their order, by {different:.2g} of the largest"
                 )
-            # The scores are random, for example by dropout: ask the generator without that
+            # The scores are random, for example because of dropout: test the generator without it
             copy.eval()
     return ""
 
 
 def _mixing_by_gradient(trial: Trial) -> str:
-    """Return which other rows the scores of the first and the last row have a gradient in, in words; "" for none.
+    """Return, in words, in which other rows the scores of the first and the last row have a gradient; "" for none.
 
     With two or more leading dimensions the four rows are two sequences of two time steps: row k is sequence k // 2
-    at time k % 2. So seen from either corner, a row at distance 1 is another time step, at distance 2 another
-    sequence.
+    at time k % 2. Seen from either corner, a row at distance 1 is therefore another time step, and at distance 2
+    another sequence.
     """
     if not trial.wanted:
         return ""
@@ -118,34 +119,34 @@ def _mixing_by_gradient(trial: Trial) -> str:
 
 
 def _rounding_of_scores(trial: Trial, copy: nn.ModuleDict) -> float:
-    """Return what rounding may make of the scores of the same rows beside other rows."""
+    """Return by how much rounding may change the scores of the same rows beside other rows."""
     with torch.set_grad_enabled(trial.wanted), graph_of_its_own():
         hidden = trial.rows[0].clone().requires_grad_(trial.wanted)
-        # A copy, because it may be changed in place
+        # A copy, because the generator may change it in place
         scores = trial.scores(copy, trial.shape(PROBE_ROWS), (hidden * 1, *trial.rows[1:]))
-        # Without a graph it may compute in bfloat16 inside
+        # Without a graph, the generator may compute in bfloat16 inside
         return precision_of(scores, torch.bfloat16).rounding
 
 
 def _usual_culprit(generator: nn.Module) -> str:
-    """Return which batch normalisation takes statistics over the batch, in words; "" if none does."""
+    """Return, in words, which batch normalisation takes statistics over the batch; "" if none does."""
     norms = [module for module in generator.modules() if isinstance(module, _BatchNorm)]
     names = sorted({type(norm).__name__ for norm in norms if norm.training or norm.running_mean is None})
     return f" ({', '.join(names)} takes statistics over the batch)" if names else ""
 
 
 def _parts(rows: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
-    """Return so many parts of equally many rows, one after the other."""
+    """Return the rows cut into `count` parts of equal size."""
     return list(zip(*(t.chunk(count) for t in rows), strict=True))
 
 
 def _beside_themselves(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows, and behind them the same rows in the opposite order."""
+    """Return the rows, followed by the same rows in the opposite order."""
     return [torch.cat([t, t.flip(0)]) for t in rows]
 
 
 def _repeats(function: Callable[[], Tensor], first: Tensor, noise: float) -> bool:
-    """Return whether the function gives the same again and again, up to a relative difference of `noise`.
+    """Return whether the function gives the same result again and again, up to a relative difference of `noise`.
 
     In bfloat16 two random numbers may be equal by chance.
     """

@@ -1,4 +1,4 @@
-"""Compute the scores of tokens under the engine's projection, and losses of them, over its devices."""
+"""Compute the scores of tokens under the engine's projection, and losses of these scores, over its devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def over_devices(
         options: its other keywords.
 
     Raises:
-        TypeError: the generator is not an `nn.Linear`, or only autograd knows the criterion's loss.
+        TypeError: the generator and the criterion have no closed form.
     """
     refuse_sharded(head)
     generator = head["generator"]
@@ -75,7 +75,7 @@ def over_devices(
 
 
 def _refuse_other_scores(generator: nn.Module, match: FormulaMatch, shards: Sequence[Shard]) -> None:
-    """Raise TypeError if the generator, called on a few rows, gives other scores than its weight and bias."""
+    """Raise TypeError if a call of the generator on a few rows gives scores other than those of its weight and bias."""
     rows = next((s.hidden[s.counted][:FEW] for s in shards if s.counted.any()), None)
     if rows is None or is_capturing(rows.device):
         return
@@ -84,7 +84,7 @@ def _refuse_other_scores(generator: nn.Module, match: FormulaMatch, shards: Sequ
         logits = rows @ match.projection.weight.t()
         if match.projection.bias is not None:
             logits = logits + match.projection.bias
-        # It may end in a log-softmax, which another one does not change
+        # The generator may end in a log-softmax, which a second one does not change
         found, right = (scores.to(wide(scores.dtype)).log_softmax(-1) for scores in (called, logits))
     if largest_difference(found, right) > precision_of(called, called.dtype).rounding:
         raise TypeError(

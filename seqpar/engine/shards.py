@@ -42,9 +42,9 @@ class Shard:
     ignored: int | None
     """The target that the criterion ignores; None if it ignores none."""
     per_token: dict[str, Tensor]
-    """What the generator takes beside hidden."""
+    """What the generator takes besides hidden."""
     of_criterion: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the criterion takes beside scores and target."""
+    """What the criterion takes besides scores and target."""
 
     @cached_property
     def counted(self) -> Tensor:
@@ -65,12 +65,12 @@ def scatter_batch(
     """Return one shard per device; tensors that are already scattered are not moved.
 
     Args:
-        hidden, target, per_token, devices: as those of `LossCompute`, without per-token tensors that are None.
+        hidden, target, per_token, devices: as in `LossCompute`, without per-token tensors that are None.
         time_steps: the chunk_size of `LossCompute`.
         ignored: the target that the criterion ignores, if there is one.
 
     Raises:
-        TypeError, ValueError: as `LossCompute`.
+        TypeError, ValueError: as in `LossCompute`.
     """
     _refuse_of_recurrent(hidden, target, devices)
     if not isinstance(hidden, (list, tuple)):
@@ -94,14 +94,14 @@ def scatter_batch(
 
 
 def _refuse_of_recurrent(hidden: object, target: object, devices: Sequence[torch.device] | None) -> None:
-    """Raise TypeError for what a recurrent layer takes or returns: a tuple that is not one tensor for each device."""
+    """Raise TypeError for a PackedSequence, or for a recurrent layer's tuple, which is not one tensor per device."""
     for name, value in (("hidden", hidden), ("target", target)):
         if isinstance(value, PackedSequence):
             raise TypeError(
                 f"{name} is a PackedSequence; pass the rows of both, hidden.data and those of the target packed alike: "
                 "pack_padded_sequence(target, lengths, batch_first=True).data"
             )
-    # `hidden.chunk(2)` is a tuple as well, and then the target is cut alike
+    # `hidden.chunk(2)` is a tuple as well, but then the target is split in the same way
     if isinstance(hidden, tuple) and devices is None and not isinstance(target, (list, tuple)):
         raise TypeError(
             f"hidden is a tuple of {len(hidden)} and the engine has no device list; pass the tensor of hidden states "
@@ -113,7 +113,7 @@ def _shard(hidden: Tensor, target: Tensor, per_token: dict[str, Tensor], ignored
     """Return the shard of one device."""
     # In uint8 an ignored -100 would be compared as 156
     target = target.long()
-    # One number for each sentence is one for each of its tokens
+    # One number per sentence applies to each of its tokens
     for_tokens = {
         name: t.unsqueeze(1).expand(target.shape) if t.dim() < target.dim() else t for name, t in per_token.items()
     }
@@ -121,7 +121,7 @@ def _shard(hidden: Tensor, target: Tensor, per_token: dict[str, Tensor], ignored
 
 
 def _check_scattered(hidden: Sequence[object]) -> None:
-    """Raise unless it is one tensor per device; the tuple that an LSTM returns, with a tuple in it, is not."""
+    """Raise unless hidden is one tensor per device; what an LSTM returns, a tuple with a tuple in it, is not."""
     if not hidden:
         raise ValueError("hidden is an empty list; it must be a tensor, or one tensor for each device")
     first = None
@@ -176,8 +176,8 @@ def check_width(shards: Sequence[Shard], width: int) -> None:
 
 
 def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:
-    """Raise IndexError for a target that counts and is outside the vocabulary."""
-    # The caller knows positions in the whole batch, not in a shard of it
+    """Raise IndexError for a target that is not ignored and is outside the vocabulary."""
+    # Errors name positions in the whole batch, because the caller does not know those in a shard
     above = 0
     for shard in shards:
         check_range(shard.target, shard.counted, vocab_size, above)
@@ -201,7 +201,7 @@ def _flatten(shard: Shard, *columns: Tensor) -> tuple[Tensor, ...]:
 def one_for_each_device(shards: list[Shard]) -> list[Shard]:
     """Return the shards with those of the same device joined into one.
 
-    In closed form a second replica on a device would only be a second weight gradient to add.
+    In closed form, a second replica on a device would only mean a second weight gradient to add.
     """
     # In the order of the device list: its first device is where the losses are added
     by_device: dict[torch.device, list[Shard]] = {}

@@ -1,4 +1,4 @@
-"""Ask what calls of a pair change outside its modules."""
+"""Test what calls of a pair change outside its modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from seqpar.engine.trial import Outcome, Trial
 
 
 def surroundings_of(head: nn.Module) -> Surroundings:
-    """Return what stands under the names that the code of modules uses, as it is now."""
+    """Return the current values of the names that the code of modules uses."""
     return Surroundings(lambda: (_code_of(head), _hooks_of(head)))
 
 
 def _code_of(head: nn.Module) -> Iterator[Any]:
-    """Yield the classes of modules, and the functions and called objects that were set on them."""
+    """Yield the classes of modules, the functions set on them, and the classes of objects set on them."""
     for module in head.modules():
         yield from own_classes(module)
         own = [value for name, value in vars(module).items() if name not in OF_TORCH]
@@ -32,7 +32,7 @@ def _code_of(head: nn.Module) -> Iterator[Any]:
 
 
 def _hooks_of(head: nn.Module) -> Iterator[Place]:
-    """Yield the hooks of modules, and of all modules: functions, methods, or objects that are called."""
+    """Yield the hooks of these modules and those of all modules: functions, methods, or objects that are called."""
     of_one = ((owner, vars(module)[name]) for owner, module in head.named_modules() for name in HOOKS)
     of_all = (("all modules", hooks) for _, hooks in OF_ALL)
     for owner, hooks in (*of_one, *of_all):
@@ -46,7 +46,7 @@ def ask_about_surroundings(trial: Trial, before: Surroundings, harmless: Collect
 
 
 def ask_about_iterators(trial: Trial, before: Surroundings) -> None:
-    """Raise ValueError if results change where the pair takes from an iterator, which cannot be put back."""
+    """Raise ValueError if the pair has an iterator, which cannot be rewound, and results change from call to call."""
     is_exact = is_on_host(trial.target_K)
     call = partial(_call, trial)
     refuse_iterators("the pair", call, Outcome.difference, Outcome.is_same, is_exact, trial.held, before)

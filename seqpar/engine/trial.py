@@ -1,7 +1,7 @@
-"""Call generator and criterion on a few rows, forward and backward, without a trace.
+"""Call generator and criterion on a few rows, forward and backward, without leaving a trace.
 
-The caller's modules do not change: what is called are structural copies with parameters and buffers of their own, and
-what they change in other attributes, and in random states, is put back.
+The caller's modules do not change: structural copies with parameters and buffers of their own are called, and what
+these change in other attributes, and in random states, is restored.
 
 Shape suffixes: K probed rows, V vocabulary.
 """
@@ -36,14 +36,14 @@ class Outcome(NamedTuple):
 
     total: Tensor
     gradients: dict[str, Tensor]
-    """Those of the total times the factor, by name: of hidden and the per-token tensors, and, in short, of the
+    """The gradients of the total times the factor, by name: of hidden and the per-token tensors, and, in short, of the
     parameters (`in_short`)."""
     precision: Precision
     written: list[str]
-    """What backward has written into, besides its result."""
+    """The tensors that backward has written into, besides its result."""
 
     def difference(self, other: Outcome) -> float:
-        """Return the largest relative difference of loss and gradients from another call's; inf if it has others."""
+        """Return the largest relative difference of loss and gradients; inf if the other call has other gradients."""
         if self.gradients.keys() != other.gradients.keys():
             return math.inf
         pairs = [(self.total, other.total), *((grad, other.gradients[name]) for name, grad in self.gradients.items())]
@@ -64,7 +64,7 @@ class Trial:
     """
 
     def __init__(self, heads: tuple[nn.ModuleDict, nn.ModuleDict], shard: Shard, index_K: Tensor, wanted: bool) -> None:
-        # A method that is set on an instance, as torchmetrics does it, changes the original
+        # A method that was set on an instance, as torchmetrics does, changes the original
         self.head, self.original = heads
         self.held = Held(self.original)
         self.names = tuple(shard.per_token)
@@ -74,28 +74,28 @@ class Trial:
         }
         self.target_K = shard.target.flatten()[index_K]
         self.target_shape = shard.target.shape
-        # The generator expects as many leading dimensions
+        # The generator expects this many leading dimensions
         self.lead = shard.target.dim()
         self.wanted = wanted
-        # A gate that is 0 has no effect yet, and may get one with the first step of training
+        # A gate that is 0 has no effect yet, but may have one after the first step of training
         with self.keep_state():
             self.gates = {id(p): _open(p) for p in self.head.parameters() if p.is_floating_point() and not p.any()}
 
     def copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
-        """Return a structural copy with buffers of its own, as they were before any call, and some other weights."""
+        """Return a structural copy with its own buffers, as before any call, and with `moved` weights or open gates."""
         copies = {id(b): b.clone() for b in self.head.buffers()}
         for p in self.head.parameters():
             own = (moved or self.gates).get(id(p), p).detach().requires_grad_(self.wanted and p.requires_grad)
-            # Such as main_grad, into which a backward may write
+            # Attributes such as main_grad, into which a backward may write
             vars(own).update({k: v.clone() for k, v in vars(p).items() if isinstance(v, Tensor)})
             copies[id(p)] = own
         return bind(self.head, copies)
 
     def with_other_masks(self) -> Trial | None:
-        """Return the trial with another number in each mask that is the same in every row; None if there is no such.
+        """Return the trial with a different number in each mask that is the same in every row; None if there is none.
 
-        A mask without padding, or a weight of 1, shows nothing; and no later call asks again because of its numbers.
-        Whole numbers of 0 are left, which may be those of a class.
+        A mask without padding, or a weight of 1, shows nothing, and other numbers in a later call start no new probe.
+        Integers of 0 are left alone, because they may be the number of a class.
         """
         other = shallow_copy(self)
         other.rows = [self.rows[0], *map(_masked, self.rows[1:])]
@@ -105,7 +105,7 @@ class Trial:
 
     @contextlib.contextmanager
     def keep_state(self) -> Iterator[None]:
-        """Put back after the block what calls change; each block draws the same random numbers."""
+        """Restore, after the block, what calls change; each block draws the same random numbers."""
         with self.held.keep_state(self.target_K.device):
             yield
 
@@ -118,7 +118,7 @@ class Trial:
         return project(copy["generator"], self.names, shape, rows)
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Return rows of which the gradient is asked for, if they can have one."""
+        """Return rows that require a gradient, if one is wanted and they can have one."""
         return rows.detach().requires_grad_(self.wanted and rows.is_floating_point())
 
     def call(self, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
@@ -153,25 +153,25 @@ class Trial:
 
 
 def _masked(rows: Tensor) -> Tensor:
-    """Return a mask of which all is 1, False or 0.0, with another number in the second row; anything else as it is."""
+    """Return a mask that is all 1, False or 0.0 with a different number in its second row; anything else as it is."""
     may_be_0 = rows.dtype == torch.bool or rows.is_floating_point()
     if not rows.numel() or not ((rows == 1).all() or (may_be_0 and not rows.any())):
         return rows
     other = rows.clone()
-    # Of what a row attends to, the last place alone: where nothing is left there is no number to compare
+    # Only the last position that the row attends to: if none were left, there would be no number to compare
     place = other[1].view(-1)[-1:]
     place.copy_(1 - place.long())
     return other
 
 
 def _open(gate: Tensor) -> Tensor:
-    """Return random numbers in the place of zeros, of the size of weights."""
+    """Return random numbers, as large as usual weights, in place of zeros."""
     width = max([1, *gate.shape[-1:]])
     return torch.rand_like(gate).add_(0.5).div_(width**0.5)
 
 
 def in_short(grad: Tensor) -> Tensor:
-    """Return one number for each row of a gradient, linear in it: several gradients of a projection are much memory.
+    """Return one number for each row of a gradient, linear in it: several gradients of a projection take much memory.
 
     (V, D) -> (V,):  sum_d grad_vd r_d,  with r of length 1 and no two entries alike
     """
@@ -186,11 +186,11 @@ def in_short(grad: Tensor) -> Tensor:
 
 
 def _write(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tuple[int, int]]:
-    """Return which tensors hang on parameters, each with its version.
+    """Return the tensors in attributes of parameters, each by its id and version.
 
     Args:
         is_custom: whether backward has code of the user's: then each parameter gets a gradient of zeros first, because
-            it may add to one that is there and return none.
+            that code may add to an existing gradient and return none.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, p in params.items():
@@ -203,12 +203,12 @@ def _write(params: Mapping[str, nn.Parameter], is_custom: bool) -> dict[str, tup
 
 
 def in_float32(module: Module) -> Module:
-    """Return a copy whose parameters and buffers are in float32 or wider; a tensor that is neither keeps its dtype."""
+    """Return a copy with parameters and buffers in float32 or wider; a tensor that is neither keeps its dtype."""
     tensors = [*module.parameters(), *module.buffers()]
     return bind(module, {id(t): widen(t).requires_grad_(t.requires_grad) for t in tensors})
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return a floating-point tensor in float32 or wider, and any other as it is, without its graph."""
+    """Return a tensor without its graph, in float32 or wider if it is a floating-point one."""
     tensor = tensor.detach()
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor

@@ -3,12 +3,12 @@
 | file | purpose |
 |---|---|
 | `transformers` | Hugging Face models and their Trainer: `apply_seqpar_loss`, `SeqparLoss`, `compute_loss_func` |
-| `transformers_loss` | the hooks with which a model has the loss |
-| `transformers_trainer` | find the Trainer that runs a model, and keep what it read from the model right |
+| `transformers_loss` | the hooks that give a model the loss |
+| `transformers_trainer` | find the Trainer that runs a model, and correct what it read from the model |
 | `transformers_copies` | leave the loss out of copies and pickles of a model |
-| `transformers_head` | let the output embeddings return what the loss needs of them, sharded or not |
+| `transformers_head` | get from the output embeddings what the loss needs, whether or not they are sharded |
 | `transformers_readings` | find out what a model does to its logits and adds to its loss |
-| `transformers_window` | make up the few labels with which it is asked |
+| `transformers_window` | make up the few labels used to find that out |
 | `transformers_model` | read from a model and its configuration what it does with labels, hidden states and logits |
 | `transformers_check` | compare that with the model's own logits and loss of a few made-up tokens |
 | `transformers_call` | the state of one training forward |

@@ -1,7 +1,7 @@
 """Take a step with Accelerate, Lightning Fabric or Lightning's Trainer, with the gradient of one batch on one device.
 
-They divide a loss by the number of accumulation steps, and DDP and FSDP2 take the mean over ranks; where token counts
-differ, that mean of means is not the gradient of the batch. Here the tokens of the step are counted first:
+These divide a loss by the number of accumulation steps, and DDP and FSDP2 take the mean over ranks; if token counts
+differ, that mean of means is not the gradient of the batch. Here the step's tokens are counted first:
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # or fabric.setup(model, optimizer)
     for micro_batches in itertools.batched(loader, 8):
@@ -42,9 +42,9 @@ class _Step(NamedTuple):
     wrapped: nn.Module
     """The model as the trainer wrapped it."""
     way_out: str
-    """What to do where it is not wrapped."""
+    """What to do if it is not wrapped."""
     group: dist.ProcessGroup | None
-    """The ranks that gradients are reduced over; None is DDP's own group."""
+    """The ranks that gradients are reduced over; None means DDP's own group."""
     backward: Callable[[Tensor], object]
 
 
@@ -64,18 +64,18 @@ def accumulate_step(
         trainer: an `accelerate.Accelerator`, a `lightning.fabric.Fabric` or a `lightning.pytorch.Trainer`. Its own
             backward is used, and with it its gradient scaler or precision plugin.
         model: what `accelerator.prepare` or `fabric.setup` returned, with DDP or FSDP2; for a Trainer its
-            LightningModule, with `automatic_optimization = False`. `loss_of` calls it, or a submodule of the last.
-        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them.
+            LightningModule, with `automatic_optimization = False`. `loss_of` calls it, or a submodule of the latter.
+        micro_batches, loss_of, tokens_of: as in `seqpar.accumulate_gradients`.
 
     Returns:
         `TokenLoss` of the whole step, detached, the same on every rank.
 
     Raises:
-        TypeError: another trainer; several ranks, and a model that nothing reduces over them; FSDP1; DeepSpeed.
+        TypeError: any other trainer; several ranks but no wrapper that reduces the model over them; FSDP1; DeepSpeed.
         ValueError: an accelerator that divides by accumulation steps itself; a LightningModule with automatic
             optimisation.
-        Exception: whatever `seqpar.accumulate_gradients` raises. If a model is split over some of the ranks in addition
-            to FSDP2, as by tensor parallelism, call that, with the group of the ranks that have different tokens.
+        Exception: whatever `seqpar.accumulate_gradients` raises. If a model is also split in some way other than FSDP2,
+            such as tensor parallelism, call that function, with the group of the ranks that have different tokens.
 
     Example:
         >>> from accelerate import Accelerator
@@ -95,7 +95,7 @@ def accumulate_step(
 
 
 def _read_trainer(trainer: Any, model: nn.Module) -> _Step:
-    """Read from a trainer what it does with gradients; raise TypeError for one that is not in the table."""
+    """Read from a trainer what it does with gradients; raise TypeError for one that is not in `READERS`."""
     for kind in type(trainer).__mro__:
         reader = READERS.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
         if reader is not None:
@@ -107,7 +107,7 @@ def _read_trainer(trainer: Any, model: nn.Module) -> _Step:
 
 
 def _read_accelerator(accelerator: Any, model: nn.Module) -> _Step:
-    # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
+    # `accelerator.backward` divides by this number a loss that is already divided by the step's tokens
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         divides = f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it"
@@ -138,7 +138,7 @@ def _read_lightning(trainer: Any, model: nn.Module) -> _Step:
         )
     strategy = trainer.strategy
     way_out = 'call fully_shard(..., mesh=self.device_mesh["data_parallel"]) in configure_model'
-    # The strategy may have wrapped the module, and the reduction of the wrapper must wait for the last micro-batch
+    # The strategy may have wrapped the module, and the wrapper's reduction must wait for the last micro-batch
     return _Step(
         trainer.world_size, strategy.model, way_out, _group_of(strategy), trainer.lightning_module.manual_backward
     )
@@ -157,4 +157,4 @@ READERS: dict[str, Callable[[Any, nn.Module], _Step]] = {
     "lightning_fabric.Fabric": _read_fabric,
     "pytorch_lightning.Trainer": _read_lightning,
 }
-"""How to read each trainer, by its package and class; the last two packages are the first's parts, on their own."""
+"""How to read each trainer, by package and class; the last two packages are parts of `lightning` on their own."""

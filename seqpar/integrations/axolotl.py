@@ -34,7 +34,7 @@ class SeqparArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_another_loss(cls, data: Any) -> Any:
-        """Raise ValueError for a second loss, and for smoothing where a reinforcement objective has none."""
+        """Raise ValueError for a second loss, and for smoothing with a reinforcement objective, which has none."""
         if named := [name for name in LOSSES if data.get(name)]:
             raise ValueError(f"{named[0]} replaces the loss, as the plugin SeqparPlugin does; leave one of them out")
         if data.get("rl") and data.get("seqpar_label_smoothing"):
@@ -46,15 +46,15 @@ class SeqparPlugin(BasePlugin):
     """Give axolotl's trainers the loss of `apply_seqpar_loss`, and with `rl` the scores of `apply_seqpar_scores`."""
 
     def get_input_args(self) -> str:
-        """Return the options' class by name, as axolotl asks for it."""
+        """Return the name of the options' class, as axolotl expects it."""
         return f"{__name__}.SeqparArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Apply them, after axolotl has told the Trainer not to count the tokens of all micro-batches."""
+        """Apply the loss or scores after axolotl has told the Trainer not to count the tokens of all micro-batches."""
         chunk_tokens, weight = cfg.seqpar_chunk_tokens, model_of(trainer).get_output_embeddings().weight
         if cfg.rl:
             apply_seqpar_scores(trainer, chunk_tokens=chunk_tokens)
         else:
             apply_seqpar_loss(trainer, label_smoothing=cfg.seqpar_label_smoothing or 0.0, chunk_tokens=chunk_tokens)
-        # axolotl drops what a logger of another name says, but for warnings
+        # axolotl drops everything but warnings from loggers with other names
         say_once("axolotl", get_logger("axolotl.seqpar").info, weight, chunk_tokens, scores=bool(cfg.rl))

@@ -1,4 +1,4 @@
-"""Make up the logits of a few tokens and run a model on them without a trace, to compare its numbers with ours.
+"""Make up logits for a few tokens and run a model on them without leaving a trace, to compare its numbers with ours.
 
 Shape suffixes: R rows and W tokens of the window, V vocabulary.
 """
@@ -21,12 +21,12 @@ class RefusedModelError(TypeError):
 
 
 def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
-    """Return whether a module is an `nn.Linear` with its own forward: a subclass with another may compute anything."""
+    """Return whether a module is an `nn.Linear` with that class's forward: a subclass's own may compute anything."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def full_name(value: object) -> str:
-    """Return the class of a module with that of its file, and only the class of anything else, for an error."""
+    """Return a module's class with the name of its file, or only the class of anything else, for an error."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(value, nn.Module) else kind.__name__
 
@@ -64,7 +64,7 @@ def made_up_logits(labels_RW: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and restore each module's mode after the block."""
+    """Switch to evaluation mode, without dropout, and restore each module's mode after the block."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -94,17 +94,17 @@ def keep_state(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _numbers(module: nn.Module) -> dict[str, int | float]:
-    """Return the attributes of a module that are numbers, such as one that counts its steps."""
+    """Return a module's attributes that are numbers, such as a step counter."""
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
 def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Return whether logits are the same, in shape and up to rounding, as `close` says."""
+    """Return whether logits have the same shape and, by `close`, the same values up to rounding."""
     return ours.shape == theirs.shape and close(ours, theirs, dtype)
 
 
 def undo_rounding(output: Tensor, before: Tensor) -> Tensor:
-    """Return an output as it was before hooks that have only rounded it, as those of FSDP2 do to its `output_dtype`."""
+    """Return an output as it was before hooks that only rounded it, as FSDP2's do to their `output_dtype`."""
     if before.shape == output.shape and torch.equal(output, before.to(output.dtype)):
         return before
     return output
@@ -113,7 +113,7 @@ def undo_rounding(output: Tensor, before: Tensor) -> Tensor:
 def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Return whether numbers are the same up to a few roundings of float32, or of a narrower `dtype`.
 
-    Those of float32 will do whatever the model's precision where the logits that it was given have at least that one.
+    Float32 will do for any model precision if the logits that the model was given are at least float32.
     """
     finite = ours[ours.isfinite()]
     scale = 1.0

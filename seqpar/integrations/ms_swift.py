@@ -36,7 +36,7 @@ class SeqparLoss(BaseLoss):
         say_once("ms-swift", get_logger().info, model.get_output_embeddings().weight)
 
     def _options_using_logits(self) -> Iterator[str]:
-        """Yield the options with which the trainer uses logits, which are not there."""
+        """Yield the options for which the trainer needs the logits, which do not exist here."""
         yield from (n for n in ("enable_dft_loss", "enable_channel_loss") if getattr(self.args, n, False))
         if self.is_megatron:
             yield "Megatron"
@@ -46,7 +46,7 @@ class SeqparLoss(BaseLoss):
             yield "a loss_scale with weights other than 0 and 1"
 
     def __call__(self, outputs: Any, labels: Tensor, *, loss_scale: object = None, **options: Any) -> Tensor:
-        """Return the loss of `num_items_in_batch`, if that is given."""
+        """Return the loss, divided by `num_items_in_batch` if that is given."""
         if loss_scale is not None:
             raise ValueError(f"--loss_type seqpar does not support loss_scale; {WAY_OUT}")
         return self.loss_of(outputs, labels, options.get("num_items_in_batch"))

@@ -4,8 +4,8 @@
       _target_: seqpar.integrations.nemo_automodel.SeqparCrossEntropy
       label_smoothing: 0.1
 
-It is a `ChunkedCrossEntropy` to AutoModel, which refuses that where hidden states cannot be had (a pipeline, a model
-without `logits_to_keep`); any other loss of hidden states it replaces there by one of logits. Tested with 0.7.0.
+To AutoModel it is a `ChunkedCrossEntropy`, which AutoModel refuses if hidden states are not available (a pipeline, a
+model without `logits_to_keep`); any other loss of hidden states it would replace with one of logits. Tested with 0.7.0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 
 
 class SeqparCrossEntropy(ChunkedCrossEntropy):
-    """The summed cross-entropy divided by `num_label_tokens`; without that the sum, as of AutoModel's other losses.
+    """The summed cross-entropy divided by `num_label_tokens`; without that the sum, as in AutoModel's other losses.
 
-    `label_smoothing` is eps in [0, 1), eps/V for every class; `chunk_tokens` the most tokens of a chunk.
+    `label_smoothing` is eps in [0, 1), eps/V for every class; `chunk_tokens` the maximum number of tokens in a chunk.
     """
 
     def __init__(self, label_smoothing: float = 0.0, chunk_tokens: int | None = None, ignore_index: int = -100) -> None:
@@ -32,7 +32,7 @@ class SeqparCrossEntropy(ChunkedCrossEntropy):
         self.settings: dict[str, Any] = {"label_smoothing": label_smoothing, "chunk_tokens": chunk_tokens}
 
     def validate_lm_head(self, lm_head: nn.Module | None, *, model_config: Any = None) -> Any:
-        """Return the output head; raise ValueError unless a product with its weight is all that makes the logits."""
+        """Return the output head; raise ValueError unless the logits are just a product with its weight."""
         for name, value in () if model_config is None else settings_of_logits(model_config):
             raise ValueError(f"{name} is {value}, and the loss is given only lm_head.weight; use MaskedCrossEntropy")
         return super().validate_lm_head(lm_head)
@@ -55,5 +55,5 @@ class SeqparCrossEntropy(ChunkedCrossEntropy):
         if loss_weights is not None:
             options["token_weight"] = loss_weights.flatten().to(weight.device)
         loss = linear_cross_entropy(rows, weight, target, **options)
-        # Where no rank has a token the sum is 0
+        # If no rank has a token, the sum is 0
         return loss.total / num_label_tokens if num_label_tokens else loss.total

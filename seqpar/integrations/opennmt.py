@@ -1,15 +1,15 @@
-"""Train with OpenNMT-py 3 or Eole without the logits of all tokens ever existing at once.
+"""Train with OpenNMT-py 3 or Eole without ever holding the logits of all tokens at once.
 
     trainer = build_trainer(...)
     apply_seqpar_loss(trainer)
     trainer.train(...)
 
-The trainer's own `LossCompute` stays where the trainer has it, and its code runs unchanged; only its generator and its
-criterion are replaced. The generator then passes the hidden states on, and the criterion projects them in chunks. So
-`zero_out_prompt_loss`, truncated backpropagation, and the losses of coverage, alignment, quality estimation and
-multi-token prediction are the trainer's own, and so are its statistics.
+The trainer keeps its own `LossCompute`, whose code runs unchanged; only its generator and its criterion are replaced.
+The generator then passes the hidden states on, and the criterion projects them in chunks. So `zero_out_prompt_loss`,
+truncated backpropagation, and the losses of coverage, alignment, quality estimation and multi-token prediction are the
+trainer's own, and so are its statistics.
 
-It is tested with stand-ins, and with OpenNMT-py 3.5 and Eole 0.6.4 where they are installed.
+It is tested with stand-ins, and with OpenNMT-py 3.5 and Eole 0.6.4 if they are installed.
 
 Shape suffixes: N tokens, D hidden.
 """
@@ -37,13 +37,13 @@ def apply_seqpar_loss(trainer: Any, *, chunk_tokens: int | None = None) -> None:
     Args:
         trainer: a trainer whose `train_loss` and `valid_loss` are `LossCompute` objects of OpenNMT-py or Eole, with
             a generator that treats every token independently and torch's cross-entropy.
-        chunk_tokens: the most tokens whose scores exist at once; None chooses by bytes.
+        chunk_tokens: the maximum number of tokens whose scores exist at once; None chooses it by size in bytes.
 
     Raises:
         TypeError: a loss that needs the scores of all tokens: copy attention, sparsemax, or a language model as a
             prior; or one that has been applied before.
         RuntimeError: after the second training forward of `trainer.model`, if the trainer has not asked for the loss,
-            like reinforcement-learning trainers that have a loss of their own.
+            as in reinforcement-learning trainers, which have their own loss.
         Exception: whatever `seqpar.LossCompute` raises.
 
     Example:
@@ -63,18 +63,18 @@ def apply_seqpar_loss(trainer: Any, *, chunk_tokens: int | None = None) -> None:
 
 
 class UnprojectedScores:
-    """Hidden states that stand for their scores: what the trainers ask of scores, without having them."""
+    """Hidden states that stand in for their scores and offer what the trainers use of scores."""
 
     def __init__(self, hidden_ND: Tensor) -> None:
         self.hidden_ND = hidden_ND
         self.predicted_N: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> UnprojectedScores:
-        """Return itself: the criterion computes in float32 or wider."""
+        """Return self: the criterion computes in float32 or wider."""
         return self
 
     def max(self, dim: int) -> tuple[None, Tensor | None]:
-        """Return predictions (N,), as many of which equal their targets as the model's do; the trainers count them."""
+        """Return predictions (N,) of which as many equal their targets as the model's own do: trainers count these."""
         return None, self.predicted_N
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -91,7 +91,7 @@ class HiddenStates(nn.Module):
 
 
 class ChunkedCriterion(nn.Module):
-    """A criterion of hidden states: the generator and the criterion of a `LossCompute`, computed in chunks."""
+    """A criterion for hidden states: the generator and the criterion of a `LossCompute`, computed in chunks."""
 
     def __init__(self, loss: Any, chunk_tokens: int | None) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class ChunkedCriterion(nn.Module):
 
 
 def _verify(trainer: Any, criterion: ChunkedCriterion) -> None:
-    """Raise RuntimeError after the model's second forward in training if the loss was not asked for after the first."""
+    """Make the model's second training forward raise RuntimeError if the loss was not called after the first."""
     forwards = 0
 
     def after_forward(model: nn.Module, args: object, output: object) -> None:

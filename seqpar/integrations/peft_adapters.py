@@ -14,7 +14,7 @@ from seqpar.core.checks import check_plain_products
 from seqpar.integrations.made_up import full_name, is_plain_linear
 
 OWN_PRODUCTS = "leave the output embeddings out of what quantises the model, or use it without the chunked loss"
-"""The way out for output embeddings whose weight has a class of its own, as torchao gives it to every `nn.Linear`."""
+"""The way out if the output embeddings' weight has its own tensor class, as torchao gives to every `nn.Linear`."""
 
 
 class Adapter(NamedTuple):
@@ -39,7 +39,7 @@ def base_of(model: Any) -> Any:
 
 
 def adapted_head(model: Any) -> Any | None:
-    """Return the output embeddings of a PEFT model if an adapter is on them, which TRL's constructors refuse."""
+    """Return a PEFT model's output embeddings if they have an adapter, which TRL's constructors refuse; else None."""
     head = model.get_output_embeddings()
     if is_peft_available():
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -50,14 +50,14 @@ def adapted_head(model: Any) -> Any | None:
 
 
 def linear_of(head: Any, name: str, needed: str) -> nn.Linear:
-    """Return the `nn.Linear` of a model's output embeddings, the one that PEFT has wrapped if it has wrapped them.
+    """Return the `nn.Linear` of a model's output embeddings, the wrapped one if PEFT has wrapped them.
 
-    Its weight has the classes, the dtype and the device. The weight that is trained is `head.weight`: of a copy, or
-    with trained tokens in it. Raises TypeError for any other module.
+    Use its weight for the classes, the dtype and the device. The weight that is trained is `head.weight`, which may be
+    a copy's or contain trained tokens. Raises TypeError for any other module.
 
     Args:
-        name: of the model, for the error.
-        needed: what the caller needs, and the other way out, for the error.
+        name: the model's name, for the error.
+        needed: what the caller needs, and the alternative, for the error.
     """
     inside = head
     if not is_plain_linear(head) and is_peft_available():
@@ -76,7 +76,7 @@ def linear_of(head: Any, name: str, needed: str) -> nn.Linear:
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """Return the LoRA adapter that is active on the output embeddings; TypeError for a kind that is not supported."""
+    """Return the LoRA adapter that is active on the output embeddings; raise TypeError for an unsupported kind."""
     head = model.get_output_embeddings()
     if not is_peft_available():
         return None
@@ -94,7 +94,7 @@ def adapter_of(model: Any) -> Adapter | None:
 
 
 def _why_unsupported(head: Any, active: list[str]) -> str:
-    """Return why an adapter cannot be taken, and what to do about it; an empty string if it can."""
+    """Return why an adapter is not supported, and what to do about it; an empty string if it is."""
     if head.merged:
         return "a LoRA adapter that is merged; call unmerge_adapter() first"
     if len(active) > 1:

@@ -5,8 +5,7 @@
     import_path = "seqpar.integrations.prime_rl.default_loss"
 
 prime-rl imports the file for its loss, and the import puts the scores into its fused output heads. Any other function
-of `LossInputs` that lies in a file which imports this one has the same effect. Tested with the sources of August 2026
-(559b447).
+of `LossInputs` works as well if its file imports this one. Tested with the sources of August 2026 (559b447).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def default_loss(inputs: LossInputs, **settings: Any) -> LossOutputs:
 
 
 def scored_forward(self: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor) -> PrimeLmOutput:
-    """Return what prime-rl's fused heads return: log-probabilities, and entropies without a gradient.
+    """Return what prime-rl's fused heads return: log-probabilities, and entropies with no gradient.
 
     Args:
         hidden_states: (batch, time, D).
         labels: (batch, time), the token that each position predicts.
-        temperature: (batch, time), of each token.
+        temperature: (batch, time), one for each token.
     """
     say_once("prime-rl", get_logger().info, self.weight, scores=True)
     scores = token_scores(
@@ -51,7 +50,7 @@ def scored_forward(self: Any, hidden_states: Tensor, labels: Tensor, temperature
 
 
 def refuse_logits(self: Any, *_: object, **__: object) -> None:
-    """Raise TypeError: the head of all logits, which prime-rl uses where its fused one is disabled, has no scores."""
+    """Raise TypeError: the head that returns all logits, used if the fused one is disabled, has no scores."""
     raise TypeError("fused_lm_head_token_chunk_size is disabled, so there are only logits: leave the setting out")
 
 

@@ -1,4 +1,4 @@
-"""Say once in a trainer's log that its loss is this library's, with what it costs."""
+"""Say once in a trainer's log that this library computes its loss, and at what cost."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 from seqpar.core.chunks import rows_per_chunk
 
 _said: set[str] = set()
-"""The trainers whose log has the line."""
+"""The trainers whose log already has the line."""
 
 
 def say_once(
     trainer: str, log: Callable[[str], object], weight: Tensor, chunk_tokens: int | None = None, scores: bool = False
 ) -> None:
-    """Log that the loss is ours, its matrix products and the tokens of a chunk; in each process once for a trainer.
+    """Log that the loss is ours, its matrix products and the tokens per chunk, once per process and trainer.
 
     Args:
-        log: the trainer's own, such as `logger.info`.
+        log: the trainer's own function, such as `logger.info`.
         weight: the projection onto the vocabulary, (V, D).
-        chunk_tokens: the user's setting; None is what the library chooses.
-        scores: whether it computes scores, whose loss is known only in backward, instead of a loss.
+        chunk_tokens: the user's setting; None means what the library chooses.
+        scores: whether scores, whose loss is known only in backward, are computed instead of a loss.
     """
     if trainer in _said:
         return

@@ -23,7 +23,7 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 
 
 class SeqparCrossEntropy(ChunkedLossWrapper):
-    """The cross-entropy of hidden states, which the trainer hands, with `lm_head`, to a `ChunkedLossWrapper` alone."""
+    """The cross-entropy of hidden states; the trainer passes these and `lm_head` only to a `ChunkedLossWrapper`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
@@ -35,7 +35,7 @@ class SeqparCrossEntropy(ChunkedLossWrapper):
         self.settings = asdict(config) | {"ignore_index": IGNORE_INDEX}
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        """Make the loss the forward of `lm_head`: FSDP2 gathers a weight around the forward of its module."""
+        """Make the loss the forward of `lm_head`, because FSDP2 gathers a weight for the forward of its module."""
         if not is_plain_linear(lm_head) or getattr(lm_head, "bias", None) is not None:
             raise TypeError(f"lm_head is a {full_name(lm_head)}, not an nn.Linear without bias: use ChunkedLossWrapper")
         self.lm_head = lm_head
@@ -51,10 +51,10 @@ class SeqparCrossEntropy(ChunkedLossWrapper):
     def _total(self, hidden: Tensor, labels: Tensor) -> Tensor:
         weight, vocab = self.lm_head.weight, None
         say_once("torchtitan", logger.info, weight, self.settings["chunk_tokens"])
-        # A DTensor says itself how it is split
+        # A DTensor itself says how it is split
         if not isinstance(weight, DTensor) and spmd_mesh_size("tp") > 1:
             tensor_parallel = current_spmd_mesh().get_group("tp")
             vocab = VocabShard.of(len(weight), tensor_parallel)
-            # linear_cross_entropy sums hidden's gradient over the group, and torchtitan's norm would do so again
+            # linear_cross_entropy already sums hidden's gradient over the group; torchtitan's norm would do it again
             hidden = spmd.convert(hidden, tensor_parallel, src=spmd.R, dst=spmd.I, expert_mode=True)
         return linear_cross_entropy(hidden, weight, labels, vocab=vocab, **self.settings).total

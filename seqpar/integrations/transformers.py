@@ -1,4 +1,4 @@
-"""Train Hugging Face models without the logits of all tokens ever existing at once: in any loop, or under a Trainer."""
+"""Train Hugging Face models without ever holding the logits of all tokens at once, in any loop or under a Trainer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def apply_seqpar_loss(
     """Make `model(..., labels=labels).loss` a chunked loss, with the same value and gradient.
 
     Plain equivalent: `model(...)` itself, or, with smoothing,
-    `F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing)` of its logits (and, for a
-    decoder-only model, of labels shifted by one, as the model does).
+    `F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing)` on its logits (with
+    labels shifted by one for a decoder-only model, as the model does).
 
         trainer = Seq2SeqTrainer(model, arguments, train_dataset=..., data_collator=...)
         with apply_seqpar_loss(trainer, label_smoothing=0.1):
@@ -41,48 +41,48 @@ def apply_seqpar_loss(
     In training the loss is chunked, and `logits` is None. With `num_items_in_batch`, which a Trainer passes on, the
     loss is sum / num_items_in_batch, so that accumulation and several ranks are exact; without it the loss is the
     mean over labels that are not -100 (0, not nan, if there are none). A router's auxiliary loss (Mixtral and Qwen3-MoE
-    with `output_router_logits`) is added as the model adds it, once a forward, undivided. `generate` and calls without
-    labels do not change.
+    with `output_router_logits`) is added as the model adds it: once per forward, undivided. `generate` and calls
+    without labels do not change.
 
-    In evaluation the loss is the same one, with its smoothing, as a Trainer's own with `label_smoothing_factor`. The
-    logits are the model's own; where a Trainer looks at nothing but the loss (no `compute_metrics`, or
-    `predict_with_generate`), they are left out, and the loss is chunked.
+    In evaluation the loss is the same, smoothing included, like a Trainer's own with `label_smoothing_factor`. The
+    logits are the model's own; if a Trainer uses nothing but the loss (no `compute_metrics`, or
+    `predict_with_generate`), they are left out and the loss is chunked.
 
-    Leave the Trainer's own `label_smoothing_factor` at 0: it needs all logits. A training forward without labels, as it
-    makes them, warns once that this loss is not used.
+    Leave the Trainer's own `label_smoothing_factor` at 0: it needs all logits. Because that option takes the labels out
+    of training forwards, a training forward without labels warns once that this loss is not used.
 
     Args:
-        model: a Trainer that has been made, or a model: before a Trainer is made of it, or for a loop of your own. A
-            Trainer that was made before the loss was applied to its model alone is refused in its first step, if its
-            gradient would be another. The model is an encoder-decoder or decoder-only model, or any other whose output
-            embeddings are an `nn.Linear` that is called once per forward: Marian, BART, mBART, T5, Pegasus, M2M100,
-            Llama, GPT-2, Gemma 2, ... Tied weights, `final_logits_bias`, and soft caps and factors of the logits are
-            supported, under the names that they have in configurations; on the output embeddings, PEFT's LoRA,
+        model: an existing Trainer, or a model, either before a Trainer is created for it or for a loop of your own. If
+            a Trainer was created before the loss was applied to its model alone, its first step is refused if its
+            gradient would be different. The model is an encoder-decoder or decoder-only model, or any other whose
+            output embeddings are an `nn.Linear` that is called once per forward: Marian, BART, mBART, T5, Pegasus,
+            M2M100, Llama, GPT-2, Gemma 2, ... Tied weights, `final_logits_bias`, and soft caps and factors of the
+            logits are supported, under their names in configurations; so are, on the output embeddings, PEFT's LoRA,
             `modules_to_save` and `trainable_token_indices`. For a `PeftModel` the loss of its base model is replaced.
-        label_smoothing: eps in [0, 1), by the convention of torch and of Hugging Face: eps/V to all V classes.
-        chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
+        label_smoothing: eps in [0, 1), by the convention of torch and Hugging Face: eps/V to all V classes.
+        chunk_tokens: the maximum number of tokens whose logits exist at once; None chooses it by size in bytes.
 
     Returns:
         `AppliedLoss`: its `remove()`, or leaving the `with` block, restores the model. Copies and pickles of the model
         do not have the loss.
 
     Raises:
-        TypeError: not a Hugging Face model or Trainer (a DistributedDataParallel around a model is not), a trainer of
-            TRL's, or a compiled model; PEFT's AdaLoRA, AdaptionPrompt and CPT; no output embeddings, or not a plain
-            `nn.Linear`, alone or with the adapters above; in the first training forward, a model that uses labels for
-            more than the loss of its logits; in a proof of `seqpar.testing`, a model in evaluation mode.
-        ValueError: a number out of its range, a Trainer with a loss of its own, a model that has the loss already, an
-            `ignore_index` other than -100 in a call, or labels whose number is not that of the predictions.
-        RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
-            logits or loss of made-up labels differ from ours (the message says by how much), or it adds something
-            that depends on labels or logits, or an auxiliary loss where there is a `compute_loss_func`, which would
-            lose it. In any training forward: the output embeddings have been replaced or resized, or are sharded where
-            the loss needs them; a Trainer that divides by another number.
+        TypeError: not a Hugging Face model or Trainer (a model wrapped in DistributedDataParallel is not), a trainer
+            from TRL, or a compiled model; PEFT's AdaLoRA, AdaptionPrompt and CPT; output embeddings that are missing or
+            not a plain `nn.Linear`, alone or with the adapters above; in the first training forward, a model that uses
+            labels for more than the loss of its logits; in a proof of `seqpar.testing`, a model in evaluation mode.
+        ValueError: a number out of its range, a Trainer with its own loss, a model that already has the loss, an
+            `ignore_index` other than -100 in a call, or labels whose number differs from that of the predictions.
+        RuntimeError: in the first training forward, or the first with new arguments or settings: the model's own
+            logits or loss for made-up labels differ from ours (the message says by how much), or it adds something
+            that depends on labels or logits, or an auxiliary loss that a `compute_loss_func` would lose. In any
+            training forward: output embeddings that have been replaced or resized, or are sharded when the loss needs
+            them; a Trainer that divides by a different number.
 
-    A forward with new arguments or settings runs the model twice, for this check, or three times if it adds a loss. The
-    check has made-up labels of two rows of different lengths, among them the batch's own, and as long as the batch
-    where that takes no more memory than a chunk of the loss. What a loss of your own does to other ids, or only further
-    on in longer sequences, it cannot see.
+    For this check, a forward with new arguments or settings runs the model twice, or three times if it adds a loss. The
+    check uses made-up labels in two rows of different lengths, some of them the batch's own, and as long as the batch
+    if that takes no more memory than a chunk of the loss. It cannot see what a custom loss does to other ids, or only
+    further along in longer sequences.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -124,7 +124,7 @@ def _losses_on(model: Any) -> list[AppliedLoss]:
 
 
 def remove_seqpar_loss(model: PreTrainedModel | Any) -> None:
-    """Restore a model, or that of a Trainer, which `apply_seqpar_loss` or `SeqparLoss` has given the loss, if any has.
+    """Restore a model, or a Trainer's model, to which `apply_seqpar_loss` or `SeqparLoss` has applied the loss, if any.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -144,12 +144,12 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
     """Return a function for `Trainer(compute_loss_func=...)` that computes sum / num_items_in_batch in chunks.
 
     `apply_seqpar_loss` alone gives the same gradient, exact over accumulation and ranks; use this only for a Trainer
-    that requires a loss function. Such a Trainer removes the labels before the forward. So, after this call, a training
-    forward without labels returns hidden states in the field `hidden_for_loss`, which the function turns into the loss,
-    and None for `logits`; and an encoder-decoder needs `decoder_input_ids` in the batch, as
-    `DataCollatorForSeq2Seq(tokenizer, model=model)` makes them. The function must be called after each forward before
-    the next one; it raises RuntimeError otherwise. In evaluation it computes the same loss, of the
-    model's logits, or in chunks where the Trainer looks at nothing else.
+    that requires a loss function. Such a Trainer removes the labels before the forward. After this call, a training
+    forward without labels therefore returns None for `logits`, and in the field `hidden_for_loss` the hidden states,
+    which the function turns into the loss; and an encoder-decoder needs `decoder_input_ids` in the batch, as
+    `DataCollatorForSeq2Seq(tokenizer, model=model)` makes them. The function must be called after each forward and
+    before the next; otherwise it raises RuntimeError. In evaluation it computes the same loss from the model's logits,
+    or in chunks if the Trainer uses nothing but the loss.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,13 +167,13 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
 
 
 class SeqparLoss(TrainerCallback):
-    """A callback of Hugging Face's Trainer, with which its model has the loss of `apply_seqpar_loss`.
+    """A callback for Hugging Face's Trainer that gives its model the loss of `apply_seqpar_loss`.
 
-    It may be given to the constructor or added later, before training. The loss stays for evaluation, and until
-    `remove_seqpar_loss(trainer)`; another Trainer of the same model with such a callback takes it over.
+    Pass it to the constructor, or add it later, before training. The loss stays on for evaluation and until
+    `remove_seqpar_loss(trainer)`; a different Trainer with the same model and such a callback takes it over.
 
     Args:
-        label_smoothing, chunk_tokens: as `apply_seqpar_loss`, which also says what is refused.
+        label_smoothing, chunk_tokens: as in `apply_seqpar_loss`, which also says what is refused.
 
     Example:
         >>> from transformers import Trainer
@@ -192,11 +192,11 @@ class SeqparLoss(TrainerCallback):
         self.applied: AppliedLoss | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Apply the loss to the model of a Trainer that is being made."""
+        """Apply the loss to the model of a Trainer that is being created."""
         self._apply()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Apply the loss to the model that is about to be trained, if it has not got it: it may be a new one."""
+        """Apply the loss to the model that is about to be trained if it does not have it: it may be a new model."""
         self._apply()
 
     def _apply(self) -> None:

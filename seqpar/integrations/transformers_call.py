@@ -1,4 +1,4 @@
-"""Hold the state of one training forward of a Hugging Face model, and make its loss.
+"""Hold the state of one training forward of a Hugging Face model, and compute its loss.
 
 Shape suffixes: B batch, T time, D hidden, R rows and W tokens of the window.
 """
@@ -20,7 +20,7 @@ from seqpar.integrations.transformers_model import Reading
 
 @dataclass
 class Call:
-    """The state of one training forward, from before the model until after it."""
+    """The state of one training forward, from before the model runs until after."""
 
     model: PreTrainedModel
     window_RW: Tensor
@@ -28,15 +28,15 @@ class Call:
     target_BT: Tensor | None = None
     """The label that each position predicts; None if the labels come after the forward."""
     reading: Reading | None = None
-    """What the model does to its logits; None during the check that finds it out."""
+    """What the model does to its logits; None during the check that finds this out."""
     examined: bool = False
     """Whether this is that check, in which the output embeddings return made-up logits."""
     keeps_logits: bool = False
-    """Whether the model is evaluated and somebody looks at its logits, all of which it then computes."""
+    """Whether this is an evaluation whose logits may be used, so that the model computes all of them."""
     certain: bool = False
     """Whether the logits that the model gets for the window are certain of its targets, so that their loss is 0."""
     items: Tensor | int | None = None
-    """The number that the summed loss is divided by; None is the number of labels that are not ignored."""
+    """The number that the summed loss is divided by; None means the number of labels that are not ignored."""
     as_tuple: bool = False
     """Whether the caller asked for a tuple of outputs."""
     hidden_BTD: Tensor | None = None
@@ -47,20 +47,20 @@ class Call:
 
 
 class Running(threading.local):
-    """The forward that runs, in each thread: DataParallel runs one in each."""
+    """The forward that is running, one per thread: DataParallel runs one in each."""
 
     call: Call | None = None
 
 
 class UsingParameters(torch.autograd.Function):
-    """Return hidden states with parameters in their graph that the loss will use later.
+    """Put parameters that the loss will use later into the graph of the hidden states.
 
-    DDP searches the outputs' graph for parameters that were used, and would not wait for the others' gradients.
+    DDP searches the outputs' graph for used parameters, and would not wait for the gradients of any others.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden_BTD: Tensor, *parameters: Tensor) -> Tensor:
-        # They are only counted: each of them gets None for a gradient here, and its real one from the loss
+        # Only their number matters: here each gets None for a gradient, and its real one from the loss
         ctx.parameters = len(parameters)
         return hidden_BTD.view_as(hidden_BTD)
 
@@ -70,21 +70,21 @@ class UsingParameters(torch.autograd.Function):
 
 
 def divide_loss(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
-    """Return the summed loss divided by `items`, or by the labels that are not ignored; 0 where there are none."""
+    """Return the summed loss divided by `items`, else by the number of labels not ignored; 0 if there are none."""
     if items is None:
-        # As the model's own loss divides, whatever tokens other ranks have
+        # As the model's own loss does, regardless of other ranks' tokens
         items = loss.tokens
-    # A Trainer counts on the device of the batch, which need not be that of the model's last layers
+    # A Trainer counts on the batch's device, which need not be the device of the model's last layers
     if isinstance(items, Tensor):
         items = items.to(loss.total.device)
     return loss.total / (items + (items == 0))
 
 
 HIDDEN = "hidden_for_loss"
-"""The field of the outputs that has the hidden states of which a `compute_loss_func` computes the loss."""
+"""The field of the outputs with the hidden states from which a `compute_loss_func` computes the loss."""
 
 
 @cache
 def with_hidden(outputs: type) -> type:
-    """Return a model's class of outputs with a field for the hidden states."""
+    """Return a model's output class, extended by a field for the hidden states."""
     return make_dataclass(outputs.__name__, [(HIDDEN, Tensor | None, None)], bases=(outputs,))

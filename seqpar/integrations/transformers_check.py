@@ -3,9 +3,9 @@
 The model runs unchanged except for its output embeddings: these return random logits from -50 to 50, in float32 or
 wider whatever the model's precision, so that the effect of a soft cap, a factor or a clamp is far above rounding. The
 logits and the loss that the model returns must then equal ours. The labels include every token id that the
-configuration names. Where the loss is another, or depends on more than the logits, the model runs once more, with other
-labels and with logits that are certain of them. It may differ by the same number with the same gradient in both runs, a
-router's auxiliary loss, which is then added to ours as well; anything else is refused.
+configuration names. If the loss differs, or depends on more than the logits, the model runs once more, with different
+labels and logits that are certain of them. The loss may differ by the same number with the same gradient in both runs:
+that is a router's auxiliary loss, which is then added to ours as well. Anything else is refused.
 
 Shape suffixes: R rows and W tokens of the window (the made-up labels), V vocabulary.
 """
@@ -40,8 +40,8 @@ def certain_logits(target_RW: Tensor, like_V: Tensor) -> Tensor:
 def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> object:
     """Return the model's outputs for the window.
 
-    An error of the model is the batch's own if it also occurs without labels; otherwise the labels caused it. `forget`
-    makes a second call of the output embeddings possible.
+    An error in the model comes from the batch if it also occurs without labels; otherwise the labels caused it.
+    `forget` makes a second call of the output embeddings possible.
     """
     try:
         return model.forward(**with_own_caches(kwargs))
@@ -59,7 +59,7 @@ def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], N
 
 
 def with_own_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with copies of their caches, to which a forward may append; tensors are not copied.
+    """Return the arguments with copies of any caches, which a forward may append to; tensors are not copied.
 
     Prefix tuning gives the model its prefix as a cache.
     """
@@ -70,10 +70,10 @@ def _copy_of_cache(cache: Cache) -> Cache:
     own = copy.copy(cache)
     for name, value in vars(cache).items():
         if isinstance(value, Cache):
-            # Of encoder and decoder
+            # The caches of encoder and decoder
             setattr(own, name, _copy_of_cache(value))
         elif isinstance(value, list):
-            # Layers
+            # The layers
             setattr(own, name, [copy.copy(item) for item in value])
         elif isinstance(value, dict):
             setattr(own, name, dict(value))
@@ -81,7 +81,7 @@ def _copy_of_cache(cache: Cache) -> Cache:
 
 
 def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:
-    """Raise ValueError unless there is a label for each prediction."""
+    """Raise ValueError unless there is one label for each prediction."""
     if scores.shape[:-1] != target_BT.shape:
         made = f"{name} makes {tuple(scores.shape[:-1])} predictions for labels of shape {tuple(target_BT.shape)}"
         raise ValueError(f"{made}; give each a label, -100 where none is wanted (images, soft prompts)")
@@ -96,11 +96,11 @@ class Examined(NamedTuple):
     theirs: Tensor
     """Its own loss."""
     entering: list[Tensor]
-    """The gradient of its loss with respect to all that enters it beside the logits."""
+    """The gradient of its loss with respect to everything that enters it besides the logits."""
 
     @property
     def adds(self) -> bool:
-        """Return whether the loss is more than the cross-entropy, or has other parameters."""
+        """Return whether the loss is more than the cross-entropy, or depends on other parameters."""
         return bool(self.entering) or not close(self.ours, self.theirs)
 
 
@@ -112,11 +112,11 @@ def examine(
         fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise RefusedModelError(f"{name} returns {fields} and no logits; {WITHOUT}")
     logits_RWV = made_up_RWV.detach()
-    # Added by the model outside of the head, whose output is what was made up
+    # The model adds this outside the head, and only the head's output was made up
     if bias_V is not None:
         logits_RWV = logits_RWV + bias_V
     theirs = outputs["logits"].detach()
-    # The configuration names the numbers but not what is done with them; the model's own logits decide
+    # The configuration names the numbers but not how they are used; the model's own logits decide
     reading = matching_reading(name, ways, logits_RWV, theirs, WITHOUT)
     loss = outputs.get("loss")
     if loss is None:
@@ -127,14 +127,14 @@ def examine(
 
 
 def check_added_part(name: str, random: Examined, certain: Examined) -> None:
-    """Raise RuntimeError unless a model adds the same to the loss of random logits and of others with other labels.
+    """Raise RuntimeError unless a model adds the same to the loss of random logits as to that of certain ones.
 
-    Where the added part is the same number with the same gradient, it depends on neither logits nor labels, and is the
-    difference of the two losses in any forward. With random logits, far apart, a loss that shifts its labels in another
-    way or has a factor is far off.
+    If the added part is the same number with the same gradient, it depends on neither logits nor labels, and equals the
+    difference of the two losses in any forward. Because random logits are far apart, a loss that shifts its labels
+    differently or has a factor is far off.
     """
     added, again = (each.theirs - each.ours for each in (random, certain))
-    # As exact as the losses are of which it is the difference
+    # As accurate as the losses whose difference it is
     rounding = 8 * torch.finfo(torch.float32).eps * max(1.0, abs(random.ours.item()))
     same = abs(added.item() - again.item()) <= rounding and len(random.entering) == len(certain.entering)
     if same and all(map(close, random.entering, certain.entering)):
@@ -147,9 +147,9 @@ def check_added_part(name: str, random: Examined, certain: Examined) -> None:
 
 
 def _gradients_on_entry(loss: Tensor, logits: Tensor) -> list[Tensor]:
-    """Return the gradient of the loss with respect to all that enters it on the way from the logits.
+    """Return the gradient of the loss with respect to everything that enters it on the way from the logits.
 
-    It is 1 for a term that is added, and depends on the logits for a factor, such as a parameter behind the head.
+    It is 1 for an added term; for a factor, such as a parameter after the head, it depends on the logits.
     """
     users = defaultdict(set)
     for node in nodes_of_graph(loss.grad_fn):
@@ -164,7 +164,7 @@ def _gradients_on_entry(loss: Tensor, logits: Tensor) -> list[Tensor]:
     on_the_way = (node for node in nodes_of_graph(loss.grad_fn) if node in way)
     edges = [GradientEdge(*edge) for node in on_the_way for edge in node.next_functions if edge[0] not in {None, *way}]
     if loss.requires_grad and not way:
-        # The model has cut the logits off, and all that its loss depends on is added
+        # The model has detached the logits, so everything that its loss depends on is added
         return [torch.ones_like(loss)]
     return [gradient.detach() for gradient in torch.autograd.grad(loss, edges)] if edges else []
 

@@ -1,7 +1,7 @@
 """Leave the chunked loss out of copies and pickles of a Hugging Face model.
 
-Its hooks belong to one model: in a copy they would read the weights of the original, and a pickle would need this
-library. Copies and pickles are the model as it was before.
+Its hooks belong to one model: in a copy they would read the original's weights, and a pickle would need this library.
+Copies and pickles contain the model as it was before.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch.utils.hooks import RemovableHandle
 
 HOOKS = "_forward_pre_hooks", "_forward_hooks"
 KINDS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
-"""Where a module keeps hooks by their numbers, and what it remembers about them."""
+"""The attributes in which a module keeps its hooks by number, and what it records about them."""
 
 REDUCE = "__reduce_ex__"
-"""The method that `copy.deepcopy` and `pickle` ask for; an attribute of the instance goes before the class's."""
+"""The method that `copy.deepcopy` and `pickle` look up; an instance attribute takes precedence over the class's."""
 
 
 class LeftOut:
-    """Whose hooks copies do not have."""
+    """An owner of hooks that copies leave out."""
 
     hooks: list[RemovableHandle]
 
     def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Take the rest of what this has put into a module out of a copy's attributes."""
+        """Remove from a copy's attributes whatever else this owner has put into the module."""
         raise NotImplementedError
 
 
 def owners(module: nn.Module) -> list[LeftOut]:
-    """Return whose hooks a module has, of those that copies leave out."""
+    """Return the owners of those hooks on a module that copies leave out."""
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     found = (getattr(hook, "__self__", None) for hook in hooks)
     return list(dict.fromkeys(owner for owner in found if isinstance(owner, LeftOut)))
 
 
 def leave_out_of_copies(module: nn.Module) -> None:
-    """Have copies and pickles of a module leave out the hooks of `LeftOut`, until `copy_as_before`."""
+    """Make copies and pickles of a module leave out the hooks of `LeftOut`, until `copy_as_before`."""
     vars(module)[REDUCE] = partial(_reduce, module)
 
 
@@ -49,7 +49,7 @@ def copy_as_before(module: nn.Module) -> None:
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Return what makes a copy of a module without those hooks."""
+    """Return what recreates a copy of a module without those hooks."""
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     make, arguments, attributes, *rest = reduced
     state = {name: value for name, value in attributes.items() if name != REDUCE}

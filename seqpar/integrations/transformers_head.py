@@ -1,4 +1,4 @@
-"""Let the output embeddings of a Hugging Face model return what the loss needs of them, sharded or not.
+"""Get from a Hugging Face model's output embeddings what the loss needs, whether or not they are sharded.
 
 Shape suffixes: D hidden, R rows and W tokens of the window, V vocabulary.
 """
@@ -56,46 +56,46 @@ def with_adapter(hidden: Tensor, weight: Tensor, adapter: Adapter | None) -> tup
 
 
 def bias_of(head: Any) -> Tensor | None:
-    """Return the bias of the output embeddings; PEFT's layer with trained tokens adds none, and does not have one."""
+    """Return the bias of the output embeddings; PEFT's layer with trained tokens adds none and lacks the attribute."""
     return getattr(head, "bias", None)
 
 
 def number_of_classes(head: Any) -> int:
-    """Return how many classes the output embeddings have, also while other ranks hold them by DeepSpeed's ZeRO-3."""
-    # Not `out_features`, which Marian's resize_token_embeddings leaves as it was
+    """Return how many classes the output embeddings have, even while DeepSpeed's ZeRO-3 keeps them on other ranks."""
+    # Not `out_features`, which Marian's resize_token_embeddings does not update
     return int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
 
 
 def is_divided(head: nn.Module) -> bool:
-    """Return whether DeepSpeed's ZeRO-3 divides the output embeddings, which are there only when it gathers them."""
+    """Return whether DeepSpeed's ZeRO-3 partitions the output embeddings, which then exist only while gathered."""
     return any(hasattr(parameter, "ds_id") for parameter in head.parameters())
 
 
 def gather_in_model(model: nn.Module, head: nn.Linear) -> None:
-    """Have DeepSpeed's ZeRO-3, if that divides the output embeddings, gather them for the model's forward and backward.
+    """Make DeepSpeed's ZeRO-3, if it partitions the output embeddings, gather them for the whole model's passes.
 
-    It gathers them around their own forward, and around the backward of what that returned: the logits of a window.
+    By itself it gathers them only for their own forward, and for the backward of its result: the logits of a window.
     """
     for parameter in head.parameters():
         if hasattr(parameter, "ds_id"):
-            # What it is for: a parameter that another module uses (documented with ZeRO-3)
+            # ZeRO-3's documented way for a module to use another module's parameter
             sys.modules["deepspeed"].zero.register_external_parameter(model, parameter)
 
 
 def is_split_by_plan(head: nn.Module) -> bool:
     """Return whether a tensor-parallel plan of transformers has split the classes of the output embeddings."""
-    # It gives them a forward of their own, and a mesh of one axis
+    # Such a plan gives them their own forward, and a mesh with one axis
     return "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
 
 
 def refuse_sharded_head(head: nn.Linear) -> None:
-    """Raise RuntimeError if the output embeddings are sharded in another way than by a plan that splits classes."""
+    """Raise RuntimeError if the output embeddings are sharded in any way other than by a plan that splits classes."""
     if not is_split_by_plan(head):
         refuse_sharded(head, WAY_OUT_OF_SHARDS)
 
 
 def refuse_released_head(head: nn.Linear) -> None:
-    """Raise RuntimeError if the output embeddings will not be there after the forward, for a `compute_loss_func`."""
+    """Raise RuntimeError if the output embeddings are released before a `compute_loss_func` could use them."""
     refuse_sharded_head(head)
     if is_divided(head):
         raise RuntimeError(
@@ -105,21 +105,21 @@ def refuse_released_head(head: nn.Linear) -> None:
 
 
 def logits_for(call: Call, head: Any, output: Tensor) -> Tensor:
-    """Return the logits that the model gets for the window, in place of those that its output embeddings computed."""
+    """Return the logits that the model gets for the window, instead of those that its output embeddings computed."""
     if not call.examined:
         return certain_logits(call.window_RW, output[0, 0]) if call.certain else output.detach()
     assert call.window_RWD is not None
     if not _is_linear(call.window_RWD, head, output, adapter_of(call.model)):
         raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
     make = certain_logits if call.certain else made_up_logits
-    # They need a gradient, so that it shows what else the loss is made of
+    # They require a gradient, whose graph shows what else the loss is made of
     call.made_up = make(call.window_RW, output[0, 0].detach()).requires_grad_()
     # A copy, because a model may change its logits in place
     return call.made_up.clone()
 
 
 def _is_linear(hidden_RWD: Tensor, head: Any, output: Tensor, adapter: Adapter | None) -> bool:
-    """Return whether logits are product and bias: to the last bit, if no adapter is added, which has another order."""
+    """Return whether logits are product plus bias: to the last bit, unless an adapter changes the order of the sums."""
     if adapter is None:
         return torch.equal(output, plain_logits(hidden_RWD, head))
     both, weight = with_adapter(hidden_RWD, head.weight, adapter)
@@ -127,7 +127,7 @@ def _is_linear(hidden_RWD: Tensor, head: Any, output: Tensor, adapter: Adapter |
 
 
 def plain_logits(hidden_RWD: Tensor, head: nn.Linear) -> Tensor:
-    """Return the product and the bias of all classes, by the same kernels as the head where its classes are split."""
+    """Return product plus bias for all classes, computed by the head's own kernels if its classes are split."""
     weight: Any = head.weight
     if not is_dtensor(weight):
         return F.linear(hidden_RWD, weight, bias_of(head))

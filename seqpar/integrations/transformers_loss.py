@@ -1,14 +1,14 @@
-"""Compute a Hugging Face model's loss in chunks, by hooks of torch around its own code, which runs unchanged.
+"""Compute a Hugging Face model's loss in chunks, with torch hooks around its own code, which runs unchanged.
 
 In one training forward:
 
-    before the model              labels are stored, and the model gets made-up labels of a few tokens, the window
-    before its output embeddings  the loss is computed from all hidden states; only a window of them goes on
-    after the model               the window's loss is replaced by that of all tokens
+    before the model              labels are stored, and the model gets made-up labels for a few tokens, the window
+    before its output embeddings  the loss is computed from all hidden states; only a window of them is passed on
+    after the model               the window's loss is replaced by the loss of all tokens
 
-On the first call, and whenever arguments or settings change, the model first runs once more on such a window
+On the first call, and whenever arguments or settings change, the model first runs an extra time on such a window
 (`transformers_check`), to find out whether it scales, caps or biases its logits, shifts labels or adds other losses.
-In evaluation the model computes its logits where anybody may look at them, and the loss is that of these.
+In evaluation the model computes its logits if anything might use them, and the loss is computed from these.
 
 Shape suffixes: B batch, T time, D hidden, V vocabulary, R rows and W tokens of the window.
 """
@@ -103,7 +103,7 @@ class AppliedLoss(LeftOut):
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.at_head,
             head.register_forward_hook(self._from_head, prepend=True),
-            # First, so that hooks of fully_shard see our loss and not the one it replaces
+            # First, so that fully_shard's hooks see our loss and not the one it replaces
             model.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
         ]
         self.hooked = (model, head)
@@ -111,7 +111,7 @@ class AppliedLoss(LeftOut):
             leave_out_of_copies(module)
         self.own_facts = facts_of(model)
         self.facts = Facts(True, self.readings.shifts)
-        # A Trainer that is made from here on reads these
+        # Any Trainer created from now on reads these
         flags: dict[str, Any] = {"accepts_loss_kwargs": True}
         if self.facts.shifts:
             flags["loss_type"] = "ForCausalLM"
@@ -146,15 +146,15 @@ class AppliedLoss(LeftOut):
 
     @property
     def checked(self) -> dict[Settings, Reading]:
-        """Return what the model was seen to do, for each of the settings in which it has been examined."""
+        """Return what the model was found to do, for each combination of settings in which it has been examined."""
         return self.readings.checked
 
     def is_on(self, model: PreTrainedModel) -> bool:
-        """Return whether a model has this loss, also on the output embeddings that it has now."""
+        """Return whether a model has this loss, on its current output embeddings too."""
         return bool(self.hooks) and self.hooked == (model, model.get_output_embeddings())
 
     def meet(self, trainer: Any) -> None:
-        """Have a Trainer of this model, made before, go by what is true of it now."""
+        """Tell a Trainer that was created earlier for this model what is true of the model now."""
         MET.add(trainer)
         give_facts(trainer, self.facts)
 
@@ -166,7 +166,7 @@ class AppliedLoss(LeftOut):
 
     @outside_graphs
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Store the labels for the loss and give the model those of a window."""
+        """Store the labels for the loss and give the model a window's labels instead."""
         head = model.get_output_embeddings()
         self.running.call = None
         self.withheld = None
@@ -192,7 +192,7 @@ class AppliedLoss(LeftOut):
         return (), kwargs
 
     def _refuse_trainers(self, model: Any, kwargs: dict[str, Any]) -> None:
-        """Raise an error where a Trainer computes the loss itself, or would divide this one by another number."""
+        """Raise an error if a Trainer computes the loss itself, or would divide this one by a different number."""
         name = type(model).__name__
         if kwargs.get("fused_lm_head"):
             raise TypeError(
@@ -210,7 +210,7 @@ class AppliedLoss(LeftOut):
         if kwargs.get("labels") is None:
             self.unlabelled = None if self.readings.checked else unscaled
             return None
-        # Without these, the model's own loss is that of all labels, to the last bit
+        # Without these, the model's own loss over all labels is the same, to the last bit
         if not self.label_smoothing and kwargs.get("num_items_in_batch") is None:
             return None
         head = model.get_output_embeddings()
@@ -224,25 +224,25 @@ class AppliedLoss(LeftOut):
 
     def _check_head(self, head: Any) -> None:
         """Raise RuntimeError if the output embeddings are not the ones that were hooked."""
-        # Tied ones remain the same module, with another weight
+        # Resized tied embeddings remain the same module, with a different weight
         classes = number_of_classes(supported_linear(self.model))
         if self._at_head not in head._forward_pre_hooks.values() or classes != self.readings.vocab_size:
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that, and "
                 "an adapter of PEFT's on them); call remove() and apply it again"
             )
-        # Last, after hooks that were registered since: the loss is that of what they make of the hidden states
+        # Keep ours last, after hooks registered since: the loss must use the hidden states that those return
         hooks: Any = head._forward_pre_hooks
         if next(reversed(hooks)) != self.at_head.id:
             hooks.move_to_end(self.at_head.id)
         gather_in_model(self.model, head)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
+        """Return what the loss of this call needs, and the model's arguments with a window's labels."""
         kwargs = dict(kwargs)
         items = kwargs.pop("num_items_in_batch", None)
         labels_BT = kwargs.get("labels")
-        # The model's own loss would take it, and a window of made-up labels cannot show whether it does
+        # The model's own loss might use it, and a window of made-up labels cannot show whether it does
         if (ignored := kwargs.get("ignore_index", IGNORED)) != IGNORED:
             raise ValueError(f"ignore_index is {ignored}, and the loss ignores only {IGNORED}: use that label")
         if labels_BT is not None and labels_BT.dim() != 2:
@@ -275,14 +275,14 @@ class AppliedLoss(LeftOut):
 
     @outside_graphs
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-        """Compute the loss of all hidden states, and let only a window of them go on to the output embeddings."""
+        """Compute the loss of all hidden states, and pass only a window of them on to the output embeddings."""
         call = self.running.call
         if call is None or call.keeps_logits:
             return None
         name = type(call.model).__name__
         if call.hidden_BTD is not None:
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
-        # FSDP2's own hook, which is always the first one, has gathered them by now where they are a unit or part of one
+        # FSDP2's own hook always comes first; if the embeddings are in one of its units, they are gathered by now
         refuse_sharded_head(head)
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
@@ -291,7 +291,7 @@ class AppliedLoss(LeftOut):
         call.hidden_BTD = hidden_BTD
         if call.target_BT is not None:
             call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
-        # Any rows serve as the window: its logits are replaced by random ones, or thrown away with their loss
+        # Any rows will do as the window: its logits are replaced by random ones, or discarded with their loss
         rows_ND = hidden_BTD.detach().flatten(0, 1)
         some = torch.arange(call.window_RW.numel(), device=rows_ND.device) % max(1, len(rows_ND))
         call.window_RWD = rows_ND[some].unflatten(0, call.window_RW.shape)
@@ -305,10 +305,10 @@ class AppliedLoss(LeftOut):
 
     @outside_graphs
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Replace the window's loss by that of all tokens."""
+        """Replace the window's loss with the loss of all tokens."""
         head = model.get_output_embeddings()
         call, self.running.call = self.running.call, None
-        # Without outputs the forward has raised an error, and this hook is called all the same
+        # If the forward has raised an error there are no outputs, but this hook is called anyway
         if call is None or outputs is None:
             return None
         fields: dict[str, Any] = {"loss": None, "logits": None}
@@ -319,7 +319,7 @@ class AppliedLoss(LeftOut):
             raise RuntimeError(f"{type(model).__name__} {UNCALLED}")
         elif call.loss is None:
             refuse_released_head(head)
-            # A loss function of the Trainer computes the loss of them
+            # The Trainer's loss function computes the loss from them
             fields[HIDDEN] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
             fields["loss"] = divide_loss(call.loss, call.items)
@@ -330,23 +330,23 @@ class AppliedLoss(LeftOut):
         return with_fields(call, outputs, fields)
 
     def _added_part(self, call: Call, outputs: Any) -> Tensor:
-        """Return what the model has added to the cross-entropy of its logits, an auxiliary loss."""
+        """Return the auxiliary loss that the model has added to the cross-entropy of its logits."""
         target = call.target_BT if call.keeps_logits else call.window_RW
         assert target is not None
         cross_entropy = mean_loss(outputs["logits"].detach(), target)
         return outputs["loss"] - cross_entropy  # type: ignore[no-any-return]
 
     def loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the loss that a Trainer asks for after the forward: of hidden states in training, else of logits."""
+        """Return the loss that a Trainer asks for after the forward: from hidden states in training, else logits."""
         name = type(self.model).__name__
         target_BT = self.readings.target({"labels": labels})
         if isinstance(outputs, Mapping):
             hidden_BTD, logits_BTV = outputs.get(HIDDEN), outputs.get("logits")
         else:
-            # Labels were not given, so there is no loss in front of the logits
+            # No labels were given, so there is no loss before the logits
             logits_BTV = outputs[0]
             hidden_BTD = outputs[-1] if logits_BTV is None else None
-        # In the order of the forwards: hidden states after one in training, logits after one in evaluation
+        # A training forward returns hidden states, an evaluation forward logits
         if (hidden_BTD is None) != (self.withheld is None):
             raise RuntimeError(
                 f"these outputs are not those of the latest forward of {name}: compute the loss of each forward before "
@@ -354,7 +354,7 @@ class AppliedLoss(LeftOut):
             )
         if hidden_BTD is not None:
             return divide_loss(self._token_loss(self.model, self.withheld, hidden_BTD, target_BT), num_items_in_batch)
-        # Evaluated before its first training step, so the label shift is unchecked
+        # Evaluated before the first training step, so the label shift has not been checked yet
         if self.unlabelled is not None:
             refuse_sharded_head(self.model.get_output_embeddings())
             self.readings.of(self.model, self.unlabelled)
@@ -394,18 +394,18 @@ class AppliedLoss(LeftOut):
 
 
 def refuse_another_part(name: str, loss: object) -> None:
-    """Raise RuntimeError if a loss that is thrown away needs a gradient, and so has another part than the window's."""
+    """Raise RuntimeError if a discarded loss requires a gradient, and so contains more than the window's loss."""
     if isinstance(loss, Tensor) and loss.requires_grad:
         raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
 
 
 def with_fields(call: Call, outputs: Any, fields: dict[str, Any]) -> Any:
-    """Return the model's outputs with other fields, in the form that the caller asked for."""
+    """Return the model's outputs with these fields replaced, in the form that the caller asked for."""
     if not call.as_tuple:
         kind: Any = type(outputs)
         if HIDDEN in fields:
             kind = with_hidden(kind)
         return kind(**{**outputs, **fields})
-    # As the model does it: a loss that is None is left out of the tuple. Hidden states are the last of it
+    # As the model does: a loss that is None is left out of the tuple. Hidden states come last
     names = [name for name in outputs if name != "loss" or fields["loss"] is not None]
     return tuple((outputs | fields)[name] for name in [*names, *(name for name in fields if name == HIDDEN)])

@@ -1,6 +1,6 @@
-"""Read from a Hugging Face model and its configuration what it does with labels, hidden states and logits.
+"""Find out from a Hugging Face model and its configuration what it does with labels, hidden states and logits.
 
-None of it is taken on trust: `transformers_check` compares it with the model's own logits and loss.
+None of this is taken on trust: `transformers_check` compares it with the model's own logits and loss.
 
 Shape suffixes: B batch, T time, V vocabulary.
 """
@@ -23,7 +23,7 @@ IGNORED = -100
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""The names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
+"""Names of factors of the logits. Some models multiply by them, some divide by them, and some ignore them."""
 
 Settings = tuple[object, ...]
 
@@ -34,10 +34,10 @@ class Reading(NamedTuple):
     softcap: float | None
     temperature: float
     adds: bool = False
-    """Whether the model adds to the cross-entropy what depends on neither logits nor labels, as a router's loss."""
+    """Whether the model adds to the cross-entropy a term, such as a router's, that ignores logits and labels."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Apply it to logits."""
+        """Apply the function to logits."""
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature
@@ -56,7 +56,7 @@ def settings_of_logits(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
     for nested in configurations(config):
         for name in SOFTCAPS + SCALES:
             value = getattr(nested, name, None)
-            # Turned off it is None or 0, and a factor of 1 is none
+            # None or 0 means off, and a factor of 1 has no effect
             if isinstance(value, int | float) and value > 0 and not (name in SCALES and value == 1):
                 yield name, float(value)
 
@@ -72,7 +72,7 @@ def readings(model: PreTrainedModel) -> list[Reading]:
 
 
 def final_bias(model: PreTrainedModel, like: Tensor) -> Tensor | None:
-    """Return the bias (V,) that Marian and BART add to the logits outside of their output embeddings, or None."""
+    """Return the bias (V,) that Marian and BART add to the logits outside their output embeddings, or None."""
     bias: Tensor | None = getattr(model, "final_logits_bias", None)
     if bias is None:
         return None
@@ -80,7 +80,7 @@ def final_bias(model: PreTrainedModel, like: Tensor) -> Tensor | None:
 
 
 def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
-    """Return the token ids in the configuration: a label that a model treats specially is among them."""
+    """Return the token ids in the configuration: any label that a model treats specially is among them."""
     found: list[object] = []
     for config in configurations(model.config):
         for name, value in vars(config).items():
@@ -93,13 +93,13 @@ def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
 
 
 def key_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Settings:
-    """Return all that decides what a forward does to logits and labels: a check of one forward holds for this key."""
+    """Return all that decides what a forward does to logits and labels: one check holds for one such key."""
     return model.training, *settings_of(model, kwargs), *calls_of(model)
 
 
 def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Settings:
     """Return everything that a forward may branch on: arguments that are given, flags, configuration and attributes."""
-    # A flag or a mode may choose a branch; of a tensor only whether it is given
+    # The values of flags and modes may choose a branch; for tensors it only matters whether they are given
     given: list[tuple[str, object]] = []
     for name, value in sorted(kwargs.items()):
         if isinstance(value, bool | str):
@@ -108,8 +108,8 @@ def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Setting
             given.append((name, type(value)))
     plain = (bool, int, float, str)
     configured = (v for c in configurations(model.config) for v in vars(c).items() if isinstance(v[1], plain))
-    # Such as the factor of Cohere's logits, which the model has from its configuration. Its mode is not a setting
-    # Of numbers only those that a configuration names: another may count the steps
+    # Such as the factor of Cohere's logits, which the model copies from its configuration; not its training mode.
+    # Only numbers whose name is in a configuration: any other may count steps
     named = {name for c in configurations(model.config) for name in vars(c)}
     own = (
         v
@@ -120,7 +120,7 @@ def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Setting
 
 
 def calls_of(model: PreTrainedModel) -> Settings:
-    """Return what a forward calls after its last hidden states, each part of which can be replaced."""
+    """Return everything replaceable that a forward calls after its last hidden states."""
     head = model.get_output_embeddings()
     hooks = (
         *head._forward_hooks.values(),
@@ -137,7 +137,7 @@ def calls_of(model: PreTrainedModel) -> Settings:
 def shifts_labels(model: PreTrainedModel) -> bool:
     """Return whether the model predicts label t + 1 from position t.
 
-    Models without a `loss_type` use transformers' default, which does so (GPT-2 is one).
+    Models without a `loss_type`, such as GPT-2, use transformers' default, which does so.
     """
     loss = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
     return loss is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
@@ -157,15 +157,15 @@ def lacks_decoder_inputs(model: PreTrainedModel, kwargs: Mapping[str, object]) -
 def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     """Return the labels shifted right by the model's own function.
 
-    The model makes its decoder's inputs of the labels it is given, and here it is not given all of them.
+    The model makes its decoder's inputs from the labels it is given, and here it is not given all of them.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels_BT)  # type: ignore[no-any-return]
-    # Models without that method have a function in their module, which a subclass elsewhere inherits
+    # Models without that method have a function in their module; for a subclass it is in the parent's module
     modules = (sys.modules.get(cls.__module__) for cls in type(model).__mro__)
     shift = next(filter(None, (getattr(module, "shift_tokens_right", None) for module in modules)), None)
-    # A model of text and something else has the decoder's token ids in the configuration of its text
+    # A multimodal model has the decoder's token ids in its text configuration
     config = model.config
     if getattr(config, "decoder_start_token_id", None) is None:
         config = config.get_text_config(decoder=True)
@@ -187,10 +187,10 @@ REFUSED_ADAPTERS = {
 
 
 def refuse_adapter(model: Any, without: str) -> None:
-    """Raise TypeError for a PeftModel with an adapter that hooks on its base model do not reach.
+    """Raise TypeError for a PeftModel with an adapter that bypasses hooks on its base model.
 
     Args:
-        without: the other way out, in words.
+        without: an alternative, for the message.
     """
     for config in model.peft_config.values():
         kind = getattr(config.peft_type, "value", config.peft_type)

@@ -37,7 +37,7 @@ UNCALLED = (
 
 
 class Readings:
-    """What a model was seen to do, and the labels with which it is asked."""
+    """What a model was found to do, and the labels used to find out."""
 
     def __init__(self, model: PreTrainedModel, running: Running) -> None:
         self.running = running
@@ -55,24 +55,24 @@ class Readings:
         return next_labels(kwargs["labels"]) if self.shifts else kwargs["labels"]
 
     def few_labels(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments with the labels of a few tokens, for a forward whose loss of them is thrown away."""
+        """Return arguments with labels for a few tokens, for a forward whose loss of these is discarded."""
         rows = window_rows(batch_shape(kwargs)[0])
         return self._label(model, kwargs, torch.zeros(rows, KEPT_LABELS, dtype=torch.long, device="cpu"))
 
     def _label(self, model: PreTrainedModel, kwargs: dict[str, Any], labels_RW: Tensor) -> dict[str, Any]:
-        """Return arguments with these labels, and with the one that gives the outputs their names."""
+        """Return arguments with these labels, and with `return_dict` if the model takes it."""
         labels_RW = labels_RW.to(supported_linear(model).weight.device).contiguous()
         window: dict[str, Any] = {"labels": labels_RW}
         if kwargs.get("shift_labels") is not None:
-            # Other labels than the unshifted ones, so that it shows which of the two the model uses
+            # Different from the unshifted ones, to show which of the two the model uses
             window["shift_labels"] = labels_RW.flip(1)
         if self.names_outputs:
             window["return_dict"] = True
         return kwargs | window
 
     def of(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
-        """Return what the model does in a forward with these arguments; settings that are new are checked first."""
-        # Checked once for each combination, because any of them may choose another branch of the forward
+        """Return what the model does in a forward with these arguments, after checking them if they are new."""
+        # Checked once for each combination, because any setting may choose a different branch of the forward
         settings = (*key_of(model, self.few_labels(model, kwargs)), window_rows(batch_shape(kwargs)[0]) == 1)
         if gathers_for_any(model, settings not in self.checked):
             self.checked[settings] = self._check(model, kwargs)
@@ -88,16 +88,16 @@ class Readings:
         return random.reading._replace(adds=random.adds)
 
     def _examine(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
-        """Run the model on the window and return what it made of it (`examine`)."""
+        """Run the model on the window and return what it made of the window (`examine`)."""
         name = type(model).__name__
         head = model.get_output_embeddings()
         weight_VD = supported_linear(model).weight
         call = Call(model, self.target(kwargs), examined=True, certain=certain)
         self.running.call = call
-        # Behind all other hooks, also those that `fully_shard` has added since
+        # After all other hooks, including any that `fully_shard` has added since
         widening = head.register_forward_hook(self._undo_rounding)
         try:
-            # With gradients, so that a loss that needs one is noticed
+            # With gradients enabled, so that a loss that requires one is noticed
             with keep_state(model, weight_VD.device), evaluating(head), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
@@ -108,7 +108,7 @@ class Readings:
         return examine(name, readings(model), call.made_up, final_bias(model, weight_VD), call.window_RW, outputs)
 
     def _undo_rounding(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
+        """Return the made-up logits unrounded if another hook, such as FSDP2's `output_dtype`, only rounded them."""
         call = self.running.call
         if call is None or call.made_up is None:
             return None

@@ -1,10 +1,10 @@
-"""Find the Hugging Face Trainer that runs a model, and keep the two facts right that it read from the model.
+"""Find the Hugging Face Trainer that runs a model, and correct the two facts that it read from the model.
 
-A Trainer reads them once, in its constructor: whether the model divides its loss by the number of labels of the step
-(`accepts_loss_kwargs`), and whether it predicts the label after each position, so that the first is not counted (its
-`loss_type`). A model with the chunked loss does the first, and the second where its labels are shifted.
+A Trainer reads them once, in its constructor: whether the model divides its loss by the step's number of labels
+(`accepts_loss_kwargs`), and whether it predicts the label after each position, so that the first label is not counted
+(its `loss_type`). A model with the chunked loss does the first, and the second if its labels are shifted.
 
-It is found among the frames of the call, as it passes a model neither itself nor what it needs of it.
+The Trainer is found in the call stack, because it passes to a model neither itself nor what it needs from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.integrations.peft_adapters import base_of
 from seqpar.integrations.transformers_model import shifts_labels
 
 MET: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Trainers that have trained a model with the loss; applied to the model again, it is theirs again."""
+"""Trainers that have trained a model with the loss; they are updated if it is applied to that model again."""
 
 WITH_TRAINER = "write `with apply_seqpar_loss(trainer):`, or apply it to the model before the Trainer is made"
 
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     divides: bool
     """Whether the model divides its loss by `num_items_in_batch`."""
     shifts: bool
-    """Whether the first label of a sequence is not predicted, and not counted."""
+    """Whether the first label of a sequence is neither predicted nor counted."""
 
 
 def facts_of(model: PreTrainedModel) -> Facts:
@@ -47,34 +47,34 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def is_trainer(value: object) -> bool:
-    """Return whether a value is a Hugging Face Trainer, which is only imported by those who use it."""
+    """Return whether a value is a Hugging Face Trainer, without importing that class."""
     trainers = sys.modules.get("transformers.trainer")
     return trainers is not None and isinstance(value, trainers.Trainer)
 
 
 def model_of(trainer: Any) -> PreTrainedModel:
-    """Return the Hugging Face model that a Trainer trains, without wrappers and without PEFT's."""
+    """Return the Hugging Face model that a Trainer trains, without wrappers, including PEFT's."""
     return base_of(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def trainer_facts(trainer: Any) -> Facts:
-    """Return what a Trainer has read."""
+    """Return what a Trainer has read from its model."""
     return Facts(bool(trainer.model_accepts_loss_kwargs), bool(getattr(trainer, "_loss_shifts_labels", False)))
 
 
 def give_facts(trainer: Any, facts: Facts) -> None:
-    """Have a Trainer go by these facts."""
+    """Make a Trainer use these facts."""
     trainer.model_accepts_loss_kwargs = facts.divides and not _has_own_denominator(trainer)
     trainer._loss_shifts_labels = facts.shifts
 
 
 def _has_own_denominator(trainer: Any) -> bool:
-    """Return whether a Trainer counts the labels of a sequence that ranks have divided itself, as DeepSpeed does it."""
+    """Return whether a Trainer itself counts the labels of sequences split over ranks, as with DeepSpeed."""
     return bool(getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_enabled", False))
 
 
 def refuse_options(trainer: Any) -> None:
-    """Raise an error for a Trainer that computes its loss itself, of all logits or of others."""
+    """Raise an error for a Trainer that computes its loss itself, from all logits or otherwise."""
     kind = type(trainer).__name__
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
         raise TypeError(
@@ -93,7 +93,7 @@ def refuse_options(trainer: Any) -> None:
 
 
 def running_trainer(*methods: str) -> FrameType | None:
-    """Return the innermost frame of a Trainer's method, of one of these names if any are given; None without one."""
+    """Return the innermost frame of a Trainer's method (one of these names if any are given); None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         named = not methods or frame.f_code.co_name in methods
@@ -112,19 +112,19 @@ def calling_trainer(way_out: str) -> Any:
 
 
 def refuse_other_facts(step: FrameType, name: str, own: Facts, facts: Facts, given: Mapping[str, object]) -> None:
-    """Raise RuntimeError for a Trainer's step of which the gradient would not be that of the whole step.
+    """Raise RuntimeError for a Trainer's step whose gradient would not be that of the whole step.
 
     Args:
         step: the frame of the Trainer's `training_step`.
-        name: of the model's class.
-        own: what the class says by itself.
+        name: the name of the model's class.
+        own: what the model's class says by itself.
         facts: what is true with the chunked loss.
         given: the arguments of the forward.
     """
     trainer = step.f_locals["self"]
     read = trainer_facts(trainer)
     kind = type(trainer).__name__
-    # A collator that shifts labels itself leaves nothing to count in another way
+    # If the collator has already shifted the labels, both ways of counting agree
     if read.shifts != facts.shifts and given.get("shift_labels") is None:
         counted = "counts" if facts.shifts else "does not count"
         raise RuntimeError(
@@ -149,15 +149,15 @@ def refuse_other_facts(step: FrameType, name: str, own: Facts, facts: Facts, giv
 
 
 def _is_whole_step(trainer: Any) -> bool:
-    """Return whether a batch is all that an optimizer step sees, so that its mean is exact."""
+    """Return whether an optimizer step sees only one batch, so that the batch's mean is exact."""
     steps = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
     return bool(steps == 1 and trainer.args.world_size == 1 and trainer.args.n_gpu <= 1)
 
 
 def asks_for_loss_alone(labelled: bool) -> bool:
-    """Return whether a Trainer evaluates the model and looks at nothing but the loss.
+    """Return whether a Trainer is evaluating the model and uses nothing but the loss.
 
-    That is so where its own `compute_loss` runs for its own `prediction_step` with `prediction_loss_only`, and where
+    That is so if its own `compute_loss` runs for its own `prediction_step` with `prediction_loss_only`, and if
     `Seq2SeqTrainer` has generated the predictions.
     """
     frame = running_trainer("compute_loss", "prediction_step")

@@ -1,7 +1,7 @@
-"""Train with TRL while the log-probabilities and entropies of tokens come from `seqpar.token_scores`.
+"""Train with TRL using token log-probabilities and entropies from `seqpar.token_scores`.
 
 TRL's trainers call the model with `fused_lm_head=True` and compute their losses from the log-probabilities that come
-back. For the time of such a forward, hooks of torch put another function in the place of TRL's own
+back. For the duration of such a forward, torch hooks replace TRL's own function
 (`trl.trainer.utils._ChunkedLogProbFunction`); the trainers' losses, metrics and generation run unchanged.
 
 Shape suffixes: N rows that have a label, D hidden, V vocabulary.
@@ -49,29 +49,30 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
 
     TRL's own function keeps sums in float32 and trusts the configuration's names for softcaps and factors. Here the
     model runs once on a few tokens, and its logits decide: a model whose output embeddings do something else is refused
-    by name. A reference model is treated in the same way. Rows without a label are never projected.
+    by name. A reference model is treated the same way. Rows without a label are never projected.
 
     Args:
-        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` or `DistillationTrainer` of
-            TRL 1.16, of a full model or one with PEFT's adapters, on one process or several: under DDP, FSDP2 or
-            DeepSpeed's ZeRO-3, and those that generate no text with a tensor-parallel plan as well. For an adapter on
+        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` or `DistillationTrainer` from
+            TRL 1.16, for a full model or one with PEFT's adapters, in one process or several: under DDP, FSDP2 or
+            DeepSpeed's ZeRO-3; trainers that generate no text also work with a tensor-parallel plan. For an adapter on
             the output embeddings see `allow_head_adapter`.
-        chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
+        chunk_tokens: the maximum number of tokens whose logits exist at once; None chooses it by size in bytes.
 
     Returns:
-        `AppliedScores`, or its like for distillation: `remove()`, or leaving the `with` block, restores the trainer.
+        `AppliedScores` (`AppliedDistillation` for distillation): `remove()`, or leaving the `with` block, restores the
+        trainer.
 
     Raises:
-        TypeError: another trainer, a compiled model, or output embeddings that are not an `nn.Linear`, alone or with
+        TypeError: any other trainer, a compiled model, or output embeddings that are not an `nn.Linear`, alone or with
             PEFT's LoRA or `modules_to_save`; PEFT's AdaLoRA, AdaptionPrompt and CPT.
         ValueError: an option that needs the logits of all tokens (`label_smoothing_factor`, `compute_loss_func`,
             `compute_metrics`, `preprocess_logits_for_metrics`) or is not supported (`use_liger_kernel`,
-            `torch_compile`, FSDP1, context or sequence parallelism; in trainers that generate text tensor parallelism,
-            in distillation DeepSpeed), or a trainer that has the scores already. With `precompute_ref_log_probs`, a
-            model whose logits TRL does not compute as the model does: the references were computed before. In
+            `torch_compile`, FSDP1, context or sequence parallelism; tensor parallelism in trainers that generate text;
+            DeepSpeed in distillation), or a trainer that already has the scores. With `precompute_ref_log_probs`, a
+            model whose logits TRL computes differently from the model: TRL has already computed the references. In
             distillation, a model with a softcap, or two whose logits have different factors.
-        RuntimeError: another version of TRL whose log-probabilities are computed in another way, or a model whose
-            logits are not those of its configuration. In training, a trainer that asks the model for logits instead (as
+        RuntimeError: a version of TRL that computes log-probabilities differently, or a model whose logits are not
+            those of its configuration. In training, a trainer that asks the model for logits instead (as
             `trl.experimental.gkd` does).
 
     Example:
@@ -108,8 +109,8 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
 
 
 def _refuse_other_references(model: Any, reading: Reading) -> None:
-    """Raise ValueError if TRL, which has computed the references, reads another softcap or factor than the model's."""
-    # TRL keeps what it has read in the variables of the forward that it has put on the model
+    """Raise ValueError if TRL has computed the references with a softcap or factor other than the model's."""
+    # TRL keeps what it has read in closure variables of the forward that it has put on the model
     forward = getattr(vars(model).get("forward"), "__func__", None)
     theirs = inspect.getclosurevars(forward).nonlocals if forward is not None else {}
     softcap = theirs.get("final_logit_softcapping")
@@ -130,7 +131,8 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
     `apply_seqpar_scores` a training step of this model raises RuntimeError.
 
     Raises:
-        TypeError: not a PEFT model, or no LoRA adapter on its output embeddings, or one that is not supported.
+        TypeError: a model that is not a PEFT model, or has no LoRA adapter, or an unsupported one, on its output
+            embeddings.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
@@ -155,7 +157,7 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
         )
     scored_head(base)
     base.register_forward_pre_hook(_refuse_without_scores, with_kwargs=True)
-    # An attribute of the instance goes before the method, and only the constructor asks the PEFT model itself
+    # An instance attribute takes precedence over the method, and only the constructor asks the PEFT model itself
     model.__dict__["get_output_embeddings"] = head.get_base_layer
     try:
         yield
@@ -226,8 +228,8 @@ class AppliedScores:
         self.remove()
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put our function in the place of TRL's, until the forward returns."""
-        # torch does not call `_after` for a forward that Ctrl-C has ended
+        """Replace TRL's function with ours until the forward returns."""
+        # torch does not call `_after` for a forward that Ctrl-C has interrupted
         self._restore()
         self._forget()
         if not kwargs.get("fused_lm_head"):
@@ -239,17 +241,17 @@ class AppliedScores:
         self.running = _Node(model, self.models.reading(model), self.chunk_tokens)
         head: Any = model.get_output_embeddings()
         if is_divided(head):
-            # Outputs have to stay those of DeepSpeed's hook, which gathers the weights for their backward
+            # The outputs must remain those of DeepSpeed's hook, which gathers the weights for their backward
             gather_in_model(model, head)
         else:
-            # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
+            # Registered now, to be called after FSDP2's hook, which the trainer adds when training begins
             self.last_hook = self.whole[id(model)].register_forward_hook(self._undo_rounding)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}
         setattr(trl_utils, NODE, self.running)
         setattr(trl_utils, COMPACT, _only_rows_with_a_label)
 
     def _after(self, model: Any, args: tuple[Any, ...], outputs: Any) -> None:
-        """Restore TRL's function, and raise RuntimeError if it was not asked for."""
+        """Restore TRL's function; raise RuntimeError unless the forward called it exactly once."""
         node = self.running
         self._restore()
         if node is not None and outputs is not None and node.calls != 1:
@@ -259,7 +261,7 @@ class AppliedScores:
             self.exact = dict(outputs)
 
     def _undo_rounding(self, model: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-        """Return the scores as they were computed where FSDP2 has rounded them to its `output_dtype`."""
+        """Return the scores as they were before FSDP2 rounded them to its `output_dtype`."""
         exact = self.exact
         self._forget()
         return type(outputs)(**exact)
@@ -272,7 +274,7 @@ class AppliedScores:
         self.last_hook = None
 
     def _restore(self) -> None:
-        """Put TRL's functions back in their place, if ours are there."""
+        """Restore TRL's functions if ours have replaced them."""
         self.running = None
         for name, function in self.replaced.items():
             setattr(trl_utils, name, function)
@@ -280,17 +282,17 @@ class AppliedScores:
 
 
 def _only_rows_with_a_label(device: torch.device) -> bool:
-    """Answer TRL's question whether its function gets only the rows that have a label."""
+    """Tell TRL that its function gets only the rows that have a label."""
     return True
 
 
 class SeqparScores(TrainerCallback):
-    """A callback of TRL's trainers, with which they train with the scores of `apply_seqpar_scores`.
+    """A callback that makes TRL's trainers train with the scores of `apply_seqpar_scores`.
 
-    It may be given to the constructor or added later. Before and after training the scores are TRL's own.
+    Pass it to the constructor or add it later. Before and after training the scores are TRL's own.
 
     Args:
-        chunk_tokens: as `apply_seqpar_scores`, which also says what is refused.
+        chunk_tokens: as in `apply_seqpar_scores`, which also says what is refused.
 
     Example:
         >>> from trl import SFTTrainer
@@ -309,7 +311,7 @@ class SeqparScores(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Apply the scores to the trainer that is about to train."""
         trainer = calling_trainer("give it to one of TRL's: callbacks=[SeqparScores()]")
-        # A training that raised an error has not ended
+        # Training that raised an error has not called on_train_end
         self.on_train_end(args, state, control)
         self.applied = apply_seqpar_scores(trainer, chunk_tokens=self.chunk_tokens)
         weight = model_of(trainer).get_output_embeddings().weight
@@ -323,7 +325,7 @@ class SeqparScores(TrainerCallback):
 
 
 class _Node:
-    """Compute what TRL's `ChunkedLogProbFunction` does, in its place, for one forward of one model."""
+    """Stand in for TRL's `_ChunkedLogProbFunction` during one forward of one model."""
 
     def __init__(self, model: PreTrainedModel, reading: Reading, chunk_tokens: int | None) -> None:
         self.model = model
@@ -343,27 +345,27 @@ class _Node:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of TRL's function, in its order; None where `outputs` does not name them.
+        """Return the fields of TRL's function, in its order; None for those that `outputs` does not name.
 
-        The softcap and the factor are those the model was seen to use, not those TRL reads from its configuration.
+        The softcap and the factor are those the model was found to use, not those TRL reads from its configuration.
         """
         head: Any = self.model.get_output_embeddings()
         asked = (target_N, temperature, outputs)
         self.calls += 1
-        # TRL has gathered the weight. Ranks that split its classes by a plan have the same tokens, so that its
-        # gradient is whole; under FSDP2 each rank would keep that of its own tokens
+        # TRL has gathered the weight. If a plan splits its classes, all ranks have the same tokens, so its gradient is
+        # complete; under FSDP2 each rank would keep only the gradient of its own tokens
         if is_split_by_plan(head):
             return self._fields(hidden_ND, weight_VD, bias_V, *asked)
         if is_dtensor(head.weight):
             return self._inside_unit(head, hidden_ND, *asked)
-        # In the place of TRL's function for the whole process, and Ctrl-C may have left it there
+        # This replaces TRL's function for the whole process, and Ctrl-C may have left it in place
         if weight_VD.data_ptr() != head.weight.data_ptr():
             remains = "a forward with apply_seqpar_scores was interrupted before it ended"
             raise RuntimeError(f"{remains}; call its remove() before another model is trained")
         return self._fields(hidden_ND, weight_VD, bias_V, *asked)
 
     def _inside_unit(self, head: Any, hidden_ND: Tensor, *asked: Any) -> tuple[Tensor | None, ...]:
-        """Return the fields of TRL's function where the output embeddings are an FSDP2 unit that nobody has called."""
+        """Return the fields of TRL's function if the output embeddings are an FSDP2 unit, which TRL never calls."""
         found = []
 
         def compute(hidden_ND: Tensor) -> tuple[Tensor | None, ...]:
@@ -372,7 +374,7 @@ class _Node:
             return found[0]
 
         inside_unit(head, compute, hidden_ND)
-        # As they were before the unit rounded them to its `output_dtype`; backward finds its hooks on them
+        # These have not been rounded to the unit's `output_dtype`; the unit's backward hooks are on them
         return found[0]
 
     def _fields(
@@ -384,8 +386,8 @@ class _Node:
         temperature: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of TRL's function, of weights that are whole at this moment."""
-        # Read here and not before the backbone, because FSDP2 gathers the weights on the way
+        """Return the fields of TRL's function, given weights that are gathered at this moment."""
+        # Read here and not before the backbone runs, because FSDP2 gathers the weights in between
         rows, weight = with_adapter(hidden_ND, weight_VD, adapter_of(self.model))
         options: dict[str, Any] = {
             "bias": bias_V,
@@ -393,7 +395,7 @@ class _Node:
             "temperature": self.reading.temperature * temperature,
             "chunk_tokens": self.chunk_tokens,
         }
-        # As in TRL, the products have the dtype of the hidden states, also where the projection's is wider
+        # As in TRL, the products have the hidden states' dtype, even if the projection's is wider
         product_dtype = None if torch.is_autocast_enabled(hidden_ND.device.type) else hidden_ND.dtype
         asked: dict[str, Any] = {"entropy": "entropy" in outputs, "top_k": 1 if "is_top1" in outputs else None}
         scores = token_scores(rows, weight, target_N, product_dtype=product_dtype, **asked, **options)

@@ -1,8 +1,8 @@
-"""Train with TRL's `DistillationTrainer` while its divergence comes from `seqpar.linear_distillation`.
+"""Train with TRL's `DistillationTrainer` using the divergence of `seqpar.linear_distillation`.
 
-The trainer computes hidden states of student and teacher, and gives them with the weights of both output embeddings to
-a function of its own (`trl.trainer.distillation_trainer._chunked_divergence_loss`). Another function takes its place
-for the time of a batch's loss.
+The trainer computes the hidden states of student and teacher, and passes them with the weights of both output
+embeddings to its own function (`trl.trainer.distillation_trainer._chunked_divergence_loss`). That function is replaced
+while a batch's loss is computed.
 
 Shape suffixes: B sentences, T time steps of the completions, N = B x T rows, D the student's hidden size, E the
 teacher's, V vocabulary.
@@ -54,7 +54,7 @@ class Divergence(NamedTuple):
 
     total: Tensor
     entropy: Tensor
-    """Of the student's predictions, without a gradient."""
+    """The entropy of the student's predictions, with no gradient."""
     tokens: Tensor
 
 
@@ -97,7 +97,7 @@ class AppliedDistillation:
         self.remove()
 
     def _temperature(self, student: Any) -> float:
-        """Return by what both models divide their logits; raise unless it is the same, and all they do to them."""
+        """Return the number that both models divide their logits by; raise if they differ in it or do anything else."""
         factors = []
         for model in (student, self.trainer.accelerator.unwrap_model(self.trainer.teacher_model)):
             base = base_of(model)
@@ -119,7 +119,7 @@ class AppliedDistillation:
         return factors[0]
 
     def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-        """Compute TRL's loss of a batch with our function in the place of its own."""
+        """Compute TRL's loss of a batch with our function in place of its own."""
         own = getattr(distillation_trainer, OWN)
         ours = partial(self._divergence, base_of(student), self._temperature(student))
         setattr(distillation_trainer, OWN, ours)
@@ -144,9 +144,9 @@ class AppliedDistillation:
         temperature: float,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what TRL's function does: the mean divergence, the summed entropy, and the number of tokens.
+        """Return what TRL's function returns: the mean divergence, the summed entropy, and the number of tokens.
 
-        The factors are those the models were seen to use, not those TRL reads from their configurations.
+        The factors are those the models were found to use, not those TRL reads from their configurations.
         """
         bias = None if teacher_lm_head_bias is None else whole_tensor(teacher_lm_head_bias)
         teacher = TeacherHidden(teacher_BTE, whole_tensor(teacher_weight_VE), bias)
@@ -164,7 +164,7 @@ class AppliedDistillation:
             inside_unit(head, compute, hidden_BTD)
         else:
             compute(hidden_BTD)
-        # As they were before a unit of FSDP2 rounded them to its `output_dtype`; backward finds its hooks on them
+        # These have not been rounded to an FSDP2 unit's `output_dtype`; the unit's backward hooks are on them
         total, entropy, tokens = found[0]
         if num_items_in_batch is None:
             num_items_in_batch = tokens.clamp(min=1)
@@ -182,9 +182,9 @@ def divergence(
 ) -> Divergence:
     """Return the divergence of the student's predictions from the teacher's, over the rows that count.
 
-    With `beta` 0 it is KL(teacher || student), with 1 KL(student || teacher), in between that of Jensen and Shannon.
+    With `beta` 0 it is KL(teacher || student), with 1 KL(student || teacher), in between the Jensen-Shannon divergence.
     """
-    # For the loss targets only say which rows are ignored
+    # To the loss, targets only say which rows are ignored
     target_BT = torch.where(counts_BT, 0, -100)
     options: dict[str, Any] = {"bias": head.bias, "temperature": temperature, "chunk_tokens": chunk_tokens}
     kind: dict[str, Any] = {"divergence": "jsd", "beta": beta}
@@ -198,7 +198,7 @@ def divergence(
 
 
 def _sums_of_three_rows(own: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what TRL's divergence returns."""
+    """Yield the name, TRL's number and ours for each part that TRL's divergence returns."""
     head = nn.utils.skip_init(nn.Linear, 2, 5)
     head.weight.copy_(torch.linspace(-2, 3, 10).view(5, 2))
     head.bias.copy_(torch.linspace(0, 1, 5))

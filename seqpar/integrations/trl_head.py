@@ -1,6 +1,6 @@
 """Read the output embeddings of a model that TRL trains, and check them against the model's own logits.
 
-Supported are a plain `nn.Linear`, and one that PEFT has put a LoRA adapter on or copied (`modules_to_save`).
+They may be a plain `nn.Linear`, or one that PEFT has copied (`modules_to_save`) or put a LoRA adapter on.
 
 Shape suffixes: N rows, D hidden, R rank of the adapter, V vocabulary, W tokens of the made-up text.
 """
@@ -51,7 +51,7 @@ def scored_head(model: PreTrainedModel) -> Any:
     head: Any = model.get_output_embeddings()
     name = type(model).__name__
     linear_of(head, name, NEEDED)
-    # TRL reads their bias, which PEFT's layer with trained tokens does not have
+    # TRL reads the attribute `bias`, which PEFT's layer with trained tokens does not have
     if not hasattr(head, "bias"):
         raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {NEEDED}")
     adapter_of(model)
@@ -75,15 +75,15 @@ class ReadModels:
 
 
 Seen = defaultdict[str, list[Tensor]]
-"""What passed through the output embeddings in one forward."""
+"""The tensors that passed through the output embeddings in one forward, by name."""
 
 
 def examine(model: PreTrainedModel) -> Reading:
     """Return what the model does to its logits, after running it once on a few tokens.
 
-    Its output embeddings must get the backbone's last hidden states unchanged, return hidden x weight (and the
-    adapter's share), and what the model makes of random logits must be a softcap or factor that its configuration
-    names. Raises TypeError or RuntimeError otherwise.
+    Its output embeddings must get the backbone's last hidden states unchanged and return hidden x weight (plus the
+    adapter's part), and the model may change random logits only by a softcap or factor that its configuration names.
+    Raises TypeError or RuntimeError otherwise.
     """
     name = type(model).__name__
     head = scored_head(model)
@@ -103,7 +103,7 @@ def examine(model: PreTrainedModel) -> Reading:
         raise RefusedModelError(
             f"{name} calls its output embeddings {len(seen['hidden'])} times in a forward; {WITHOUT}"
         )
-    # The model's own numbers, in the precision that it has
+    # The model's own numbers, compared in its own precision
     if not seen["last_hidden"] or not same_logits(seen["last_hidden"][0], seen["hidden"][0], seen["hidden"][0].dtype):
         between = "changes its hidden states between its backbone and its output embeddings"
         raise RefusedModelError(f"{name} {between}; {WITHOUT}")
@@ -126,17 +126,17 @@ def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
 
 @contextmanager
 def _watch(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: Seen) -> Iterator[None]:
-    """Record the hidden states and logits of the output embeddings, and let them return random logits."""
+    """Record the hidden states and logits of the output embeddings, and make them return random logits."""
 
     def after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
         seen["hidden"].append(args[0])
         if len(seen["hidden"]) == 1 and model.base_model is not model:
-            # TRL calls the backbone itself and projects what it returns. Here autocast is as in the model's forward
+            # TRL calls the backbone itself and projects its result. Called here, it has the forward's autocast settings
             last_hidden = getattr(model.base_model(**text), "last_hidden_state", None)
             if last_hidden is not None:
                 seen["last_hidden"].append(last_hidden)
         seen["own_logits"].append(output)
-        # Here the weights are whole under FSDP2, too
+        # At this point the weights are gathered under FSDP2 too
         seen["plain_logits"].append(_plain_logits(args[0], head, adapter_of(model)))
         seen["made_up"].append(made_up_logits(text["input_ids"], output))
         # A copy, because a model may change its logits in place
@@ -149,7 +149,7 @@ def _watch(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: 
         seen["theirs"].append(outputs.logits)
 
     hooks = [
-        # Before the hooks of others, which then change the random logits and are noticed
+        # Before other hooks, so that whatever these do to the random logits is noticed
         head.register_forward_hook(after_head, prepend=True),
         head.register_forward_hook(last_after_head),
         model.register_forward_hook(after_model, prepend=True),
@@ -162,7 +162,7 @@ def _watch(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: 
 
 
 def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
-    """Return hidden x weight with the bias and the adapter's share, at least in the precision of hidden."""
+    """Return hidden x weight plus the bias and the adapter's part, in at least hidden's precision."""
     dtype = wide(hidden.dtype)
     rows, weight = with_adapter(hidden.to(dtype), whole_tensor(head.weight).to(dtype), adapter)
     return F.linear(rows, weight, None if head.bias is None else whole_tensor(head.bias).to(dtype))

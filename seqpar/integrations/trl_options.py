@@ -19,8 +19,8 @@ TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, Distil
 
 NODE = "_ChunkedLogProbFunction"
 COMPACT = "_use_triton"
-"""The two names in `trl.trainer.utils` by which a forward with `fused_lm_head=True` finds its log-probabilities, and
-whether to pass only the rows that have a label."""
+"""The two names in `trl.trainer.utils` that a forward with `fused_lm_head=True` uses: the function that computes its
+log-probabilities, and whether to pass it only the rows that have a label."""
 
 NODE_ARGUMENTS = [
     "hidden",
@@ -36,7 +36,7 @@ NODE_ARGUMENTS = [
 
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What that function returns, in its order."""
+"""What that function returns, in order."""
 
 
 def check_version() -> None:
@@ -52,13 +52,13 @@ def check_function(
     """Raise RuntimeError unless a function of TRL's has these arguments and returns what ours does.
 
     Args:
-        what: it computes, for the error.
-        compared: yields the name, their number and ours of each part that it returns.
+        what: what it computes, for the error.
+        compared: yields, for each part that it returns, the name, TRL's numbers and ours.
     """
     own: Any = getattr(module, name, None)
     if own is None:
         raise another_version(what, f"{module.__name__} has no {name}")
-    # A node of autograd takes them in its forward, after its context
+    # An autograd function takes them in its forward, after the context
     taken = list(inspect.signature(getattr(own, "forward", own)).parameters)[hasattr(own, "forward") :]
     if taken != arguments:
         raise another_version(what, f"{name} takes {', '.join(taken)} where it took {', '.join(arguments)}")
@@ -66,13 +66,13 @@ def check_function(
     with torch.no_grad(), torch.device("cpu"):
         for part, theirs, ours in compared(own):
             difference = float((theirs.double() - ours.double()).abs().max())
-            # Of float32, in numbers of about 1
+            # The numbers are float32, and about 1 in size
             if not difference < 1e-4:
                 raise another_version(what, f"{name} returns {part} that differ by up to {difference:.2g} from ours")
 
 
 def another_version(what: str, changed: str) -> RuntimeError:
-    """Return the error for a TRL that computes something as no version does that is known here."""
+    """Return the error for a version of TRL that computes something differently from the supported one."""
     return RuntimeError(
         f"TRL {trl.__version__} computes {what} differently from 1.16, for which apply_seqpar_scores is written: "
         f"{changed}; install trl==1.16.0, or train without it"
@@ -80,7 +80,7 @@ def another_version(what: str, changed: str) -> RuntimeError:
 
 
 def _fields_of_three_logits(node: Any) -> Iterator[Compared]:
-    """Yield the fields of TRL's log-probabilities."""
+    """Yield the name, TRL's numbers and ours for each field of TRL's log-probabilities."""
     hidden, weight = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(-2, 3, 10).view(5, 2)
     bias, target = torch.linspace(0, 1, 5), torch.tensor([0, 3, 4])
     theirs = node.apply(hidden, weight, bias, target, 0.7, 4, 2.0, 0.5, FIELDS)
@@ -101,7 +101,7 @@ def _fields_of_three_logits(node: Any) -> Iterator[Compared]:
 
 
 def refuse_options(trainer: Any) -> None:
-    """Raise TypeError for a trainer of another kind, and ValueError for the first option that is not supported."""
+    """Raise TypeError for an unsupported kind of trainer, ValueError for the first option that is not supported."""
     kind = type(trainer).__name__
     if not isinstance(trainer, TRAINERS):
         names = ", ".join(supported.__name__ for supported in TRAINERS)
@@ -111,7 +111,7 @@ def refuse_options(trainer: Any) -> None:
 
 
 def _unsupported_options(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the options that are set and not supported, each with the reason."""
+    """Yield the unsupported options that are set, each with the reason."""
     args = trainer.args
     if args.use_liger_kernel:
         yield "use_liger_kernel=True", "it replaces parts of the model's forward"
@@ -137,7 +137,7 @@ def _options_using_logits(trainer: Any) -> Iterator[str]:
 
 
 def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the ways to split the model or a sequence over devices that are not supported, each with the reason."""
+    """Yield the unsupported ways in which the model or a sequence is split over devices, each with the reason."""
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         yield "FSDP1", 'TRL gathers the output embeddings only under FSDP2; set fsdp_config={"version": 2}'
     if trainer.is_deepspeed_enabled and isinstance(trainer, DistillationTrainer):

@@ -1,4 +1,4 @@
-"""Compute the two statistics of each token's logits that TRL logs or weights with, and that no gradient goes through.
+"""Compute the two statistics of each token's logits that TRL logs or weights with, neither of which needs a gradient.
 
 Shape suffixes: N rows, K rows of one chunk, D their width, V vocabulary.
 """
@@ -17,7 +17,7 @@ from seqpar.core.token_loss import wide
 class LogitStatistics:
     """Statistics of logits = cap(rows @ weight.T + bias) / temperature, cap(x) = softcap tanh(x / softcap).
 
-    `chunk_tokens` is the most rows whose logits exist at once; None chooses by bytes.
+    `chunk_tokens` is the maximum number of rows whose logits exist at once; None chooses it by size in bytes.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LogitStatistics:
         return self._by_chunks(lambda logits_KV: (2 * logits_KV).logsumexp(-1) - 2 * logits_KV.logsumexp(-1))
 
     def _by_chunks(self, statistic: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a statistic of each row's logits, of which one chunk's exist at a time."""
+        """Return a statistic of each row's logits, with one chunk's logits in memory at a time."""
         chunks = [statistic(self._logits(rows_KD)) for rows_KD in self.rows.split(self.chunk_tokens)]
         return torch.cat(chunks)
 

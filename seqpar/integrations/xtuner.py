@@ -2,7 +2,7 @@
 
     model_cfg.lm_loss_cfg = SeqparCrossEntropyConfig(label_smoothing=0.1)     # or the Trainer's loss_cfg
 
-Tested with the sources of August 2026 (b934f46), of which no package has been published.
+Tested with the sources of August 2026 (b934f46), which have not been published as a package.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 class SeqparCrossEntropyConfig(CELossConfig):  # type: ignore[misc, unused-ignore]
     """xtuner's configuration of the loss, with smoothing; weights of samples (`loss_reduction`) are xtuner's own.
 
-    `label_smoothing` is eps in [0, 1), eps/V for every class; `chunk_tokens` the most tokens whose logits exist at
-    once. Models with heads for several next tokens build a loss of their own from it, and refuse these two fields.
+    `label_smoothing` is eps in [0, 1), eps/V for every class; `chunk_tokens` the maximum number of tokens whose logits
+    exist at once. Models with heads for several next tokens build their own loss from it, and refuse these two fields.
     """
 
     label_smoothing: float = 0.0

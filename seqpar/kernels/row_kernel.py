@@ -21,17 +21,17 @@ from seqpar.core.token_loss import wide
 from seqpar.rows.scores import RowFunction, Sums, Upstream
 
 LARGEST_BLOCK = 2048
-"""The most classes of a row that a program has in its registers at once; a power of 2."""
+"""The maximum number of a row's classes that a program holds in registers at once; a power of 2."""
 CLASSES_A_THREAD = 8
 """One load of 16 bytes in bfloat16. The compiler then uses 32 to 64 registers (sm_90, Triton 3.7), so that 32 to 64
 warps fit on a multiprocessor."""
 ALIGNED = 16
-"""Rows begin at multiples of this many numbers. Otherwise those of an odd vocabulary (50,257) would be read one number
-at a time."""
+"""Rows begin at multiples of this many numbers. Otherwise the rows of an odd vocabulary (50,257) would be read one
+number at a time."""
 
 
 def why_no_kernel(device_type: str) -> str:
-    """Return why the kernels are not used on that kind of device; an empty string if they are."""
+    """Return why the kernels are not used on this kind of device; an empty string if they are."""
     if FACTS[device_type].is_host:
         if os.environ.get("TRITON_INTERPRET") == "1" and _is_installed():
             return ""
@@ -44,9 +44,9 @@ def why_no_kernel(device_type: str) -> str:
 
 
 def width_for_kernel(width: int, device_type: str) -> int | None:
-    """Return the width of the hidden states as `rows_per_chunk` takes it: None where no kernel overwrites the logits.
+    """Return the width of the hidden states as `rows_per_chunk` takes it: None if no kernel overwrites the logits.
 
-    That includes Triton's interpreter on a CPU, whose chunks are a CPU's.
+    It is also None for Triton's interpreter on a CPU, whose chunks are the CPU's.
     """
     return None if FACTS[device_type].is_host or why_no_kernel(device_type) else width
 
@@ -64,7 +64,7 @@ def _is_installed() -> bool:
 
 @functools.cache
 def compiled_kernels() -> Any:
-    """Return the module of the kernels, which imports Triton where the first one is launched."""
+    """Return the module of the kernels, importing it, and Triton with it, on first use."""
     from seqpar.kernels import triton_rows
 
     return triton_rows
@@ -74,9 +74,9 @@ class RowKernel:
     """The row function of `rows/scores.py` for one projection.
 
     Args:
-        function: which scores are wanted; its class weights and the excluded one are this rank's.
-        bias_V, softcap, temperature: those of the projection. The kernels add the bias, in float32, so that the sum is
-            not rounded to the product's dtype.
+        function: which scores are wanted; its class weights and excluded class are this rank's.
+        bias_V, softcap, temperature: the projection's. The kernels add the bias, in float32, so that the sum is not
+            rounded to the product's dtype.
     """
 
     def __init__(self, function: RowFunction, bias_V: Tensor | None, softcap: float | None, temperature: float) -> None:
@@ -92,15 +92,15 @@ class RowKernel:
 
     @staticmethod
     def knows(function: RowFunction) -> bool:
-        """Return whether the kernels compute all that is wanted: of the largest classes they know only the first."""
+        """Return whether the kernels compute all that is wanted: of the top classes they find only the first."""
         return function.top_k <= 1 and not function.rest and not function.shifted
 
     def sums(self, product_KV: Tensor, index_KP: Tensor, target_K: Tensor, temperature_K: Tensor | None) -> Sums:
         """Return the sums of each row over this rank's classes.
 
         Args:
-            index_KP: the picked classes, counted from this rank's first; one outside [0, V) has a logit of nan.
-            target_K: the targets, of the whole vocabulary.
+            index_KP: the picked classes, counted from this rank's first; one outside [0, V) gets a logit of nan.
+            target_K: the targets, numbered within the whole vocabulary.
         """
         function = self.function
         picked_KP = index_KP.new_empty(index_KP.shape, dtype=wide(product_KV.dtype))
@@ -142,11 +142,11 @@ class RowKernel:
         sums: Sums,
         upstream: Upstream,
     ) -> None:
-        """Overwrite the products by their gradient.
+        """Overwrite the products with their gradient.
 
         Args:
-            index_KP: picked classes outside [0, V) get no gradient.
-            sums: over the whole vocabulary.
+            index_KP: the picked classes; those outside [0, V) get no gradient.
+            sums: the sums over the whole vocabulary.
         """
         factor_KP = upstream.of_picked()
         if factor_KP is None:
@@ -171,16 +171,16 @@ class RowKernel:
 
 
 def _adjacent(numbers_K: Tensor | None) -> Tensor | None:
-    """Return the numbers side by side in memory: autograd's may be one number that stands for all rows."""
+    """Return the numbers contiguous in memory: autograd's may be one number expanded to all rows."""
     if numbers_K is None:
         return None
     return numbers_K.contiguous()
 
 
 def launch(kernel: Any, product_KV: Tensor, *arguments: object, most: int | None = None, **settings: object) -> None:
-    """Run a kernel with one program per row of the products, which has at most `most` classes at once."""
+    """Run a kernel with one program per row of the products, each of which holds at most `most` classes at once."""
     rows, classes = product_KV.shape
-    # The numbers between the last class and the next row belong to the row, so whole vectors may be read there
+    # The numbers between the last class and the next row belong to this row, so whole vectors may be read there
     width = min(product_KV.stride(0), align(classes))
     strided = (product_KV, product_KV.stride(0), classes, width)
     run_programs(kernel, rows, classes, product_KV.device, *strided, *arguments, most=most, **settings)

@@ -1,13 +1,13 @@
 """Compute the scores of a chunk's rows from their products, and the products' gradient, in Triton kernels.
 
-Each row of the products has a program of its own. Where the loss's derivatives are known together with its row, one
-kernel computes sums, loss and gradient: a row is read from memory once and written once, because its second reading
-finds it in the second cache. Otherwise there are two, one for the sums and one for the gradient. A further one reads a
-row once more where the target's rank is wanted.
+Each row of the products has its own program. If the loss's derivatives follow from the row alone, one kernel computes
+sums, loss and gradient: a row is read from memory once and written once, because the second read hits the L2 cache.
+Otherwise there are two kernels, one for the sums and one for the gradient. A further one reads a row once more if the
+target's rank is wanted.
 
-The sums are taken in one pass. Each lane (a thread of a GPU) keeps a running maximum m, and two sums relative to it: s
-of exponentials, as in Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax"), and t for the entropy.
-It takes a vector of logits z at a time, so that m changes and the sums shrink once for all of them:
+The sums are taken in one pass. Each lane (a GPU thread) keeps a running maximum m, and two sums relative to it: s of
+exponentials, as in Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax"), and t for the entropy.
+It takes one vector of logits z at a time, so that m changes and the sums shrink once for the whole vector:
 
     m' = max(m, z),   d = m - m'
     t <- e^d (t + d s) + sum_z e^(z - m') (z - m')
@@ -15,18 +15,18 @@ It takes a vector of logits z at a time, so that m changes and the sums shrink o
 
     in the end   log S = log s,   mean = t / s = sum_k p_k (z_k - m)
 
-What this costs is instructions, since each logit is read once from memory: so blocks that are classes throughout have
-no masks, and the target's part of a gradient is not asked about at each class.
+Since each logit is read from memory once, the cost is in instructions: so blocks that consist entirely of classes have
+no masks, and classes are not each compared with the target for its part of the gradient.
 
-Then the product is overwritten with the gradient, which needs no sum over the row again. The formulas are those of
-`seqpar.rows.scores` and `seqpar.rows.smoothing`, and tests compare them.
+Then the product is overwritten with the gradient, which needs no further sum over the row. The formulas are those of
+`seqpar.rows.scores` and `seqpar.rows.smoothing`, and tests compare the two.
 
 Only `seqpar.kernels.row_kernel` imports this module, if Triton is installed.
 
 Shape suffixes: L lanes of a block, X classes of a vector.
 
 V is the number of classes on this rank. WIDTH is how many numbers of a row's memory may be read and written: V rounded
-up to whole vectors, which therefore need not stop at the last class. PICKS is 1 + J: a row's target and given classes.
+up to whole vectors, so that vectors need not stop at the last class. PICKS is 1 + J: a row's target and given classes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _tanh_of_absolute(x, dtype: constexpr):
     tanh = (1.0 - shrunk) / (1.0 + shrunk)
     derivative = 4.0 * shrunk / ((1.0 + shrunk) * (1.0 + shrunk))
     if dtype == tl.float32:
-        # Near 0 that difference has lost the digits which a softcap far above the logits needs; the series
-        # y - y^3/3 + 2 y^5/15 - ... has all of float32's below 1/4
+        # Near 0 the difference 1 - s has lost digits that a softcap far above the logits needs; below 1/4 the series
+        # y - y^3/3 + 2 y^5/15 - ... has all of float32's digits
         s = y * y
         series = y * (1.0 - s * (1 / 3 - s * (2 / 15 - s * (17 / 315 - s * (62 / 2835)))))
         tanh = tl.where(y < 0.25, series, tanh)
@@ -58,7 +58,7 @@ def _tanh_of_absolute(x, dtype: constexpr):
 def _logits(x_ptr, bias_ptr, k, there, here, softcap: constexpr, temperature: constexpr, dtype: constexpr):
     """Return the logits of some classes of one row, and the derivative of the softcap.
 
-    `there` masks numbers within the row's memory, `here` those that are classes.
+    `there` is true for numbers within the row's memory, `here` for those that are classes.
     """
     z = tl.load(x_ptr + k, there, other=0.0).to(dtype)
     if bias_ptr is not None:
@@ -98,13 +98,13 @@ def _divided_logits(
 
 @triton.jit
 def _finite(d):
-    """Return z - m with -1e4 in place of -inf and of nan: exp of -inf is 0, and 0 x -inf is nan; exp of nan is nan."""
+    """Return z - m with -1e4 instead of -inf, as exp(-inf) is 0 and 0 x -inf is nan, and of nan, whose exp is nan."""
     return tl.maximum(d, -1e4)
 
 
 @triton.jit
 def _exp(x, dtype: constexpr):
-    """Return e^x; in float32 by one instruction of a GPU, whose results below 2^-126 are 0."""
+    """Return e^x; in float32 with a single GPU instruction, whose results below 2^-126 are 0."""
     if dtype == tl.float32:
         return tl.exp2(x * 1.4426950408889634)
     return tl.exp(x)
@@ -122,11 +122,11 @@ def _weighted(z, weight_ptr, k, here, excluded: constexpr, dtype: constexpr):
 
 @triton.jit
 def _vector_step(z_LX, first, best_L, total_L, moment_L, vector_L, ENTROPY: constexpr, dtype: constexpr):
-    """Return each lane's m, s, t (with ENTROPY) and the block of its first vector that has m, one block later."""
+    """Return each lane's m, s, t (with ENTROPY), and the block of its first vector with m, updated by one block."""
     top_L = tl.max(z_LX, 1)
     vector_L = tl.where(top_L > best_L, first, vector_L)
     top_L = tl.maximum(top_L, best_L)
-    # While all are -inf their difference from m would be nan
+    # While all logits are -inf, their difference from m would be nan
     base_L = tl.where(top_L == float("-inf"), 0.0, top_L)
     d_L = best_L - base_L
     shrink_L = _exp(d_L, dtype)
@@ -177,7 +177,7 @@ def _sums_of(
         best_L, total_L, moment_L, vector_L = _vector_step(
             z_LX, WHOLE, best_L, total_L, moment_L, vector_L, ENTROPY, dtype
         )  # fmt: skip
-    # Each lane has a maximum and sums of its own
+    # Each lane has its own maximum and sums
     best = tl.max(best_L, 0)
     d_L = best_L - tl.where(best == float("-inf"), 0.0, best)
     shrink_L = _exp(d_L, dtype)
@@ -185,7 +185,7 @@ def _sums_of(
     mean = total
     if ENTROPY:
         mean = tl.sum(shrink_L * (moment_L + _finite(d_L) * total_L), 0) / total
-    # The lowest class that has m is in the lowest vector that has it, which is read again
+    # The lowest class with the logit m is in the lowest vector that contains m, which is read again
     vector = tl.min(tl.where(best_L == best, vector_L + tl.arange(0, L) * X, V), 0)
     k_X = vector + tl.arange(0, X)
     z_X, _ = _divided_logits(
@@ -195,7 +195,7 @@ def _sums_of(
     return best, tl.log(total), mean, first_best, tl.sum(sum_L, 0)
 
 
-# Numbers of a chunk's rows begin anywhere in those of all rows; their alignment shall make no kernel of its own
+# A chunk's rows begin anywhere within all rows; different alignments must not compile separate kernels
 _ROWS = [
     "index_ptr", "factor_ptr", "temperature_ptr", "best_ptr", "log_sum_ptr", "all_ptr", "mean_ptr", "entropy_ptr",
     "weighted_ptr", "gold_ptr", "before_ptr", "target_ptr", "token_ptr",
@@ -226,7 +226,7 @@ def _row_sums(
 ):
     """Store a row's m, log S and the picked logits.
 
-    With ENTROPY also mean, with ARGBEST the lowest class that has m, with WEIGHTED sum_k w_k z_k.
+    With ENTROPY also store mean, with ARGBEST the lowest class that has m, with WEIGHTED sum_k w_k z_k.
     """
     dtype: constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -252,7 +252,7 @@ def _row_sums(
         z, _ = _divided_logits(
             x_ptr, bias_ptr, temperature_ptr, tl.where(inside, index, 0), inside, inside, softcap, temperature, dtype
         )
-        # While a CUDA graph is captured no class can be checked; nan shows one outside the vocabulary
+        # While a CUDA graph is being captured, classes cannot be checked; nan marks one outside the vocabulary
         tl.store(picked_ptr + row * PICKS + j, tl.where(inside, z, float("nan")))
 
 
@@ -271,14 +271,14 @@ def _row_before(
     temperature: constexpr,
     BLOCK: constexpr,
 ):
-    """Store how many classes have a larger logit than the target's, or the same and are lower."""
+    """Store how many classes have a larger logit than the target, or the same logit and a lower index."""
     dtype: constexpr = gold_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     if temperature_ptr is not None:
         temperature_ptr += row
     gold = tl.load(gold_ptr + row)
-    # Counted from this rank's first class: below 0 or beyond the last where another rank has it
+    # Counted from this rank's first class: negative or beyond the last if the target is on a different rank
     index = tl.load(index_ptr + row)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
@@ -317,9 +317,9 @@ def _row_gradient(
 
     (sum_j g_j [k = id_j] + v w_k + p_k (a - h (z_k - m - mean))) x softcap's derivative / temperature
 
-    g are the factors of the PICKS classes, the first of which is the target, a = r - sum_j g_j - v W that of every
-    logit, h that of the entropy and v that of the weighted sum: without the pointers to mean and h, or to v, there is
-    none.
+    g are the factors of the PICKS classes, the first of which is the target; a = r - sum_j g_j - v W is the factor of
+    every logit, h that of the entropy and v that of the weighted sum. Without the pointers to mean and h, or to v, that
+    term is absent.
     """
     dtype: constexpr = best_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -348,7 +348,7 @@ def _row_gradient(
             x_ptr, bias_ptr, temperature_ptr, weight_ptr, index_ptr, factor_ptr, mean_ptr, entropy_ptr, weighted_ptr,
             row, best, every, one_over_sum, k, k < WIDTH, k < V, softcap, temperature, PICKS, excluded, dtype
         )  # fmt: skip
-        # 0 between two rows, where a product may read
+        # 0 between two rows, because a matrix product may read that memory
         grad = tl.where(k < V, grad, 0.0)
         tl.store(grad_ptr + k, grad.to(grad_ptr.dtype.element_ty), k < WIDTH)
 
@@ -359,7 +359,7 @@ def _score_gradient(
     every, one_over_sum, k, there, here, softcap: constexpr, temperature: constexpr, PICKS: constexpr,
     excluded: constexpr, dtype: constexpr
 ):  # fmt: skip
-    """Return the gradient of the products of some classes, as `_row_gradient` has it."""
+    """Return the gradient of the products of some classes, by the formula of `_row_gradient`."""
     z, derivative = _divided_logits(x_ptr, bias_ptr, temperature_ptr, k, there, here, softcap, temperature, dtype)
     d = z - best
     slope = every
@@ -379,7 +379,7 @@ def _score_gradient(
 
 @triton.jit
 def _number(high, low, dtype: constexpr):
-    """Return a number that the host passes as two float32, because Triton takes no float64."""
+    """Return a number that the host passes as two float32 numbers, because Triton takes no float64."""
     return tl.full([], 0.0, dtype) + high + low
 
 
@@ -409,7 +409,7 @@ def _loss_of(
 def _product_gradient(
     z, derivative, w, best, p_factor, v, softcap: constexpr, temperature: constexpr, SMOOTH: constexpr, dtype: constexpr
 ):  # fmt: skip
-    """Return the gradient of products of which none is the target's, (p_k slope - w_k each) softcap' / temperature."""
+    """Return the gradient of products other than the target's, (p_k slope - w_k each) softcap' / temperature."""
     grad = _exp(z - best, dtype) * p_factor
     if SMOOTH:
         grad -= v * w
@@ -418,7 +418,7 @@ def _product_gradient(
 
 @triton.jit
 def _through_softcap(grad, derivative, softcap: constexpr, temperature: constexpr):
-    """Return the gradient of a product, given that of its logit."""
+    """Return the gradient of a product, given the gradient of its logit."""
     if softcap is not None:
         grad *= derivative
     if temperature != 1.0:
@@ -431,8 +431,8 @@ def _overwrite(
     x_ptr, bias_ptr, weight_ptr, V: constexpr, WIDTH: constexpr, softcap: constexpr, temperature: constexpr,
     excluded: constexpr, SMOOTH: constexpr, BLOCK: constexpr, dtype: constexpr, best, p_factor, v, counted
 ):  # fmt: skip
-    """Overwrite a row's product by its gradient without the target's part; by 0 if the row does not count."""
-    # Blocks of classes alone need no masks
+    """Overwrite a row's product with its gradient, without the target's part; with 0 if the row does not count."""
+    # Blocks that consist entirely of classes need no masks
     WHOLE: constexpr = V // BLOCK * BLOCK
     within = tl.arange(0, BLOCK)
     all_ = tl.full([BLOCK], True, tl.int1)
@@ -447,7 +447,7 @@ def _overwrite(
         z, derivative = _logits(x_ptr, bias_ptr, k, k < WIDTH, k < V, softcap, temperature, dtype)
         w = _class_weights(weight_ptr, k, k < V, excluded, dtype)
         grad = _product_gradient(z, derivative, w, best, p_factor, v, softcap, temperature, SMOOTH, dtype)
-        # 0 between two rows, where a product may read
+        # 0 between two rows, because a matrix product may read that memory
         tl.store(x_ptr + k, tl.where(counted & (k < V), grad, 0.0).to(x_ptr.dtype.element_ty), k < WIDTH)
 
 
@@ -491,8 +491,8 @@ def _row_loss(
 ):
     """Store a row's loss times its token weight, -log_prob, whether it is correct, and the loss; overwrite its product.
 
-    With GRADIENT the product becomes its own gradient times scale and token weight. A row whose target is `ignored` has
-    0 everywhere, whatever its products are. The numbers are those of `SoftTarget`; W is at `total_ptr` if there is one.
+    With GRADIENT the product becomes its own gradient times scale and token weight. A row whose target is `ignored` is
+    0 everywhere, whatever its products are. The numbers are those of `SoftTarget`; W is at `total_ptr` if it is given.
     """
     dtype: constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -500,7 +500,7 @@ def _row_loss(
     target = tl.load(target_ptr + first + row)
     inside = (target >= 0) & (target < V)
     # Read before the reductions, whose barriers keep other warps from overwriting it earlier. While a CUDA graph is
-    # recorded no class can be checked; nan shows one outside the vocabulary
+    # being captured, classes cannot be checked; nan marks one outside the vocabulary
     y = tl.where(inside, target, 0)
     zy, derivative = _logits(x_ptr, bias_ptr, y, inside, inside, softcap, temperature, dtype)
     zy = tl.where(inside, zy, float("nan"))
@@ -546,14 +546,14 @@ def _row_loss(
         w = _class_weights(weight_ptr, y, inside, excluded, dtype)
         grad = _product_gradient(zy, derivative, w, best, p_factor, v, softcap, temperature, SMOOTH, dtype)
         grad -= _through_softcap(gold * share * a, derivative, softcap, temperature)
-        # After all warps have written the row: asking each class whether it is the target takes as much again
+        # After all warps have written the row: comparing each class with the target would double the cost
         tl.debug_barrier()
         tl.store(x_ptr + y, grad.to(x_ptr.dtype.element_ty), inside & counted)
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"], do_not_specialize_on_alignment=["target_ptr"])
 def _count_targets(target_ptr, rows, classes, ignore_index, count_ptr, BLOCK: constexpr):
-    """Store how many targets are not ignored; below 0 if one of those is no class."""
+    """Store how many targets are not ignored; a negative number if one of these is not a class."""
     counted = tl.zeros([BLOCK], tl.int64)
     outside = tl.zeros([BLOCK], tl.int64)
     for start in range(0, rows, BLOCK):
@@ -569,7 +569,7 @@ def _count_targets(target_ptr, rows, classes, ignore_index, count_ptr, BLOCK: co
 
 @triton.jit
 def _scaled_rows(x_ptr, x_stride, factor_ptr, out_ptr, out_stride, beside_ptr, D: constexpr, BLOCK: constexpr):
-    """Store D numbers of a row times a factor, and the number after them where there is a place for it."""
+    """Store D numbers of a row times a factor, and the number after them if there is a place for it."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     out_ptr += row * out_stride

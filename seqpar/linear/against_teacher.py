@@ -1,7 +1,7 @@
 """Compare a student's rows of logits with a teacher's over all classes, on one rank or with the vocabulary split.
 
 A divergence needs log p and log q of every class, so it is not a function of a few scores; `rows/divergences.py` has
-it and its gradient. Per chunk there are two collectives for the distributions (one if the teacher gives
+it and its gradient. Each chunk takes two collectives for the distributions (one if the teacher gives
 log-probabilities) and one for the divergence's sums.
 
 Shape suffixes: K rows of one chunk or of a block of it, V this rank's classes.
@@ -40,9 +40,9 @@ def loss_against_teacher(
     terms: RowTerms,
     loss_scale: float | Tensor,
 ) -> TokenLoss:
-    """Return the summed divergence of arguments that have been checked."""
+    """Return the summed divergence, given arguments that have been checked."""
     call = prepare(inputs, settings, given)
-    # Every class's z - m is needed beside its softmax
+    # Every class's z - m is needed besides its softmax
     call.projection.ask_for(RowFunction(shifted=True, correct=True, split=call.split))
     return differentiable_sum(*call.job(TeacherLoss(call.projection, terms, teacher, given.shard)), loss_scale)
 
@@ -51,9 +51,9 @@ class TeacherLoss:
     """The divergence of a row from the teacher's, as a `ProductLoss`.
 
     Args:
-        student: from hidden to logits; it has been asked for z - m beside the softmax.
+        student: the projection from hidden to logits, already set (`ask_for`) to give z - m besides the softmax.
         terms: the divergence.
-        teacher: whose distribution it is compared with.
+        teacher: the teacher whose distribution the student's is compared with.
         shard: this rank's classes.
     """
 
@@ -71,7 +71,7 @@ class TeacherLoss:
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many of a chunk's rows are compared at once."""
-        # All at once with a split vocabulary, where ranks must take the same rows
+        # All at once with a split vocabulary, as ranks must take the same rows
         if self.projection.function.split is not None:
             return rows
         return min(self.projection.rows_at_once(rows), self.teacher.rows_at_once(rows))
@@ -81,7 +81,7 @@ class TeacherLoss:
         return self.teacher.of_chunk(chunk, counted_K, self.group)
 
     def block_(self, block: Block, factor: Factor | None) -> BlockLoss:
-        """Do as `ProductLoss` says."""
+        """Implement `ProductLoss.block_`."""
         function = self.projection.function
         target_K1 = block.target_K.unsqueeze(1)
         logits_KV, tanh_KV = self.projection.logits(block.product_KV)
@@ -140,7 +140,7 @@ class AgainstLogProbs:
     Args:
         function: `rows -> (K, V)` log-probabilities of this rank's classes.
         classes: how many classes this rank has.
-        row_N: the numbers of all rows, on the student's device.
+        row_N: the indices of all rows, on the student's device.
     """
 
     def __init__(self, function: Callable[[Chunk], Tensor], classes: int, row_N: Tensor) -> None:
@@ -149,11 +149,11 @@ class AgainstLogProbs:
         self.row_N = row_N
 
     def rows_at_once(self, rows: int) -> int:
-        """Return how many rows are taken at once: any number."""
+        """Return how many rows are taken at once: all of them."""
         return rows
 
     def of_chunk(self, chunk: Chunk, counted_K: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, ...]:
-        """Return the teacher's log-probabilities for a chunk's rows, and the rows' numbers."""
+        """Return the teacher's log-probabilities for a chunk's rows, and the rows' indices."""
         row_K = self.row_N[chunk]
         try:
             log_q_KV = self._call(chunk, row_K)
@@ -189,23 +189,23 @@ class AgainstLogProbs:
         return log_q_KV.detach()
 
     def _has_failed(self, here: bool, group: ProcessGroup | None) -> bool:
-        """Return whether the function failed on any rank of the group; every rank asks, so that none waits for long."""
+        """Return whether the function failed on any rank of the group; every rank calls this, so that none is stuck."""
         if world_size(group) == 1 or is_capturing(self.row_N.device):
             return here
         return bool(group_max(torch.full((1,), float(here), device=self.row_N.device), group) > 0)
 
 
 class Distribution(NamedTuple):
-    """A distribution in each row, of which this rank has some classes."""
+    """This rank's classes of a distribution in each row."""
 
     log_KV: Tensor
     prob_KV: Tensor
 
 
 def _log_softmax_(function: RowFunction, logits_KV: Tensor, target_K1: Tensor) -> tuple[Distribution, Sums]:
-    """Return the distribution of each row, in the logits' memory and another of their size, and the row's sums."""
+    """Return the distribution of each row, in the logits' memory and a second tensor of that size, and its sums."""
     made, sums = function.sums_(logits_KV, target_K1)
-    # log p = (z - m_r) + (m_r - m) - log S, where a shard has subtracted an m_r of its own
+    # log p = (z - m_r) + (m_r - m) - log S, where m_r is what this shard has subtracted
     log_KV = made.shifted_NV.add_(((made.best_N - sums.best_N) - sums.log_sum_N).unsqueeze(1))
     if sums.share_N is None:
         return Distribution(log_KV, made.p_NV), sums
@@ -217,7 +217,7 @@ def _log_softmax_(function: RowFunction, logits_KV: Tensor, target_K1: Tensor) -
 def _check_mass(mass_K: Tensor, row_K: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError unless the teacher's probabilities sum to 1 in every row.
 
-    On an accelerator a device-side assertion checks it, so that the host does not wait for the device.
+    On an accelerator a device-side assertion checks this, so that the host does not wait for the device.
     """
     if is_capturing(mass_K.device):
         return

@@ -4,8 +4,8 @@
     loss    = sum_i a_i loss_i(z_i),      a = token_weight
 
 The loss of a row is any function of its scores (`ScoreLoss`), or compares whole rows with a teacher's
-(`linear/against_teacher.py`). Its derivatives are known together with it, so that the gradient of the product is
-computed from the logits while they are in memory: three matrix products, and two under a frozen projection.
+(`linear/against_teacher.py`). Its derivatives are computed together with it, so that the gradient of the product is
+computed from the logits while they are in memory: three matrix products, or two under a frozen projection.
 
 Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V this rank's classes, P
 picked classes, J given classes.
@@ -44,14 +44,14 @@ class Block(NamedTuple):
     weight_K: Tensor | None
 
     def cut(self, size: int) -> list[Block]:
-        """Return blocks of at most `rows` rows, which go through the softmax one after the other."""
+        """Return blocks of at most `size` rows, which go through the softmax one after the other."""
         rows = len(self.target_K)
         if rows <= size:
             return [self]
         return [self._rows(slice(start, start + size)) for start in range(0, rows, size)]
 
     def factor(self, scale: Factor) -> Factor:
-        """Return the factor of each row's gradients, given that of all."""
+        """Return the factor for each row's gradients, given the factor for all rows."""
         return scale if self.weight_K is None else self.weight_K * scale
 
     def _rows(self, some: slice) -> Block:
@@ -72,7 +72,7 @@ class BlockLoss(NamedTuple):
     nll_K: Tensor
     correct_K: Tensor
     grad_KV: Tensor | None
-    """The products' gradient, which has overwritten them, before it was rounded; None if no gradient is wanted."""
+    """The gradient that has overwritten the products, as it was before rounding; None if no gradient is wanted."""
     per_token: tuple[Tensor, ...] = ()
     """The gradient of each per-token tensor of the loss, if any of them wants one."""
 
@@ -82,7 +82,7 @@ class BlockLoss(NamedTuple):
         return BlockLoss(loss_K, nll_K, correct_K, self.grad_KV, self.per_token)
 
     def sums(self, block: Block) -> TokenLoss:
-        """Return the summed loss of rows that have 0 where they do not count."""
+        """Return the summed loss, given 0 in rows that do not count."""
         loss_K = self.loss_K if block.weight_K is None else self.loss_K * block.weight_K
         count = torch.full((), len(loss_K), device=loss_K.device) if block.counted_K is None else block.counted_K.sum()
         return TokenLoss(loss_K.sum(), count, self.nll_K.sum(), self.correct_K.sum())
@@ -100,7 +100,7 @@ class ProductLoss(Protocol):
         """Return further tensors that a chunk needs, with one row for each of its rows."""
 
     def block_(self, block: Block, factor: Factor | None) -> BlockLoss:
-        """Return the loss of some rows; overwrite their products by `factor` times their gradient unless it is None."""
+        """Return the loss of some rows; overwrite their products with `factor` times their gradient if it is given."""
 
 
 def chunk_loss(
@@ -116,7 +116,7 @@ def chunk_loss(
     Args:
         target_N: the classes of all rows; a chunk selects its own.
         ignored: the target of rows that a chunk contains but that do not count; None if no chunk contains such rows.
-        rows: the chunk's of hidden, token_weight and the per-token tensors.
+        rows: the chunk's rows of hidden, token_weight and the per-token tensors.
     """
     projection = loss.projection
     hidden_KD, weight_K, *per_token = rows
@@ -132,7 +132,7 @@ def chunk_loss(
         target_K = target_K.where(counted_K, 0)
     given = (*per_token, *loss.of_chunk(chunk, counted_K))
     slots = None if gradients is None else slots_of(gradients)
-    # `product_dtype` has applied autocast; here it would cast sums that must stay in float32
+    # `product_dtype` has already applied autocast, which would here cast sums that must stay in float32
     with without_autocast(target_K.device.type):
         hidden_KD = hidden_KD.to(projection.weight_VD.dtype)
         product_KV = projection.product(hidden_KD)
@@ -143,7 +143,7 @@ def chunk_loss(
             if block.counted_K is not None:
                 found = found.of_counted(block.counted_K)
             if found.grad_KV is not None and slots is not None and slots.bias is not None:
-                # Now, because the next block's gradient may take its memory
+                # Now, because the next block's gradient may reuse its memory
                 bias_grads.append(found.grad_KV.sum(0, dtype=projection.wide))
             sums.append(found.sums(block))
             losses.append(found.loss_K)
@@ -155,7 +155,7 @@ def chunk_loss(
                 slots.token_weight.write(chunk, torch.cat(losses) * gradients.scale)
             for i, slot in enumerate(slots.per_token):
                 if slot is not None:
-                    # An IndexError, and not a gradient of 0, where a loss has returned none
+                    # If a loss has returned no gradients, this raises IndexError rather than leave them at 0
                     slot.write(chunk, torch.cat([grads[i] for grads in per_token_grads]))
     return sum_of_parts(sums)
 
@@ -164,10 +164,10 @@ class ScoreLoss:
     """A loss that is a function of each row's scores.
 
     Args:
-        projection: it has been asked for the scores, and whether targets are correct.
+        projection: must already be set (`ask_for`) to compute the scores and whether targets are correct.
         loss: the function.
-        ids_NJ: further classes of all rows; None without.
-        temperature_N: a temperature for each row, by which the projection's logits are divided further; None is 1.
+        ids_NJ: further classes of all rows, if any.
+        temperature_N: a temperature for each row, which divides the projection's logits further; None is 1.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ScoreLoss:
         self.temperature_N = temperature_N
 
     def of_chunk(self, chunk: Chunk, counted_K: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the further classes of a chunk's rows and their temperatures, as far as there are any."""
+        """Return the further classes and the temperatures of a chunk's rows, if there are any."""
         found = []
         if self.ids_NJ is not None:
             ids_KJ = self.ids_NJ[chunk]
@@ -195,7 +195,7 @@ class ScoreLoss:
         return tuple(found)
 
     def block_(self, block: Block, factor: Factor | None) -> BlockLoss:
-        """Do as `ProductLoss` says."""
+        """Implement `ProductLoss.block_`."""
         given = list(block.given)
         temperature_K = None if self.temperature_N is None else given.pop()
         picked_KP = block.target_K.unsqueeze(1)

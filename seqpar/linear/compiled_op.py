@@ -7,8 +7,8 @@ and gradients together:
     backward:  upstream factor / loss_scale x those gradients
 
 torch needs four functions for an operator: the computation, the shapes of its results, what to save for backward, and
-the backward. They follow in this order. torch passes arguments by position; `_Arguments` and `_Results` give each
-position its name.
+the backward. They follow in this order. torch passes arguments by position; `_Arguments` and `_Results` name the
+positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from seqpar.rows.conventions import Convention
 
 
 class _Arguments(NamedTuple):
-    """The operator's arguments, in its order: tensors, settings, and the state of autocast and autograd at the call."""
+    """The operator's arguments, in order: tensors, settings, and the state of autocast and autograd at the call."""
 
     hidden: Tensor
     weight: Tensor
@@ -63,9 +63,9 @@ class _Results(NamedTuple):
 
 
 def compiled_cross_entropy(inputs: Inputs, settings: Settings, loss_scale: float | Tensor) -> TokenLoss:
-    """Return the loss of `linear_cross_entropy` by a call of the operator, while `torch.compile` traces."""
+    """Return the loss of `linear_cross_entropy` by calling the operator while `torch.compile` traces."""
     hidden = inputs.hidden
-    # Here, because the operator gets tensors of torch's own classes
+    # Checked here, because the operator only ever gets plain tensors
     check_plain_products(inputs.weight, "weight")
     check_plain_products(inputs.bias, "bias")
     scale = loss_scale
@@ -78,7 +78,7 @@ def compiled_cross_entropy(inputs: Inputs, settings: Settings, loss_scale: float
     return TokenLoss(results.total, results.tokens, results.nll.detach(), results.correct)
 
 
-# In the package's own namespace: another version of it, loaded by Hugging Face's `kernels`, has another name
+# In the package's own namespace: a second version of it, loaded by Hugging Face's `kernels`, has a different name
 @torch.library.custom_op(f"{__name__.partition('.')[0]}::linear_cross_entropy", mutates_args=())
 def _operator(
     hidden: Tensor,
@@ -103,7 +103,7 @@ def _operator(
     convention: Convention = smoothing_convention  # type: ignore[assignment]
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     settings = Settings(ignore_index, label_smoothing, convention, z_loss, softcap, temperature, chunk_tokens)
-    # Autocast does not cast float64, and does not accept it as its dtype
+    # Autocast does not cast float64, and does not accept it as a dtype
     cast_to = None if dtype == torch.float64 else dtype
     with torch.autocast(hidden.device.type, cast_to, enabled=autocast):
         job = cross_entropy_job(inputs, settings, check_inputs(inputs, settings, None, loss_scale))
@@ -179,7 +179,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each argument, in their order; None for an argument that has none."""
+    """Return the gradient of each argument, in order; None for an argument that has none."""
     refuse_second_derivative(THIS, INSTEAD)
     grads: dict[str, Tensor | None] = {}
     if upstream is not None:

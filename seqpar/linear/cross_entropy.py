@@ -51,9 +51,9 @@ def linear_cross_entropy(
     memory: Literal["least"] | None = None,
     weight_grad: Tensor | None = None,
 ) -> TokenLoss:
-    """Return the summed cross-entropy of `hidden @ weight.T + bias`, while one chunk's logits exist at a time.
+    """Return the summed cross-entropy of `hidden @ weight.T + bias`, with only one chunk's logits in memory at a time.
 
-    Plain equivalent, with its gradients, to the last digits of float64:
+    Plain equivalent, matched to the last digits of float64, gradients included:
 
         logits = F.linear(hidden, weight, bias).flatten(0, -2)
         F.cross_entropy(
@@ -73,7 +73,7 @@ def linear_cross_entropy(
         weight: (V, D), the layout of `nn.Linear` and `nn.Embedding`, so it may be tied to an embedding. A DTensor split
             by rows on a mesh of one axis defines `vocab` itself.
         target: class indices of hidden's leading shape, in [0, vocab_size) or `ignore_index`.
-        soft_target: a distribution over a few classes of each row, which takes the target's place in the loss:
+        soft_target: a distribution over a few classes for each row, which replaces the target in the loss:
             `-sum_j q_j log p_j` over the given classes. `target` then only says which rows are ignored, and what `nll`
             and `correct` refer to. It gets no gradient, and cannot be combined with label smoothing or class weights.
         bias: (V,).
@@ -81,44 +81,45 @@ def linear_cross_entropy(
             it: "torch", "fairseq" or "harvard", as `seqpar.LabelSmoothing` defines them.
         z_loss: factor of the squared log-partition, which keeps logits near 0 (PaLM, Chowdhery et al. 2022,
             section 5, with 1e-4).
-        softcap: replaces logits by `softcap * tanh(logits / softcap)` (Gemma 2, 2024, section 2); None does not.
+        softcap: replaces logits with `softcap * tanh(logits / softcap)` (Gemma 2, 2024, section 2); None: no cap.
         temperature: divides the logits, after softcap; above 0.
-        class_weight: (V,), w: multiplies each class's term of the sum, in "harvard" the whole KL term
+        class_weight: (V,), the w above: multiplies each class's term of the sum or, with "harvard", the whole KL term
             `q_k (log q_k - log p_k)`. For "torch" these are the weights of `torch.nn.CrossEntropyLoss`. It gets no
             gradient.
-        token_weight: target's shape, a: multiplies each token's loss (an advantage, the weight of its sequence), of
-            either sign. `tokens`, `nll` and `correct` count every token once. It gets a gradient if it requires one.
-        loss_scale: the factor that `total` will be multiplied by before `backward`, a number other than 0 or a tensor
-            of one. For float16, whose small gradients would underflow: `scaler.get_scale() / tokens` with a GradScaler.
-            Gradients are stored multiplied by it and divided by it in backward; any factor gives the right gradient,
-            unless it makes them overflow their dtype.
-        chunk_tokens: the most rows whose logits exist at once; None chooses by bytes.
-        vocab: which classes `weight` has, if the vocabulary is split over ranks. Then hidden and target must be the
-            same on every rank of the group, or every rank raises (hidden states are compared by sums of them, up to
-            rounding); weight and bias are this rank's rows, and class_weight is for this rank's classes, or for all.
-            Costs one all-gather per chunk, one small one per call (with class weights two all-reduces more), and one
+        token_weight: target's shape, the a above: multiplies each token's loss (an advantage, the weight of its
+            sequence); may be negative. `tokens`, `nll` and `correct` count every token once. It gets a gradient if it
+            requires one.
+        loss_scale: the factor that `total` will be multiplied by before `backward`: a nonzero number, or a tensor
+            holding one. For float16, where small gradients would underflow: `scaler.get_scale() / tokens` with a
+            GradScaler. Gradients are stored multiplied by it and divided by it in backward; any factor gives the right
+            gradient, unless it makes them overflow their dtype.
+        chunk_tokens: the maximum number of rows whose logits exist at once; None chooses it by size in bytes.
+        vocab: the classes that `weight` holds, if the vocabulary is split over ranks. Hidden and target must then be
+            the same on every rank of the group, or every rank raises (hidden states are compared by their sums, up to
+            rounding); weight and bias are this rank's rows, and class_weight covers this rank's classes or all of them.
+            Costs one all-gather per chunk, one small one per call (plus two all-reduces with class weights), and one
             all-reduce of the hidden gradient per backward.
-        memory: "least" computes the logits again in backward, over tiles of the vocabulary: four products instead of
-            three, and no float32 sum of the weight's gradient. Not with `soft_target`.
+        memory: "least" recomputes the logits in backward, over tiles of the vocabulary: four products instead of
+            three, and no float32 sum of the weight's gradient. Not allowed with `soft_target`.
         weight_grad: with `memory="least"`, a float32 tensor of weight's shape (float64 for a float64 weight) that
-            backward adds the weight's gradient into, such as Megatron's `main_grad`; `weight.grad` stays as it is.
+            backward adds the weight's gradient into, such as Megatron's `main_grad`; `weight.grad` is left unchanged.
 
     Returns:
         `TokenLoss`, the same on every rank of the group: `total` in float32 or wider; `nll` without smoothing, weights
-        and z-loss, at this temperature; `correct` counts targets that are the most likely class, the lowest one if
-        several are. `total` can be differentiated once.
+        and z-loss, at this temperature; `correct` counts the targets that are the most likely class (in a tie, the
+        lowest). `total` can be differentiated once.
 
-    Under autocast the products are in autocast's dtype, as those of `F.linear`. Under `torch.compile` the loss is one
-    operator of the graph (it works with `fullgraph=True`) with the same numbers; with a split vocabulary, a soft target
-    or `memory` it runs between two graphs.
+    Under autocast the products are computed in autocast's dtype, like those of `F.linear`. Under `torch.compile` the
+    loss is one operator of the graph (it works with `fullgraph=True`) and gives the same numbers; with a split
+    vocabulary, a soft target or `memory` it runs between two graphs.
 
     Raises:
         TypeError: an argument that is not a dense tensor or not a number; a float target; tensors of different dtypes;
-            a DTensor of another layout.
+            a DTensor with an unsupported layout.
         ValueError: shapes or devices that do not fit; a number out of its range; a shard beyond the vocabulary.
         IndexError: a target outside [0, vocab_size) that is not ignored (with value and position), on every rank.
-        RuntimeError: ranks that disagree on sizes, settings, hidden, targets or the validity of their inputs, on every
-            rank.
+        RuntimeError: on every rank, if ranks disagree on sizes, settings, hidden, targets or the validity of their
+            inputs.
 
     Example:
         >>> hidden, weight = torch.randn(2, 6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)

@@ -60,7 +60,7 @@ def linear_distillation(
 
     With p the student's distribution and q the teacher's, the divergence of a row is
 
-        "forward_kl"        KL(q || p) (Hinton et al. 2015, section 2, without their factor `temperature**2`, which
+        "forward_kl"        KL(q || p) (Hinton et al. 2015, section 2, but without their factor `temperature**2`, which
                             makes the gradient's size independent of the temperature)
         "reverse_kl"        KL(p || q) (MiniLLM, Gu et al. 2024, section 2)
         "jsd"               beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD, Agarwal et al.
@@ -71,31 +71,32 @@ def linear_distillation(
         hidden, weight, bias: the student's, as in `linear_cross_entropy`.
         teacher: a `TeacherHidden`, `TeacherLogProbs` or `TeacherTopK`. It gets no gradient.
         target: the classes, of hidden's leading shape; for the loss they only say which rows are ignored.
-        divergence: which one; all are at least 0, and 0 where student and teacher agree.
+        divergence: which one to use; all are at least 0, and 0 if student and teacher agree.
         beta: for "jsd" only, in (0, 1): near 0 it behaves like forward_kl, near 1 like reverse_kl.
-        temperature: divides the student's logits and those of a `TeacherHidden`; above 0. Log-probabilities are taken
-            as they are, so they must be of the same temperature.
+        temperature: divides the student's logits and those of a `TeacherHidden`; above 0. Log-probabilities are used
+            as they are, so they must have the same temperature.
         token_weight, loss_scale: as in `linear_cross_entropy`.
-        chunk_tokens: the most rows whose logits exist at once, the student's and the teacher's; None chooses by bytes.
+        chunk_tokens: the maximum number of rows whose logits (the student's and the teacher's) exist at once; None
+            chooses it by size in bytes.
         vocab: as in `linear_cross_entropy`. A teacher's hidden states, ids and log-probabilities are the same on every
-            rank; its weight, bias, and what a `TeacherLogProbs` returns are of this rank's classes. Costs three
-            all-reduces per chunk (a `TeacherLogProbs` four, a `TeacherTopK` two).
+            rank; its weight, its bias and what a `TeacherLogProbs` returns are those of this rank's classes. Costs
+            three all-reduces per chunk (four with a `TeacherLogProbs`, two with a `TeacherTopK`).
 
     Returns:
         `TokenLoss`, the same on every rank of the group: `total` in nats (total variation in probability), float32 or
         wider, differentiable once; `nll` and `correct` of the student against `target`, at this temperature.
 
-    A class to which both give probability 0 (a bias of -inf) counts for nothing. One to which only the student gives 0
+    A class to which both give probability 0 (a bias of -inf) has no effect. One to which only the student gives 0
     makes "forward_kl" inf; one to which only the teacher gives 0 makes "reverse_kl" inf and its gradient nan. "jsd" and
     "total_variation" stay finite.
 
     Raises:
-        TypeError: a teacher of another type; a float target; hidden and weight of different dtypes outside autocast.
-        ValueError: shapes or devices that do not fit; a number out of its range; another divergence; log-probabilities
-            that do not sum to 1 as probabilities (those of a `TeacherTopK`: to more than 1); a class that occurs twice
-            in a row of ids.
+        TypeError: an unknown type of teacher; a float target; hidden and weight of different dtypes outside autocast.
+        ValueError: shapes or devices that do not fit; a number out of its range; an unknown divergence;
+            log-probabilities that do not sum to 1 as probabilities (with a `TeacherTopK`: that sum to more than 1); a
+            class that occurs twice in a row of ids.
         IndexError: a target outside [0, vocab_size) that is not ignored, or an id outside it (with value and position).
-        RuntimeError: ranks that disagree, on every rank.
+        RuntimeError: on every rank, if ranks disagree.
 
     Example:
         >>> hidden, weight = torch.randn(2, 6, 8), torch.randn(50, 8)
@@ -126,7 +127,7 @@ def linear_distillation(
 
 
 def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: VocabShard) -> None:
-    """Raise unless it is a teacher whose tensors fit the student's."""
+    """Raise unless this is a teacher whose tensors fit the student's."""
     kinds = (TeacherHidden, TeacherLogProbs, TeacherTopK)
     check_type(teacher, "teacher", kinds, "a seqpar.TeacherHidden, TeacherLogProbs or TeacherTopK")
     if isinstance(teacher, TeacherTopK):
@@ -142,7 +143,7 @@ def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: V
 
 
 def _teacher_facts(teacher: Teacher) -> Mapping[str, object]:
-    """Return what must be the same on all ranks, by name."""
+    """Return what about the teacher must be the same on all ranks, by name."""
     facts: dict[str, object] = {"teacher": type(teacher).__name__}
     if isinstance(teacher, TeacherHidden):
         facts["the width and dtype of teacher.hidden"] = (teacher.hidden.size(-1), teacher.hidden.dtype)
@@ -157,7 +158,7 @@ def _teacher_facts(teacher: Teacher) -> Mapping[str, object]:
 def _dense(
     teacher: TeacherHidden | TeacherLogProbs, inputs: Inputs, settings: Settings
 ) -> AgainstHead | AgainstLogProbs:
-    """Return what computes the teacher's log-probabilities of all classes, chunk by chunk."""
+    """Return the object that computes the teacher's log-probabilities of all classes, chunk by chunk."""
     if isinstance(teacher, TeacherHidden):
         dtype = product_dtype(teacher.hidden)
         head = Projection(teacher.weight, teacher.bias, dtype, None, float(settings.temperature))
@@ -167,11 +168,11 @@ def _dense(
 
 
 SUM_ROUNDINGS = 4
-"""By how many roundings at most a computed log_softmax's probabilities sum to less than 1; 2 were measured."""
+"""A computed log_softmax's probabilities sum to at most this many roundings less than 1; 2 were measured."""
 
 
 def _log_q(teacher: TeacherTopK, ids_NC: Tensor, vocab_size: int) -> Tensor:
-    """Return log q of the given classes, in float32 or wider, and of the rest, in float64, if it is kept."""
+    """Return log q of the given classes in float32 or wider; if the rest is kept, append its log q, in float64."""
     log_q_NC = teacher.log_probs.detach().flatten(0, -2)
     log_q_NC = log_q_NC.to(wide(log_q_NC.dtype)).masked_fill(ids_NC < 0, -torch.inf)
     if teacher.rest == "renormalize":
@@ -179,11 +180,11 @@ def _log_q(teacher: TeacherTopK, ids_NC: Tensor, vocab_size: int) -> Tensor:
     # In float64, because the sum's own rounding must not look like a rest
     log_q_NC = log_q_NC.double()
     rest_N1 = -torch.expm1(log_q_NC.logsumexp(-1, keepdim=True))
-    # Computing and rounding each log q may have moved the sum by this much; a rest below that is no information
+    # Computing and rounding each log q may have moved the sum by this much; a smaller rest is meaningless
     size_NC = (log_q_NC.exp() * log_q_NC).masked_fill(log_q_NC == -torch.inf, 0).abs()
     stored = teacher.log_probs.dtype
     eps = max(torch.finfo(stored).eps, SUM_ROUNDINGS * torch.finfo(wide(stored)).eps)
     is_rest_N1 = rest_N1 > eps * (1 + size_NC.sum(-1, keepdim=True))
-    # A row with every class has none, whatever the sum
+    # A row with every class has no rest, whatever the sum
     is_rest_N1 &= (ids_NC >= 0).sum(-1, keepdim=True) < vocab_size
     return torch.cat([log_q_NC, rest_N1.where(is_rest_N1, 0).log()], -1)

@@ -1,15 +1,15 @@
-"""Compare a student's rows with a distribution over a few classes of each: soft targets, and a teacher's k classes.
+"""Compare a student's rows with distributions over a few classes per row: soft targets, and a teacher's k classes.
 
 Both are functions of the classes' log-probabilities. A soft target q costs
 
     loss = - sum_j q_j log p_j + z_loss lse^2,      d loss / d log p_j = - q_j,   d loss / d lse = 2 z_loss lse
 
 A teacher's k classes are compared by a divergence, either among themselves, with log p'_j = log p_j - log sum_i p_i, or
-with all others together as one further class, whose log-probability is the score `log_rest`. That is a log-sum-exp of
-its own, not the logarithm of 1 - sum_j p_j, so it is exact however little the others have, and -inf where there are
-none.
+with all others together as one more class, whose log-probability is the score `log_rest`. That is a separate
+log-sum-exp, not the logarithm of 1 - sum_j p_j, so it is exact however little probability the others have, and -inf if
+there are none.
 
-Shape suffixes: N rows, C the given classes, or those and the rest.
+Shape suffixes: N rows, C the given classes, with or without the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from seqpar.rows.smoothing import LossOfScores, RowLosses
 
 
 class SoftTargetOfScores(NamedTuple):
-    """The cross-entropy with q, the only per-token tensor; a class that has none of it adds 0, whatever its log p."""
+    """The cross-entropy with q, the only per-token tensor; a class with q = 0 adds 0, whatever its log p."""
 
     z_loss: float
 
@@ -81,11 +81,11 @@ def loss_on_few_classes(
     values_NC: Tensor,
     loss_scale: float | Tensor,
 ) -> TokenLoss:
-    """Return the summed loss of arguments that have been checked.
+    """Return the summed loss, given arguments that have been checked.
 
     Args:
-        ids_NC: the given classes of all rows; -1 fills up a row.
-        values_NC: the loss's per-token tensor. With a column more than ids_NC it has the rest as one class.
+        ids_NC: the given classes of all rows; -1 pads a row.
+        values_NC: the loss's per-token tensor. If it has one column more than ids_NC, that is the rest as one class.
     """
     call = prepare(inputs, settings, given)
     rest = values_NC.size(1) > ids_NC.size(1)

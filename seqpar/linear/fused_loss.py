@@ -1,11 +1,11 @@
-"""Sum a projection's cross-entropy over chunks where one Triton kernel computes the loss of a row and its gradient.
+"""Sum a projection's cross-entropy over chunks, with one Triton kernel that computes a row's loss and its gradient.
 
-For each chunk of rows: a product, the kernel, which overwrites the product by its gradient G, and two products from it,
+Each chunk of rows takes a product, the kernel, which overwrites the product with its gradient G, and two products of G,
 
     d hidden = G @ weight,   d [weight, bias] = G.T @ [hidden, 1]
 
-so that the bias's gradient is a column beside the weight's and costs no further reading of G. Nothing is read from the
-device meanwhile.
+so that the bias's gradient is a column next to the weight's and G need not be read again for it. Meanwhile nothing is
+read from the device.
 
 Shape suffixes: N rows, K rows of one chunk, D hidden, V vocabulary, R rows of numbers about rows.
 """
@@ -28,15 +28,15 @@ from seqpar.linear.projection import Projection, zero_rows
 from seqpar.rows.smoothing import SoftTarget
 
 COUNTED = 2**24
-"""Up to here float32 counts exactly."""
+"""Up to this number float32 counts exactly."""
 
 SPARE = 2**27
-"""Numbers of a weight's gradient that backward writes beside the float32 sum: at most 256 MiB, half of what the logits
-of a chunk took, which are freed by then. A larger sum is overwritten by its gradient, as `narrowed` does, and has no
-column beside it: with so wide hidden states reading the logits once more takes 1 to 5 % of the products' time."""
+"""How many numbers of a weight's gradient backward may write into memory besides the float32 sum: at most 256 MiB, half
+of what the logits of a chunk took, which are freed by then. A larger sum is overwritten with its gradient, as in
+`narrowed`, and has no extra column: rereading the logits takes only 1 to 5 % of the products' time at such a width."""
 
 BESIDE = 8
-"""Columns of ones beside the hidden states, of which one would do: rows stay multiples of 16 bytes."""
+"""Columns of ones next to the hidden states: one would do, but eight keep rows at multiples of 16 bytes."""
 
 
 class FusedLoss:
@@ -47,7 +47,7 @@ class FusedLoss:
         weight_V: the class weights, in float32 or wider; None if all are 1.
         weight_sum: W, their sum over the classes that have a share of the smoothing; None without smoothing.
         target_N: the classes of all rows.
-        count: how many of them are not ignored, on the device; None counts here.
+        count: how many of them are not ignored, on the device; None counts them here.
         ignore_index: the ignored target.
         in_chunks: whether chunks contain ignored rows.
     """
@@ -75,7 +75,7 @@ class FusedLoss:
         """Return the summed loss; store its gradients in `gradients` unless that is None."""
         count = self.count
         if count is None:
-            # All are classes, or they are not checked
+            # They are known to be classes, or are not checked at all
             count = count_targets(self.target_N, 2**62, self.ignore_index)
         dtype = wide(self.projection.weight_VD.dtype)
         token_weight_N = None
@@ -121,17 +121,17 @@ class FusedLoss:
             own_KV = None if product_KV is None else product_KV[:rows]
             grad_KV = torch.mm(hidden_KD, weight_DV, out=own_KV)
             if gradients is not None and stored is None:
-                # While the device computes the first product, for which it has been waiting
+                # Only now, while the device is busy with the first product
                 stored = _Stored(gradients, weight_VD, len(chunks), most)
             self.kernel(grad_KV, target, token_weight, first, scale, out_RN, place, stored is not None)
             if stored is not None:
                 stored.add(chunk, grad_KV, hidden_KD, out_RN, place)
-            # Before the next product takes memory, which may be this
+            # Before the next product allocates memory, which may then be this
             del grad_KV
             place += rows
 
     def _product_memory(self, most: int) -> Tensor | None:
-        """Return memory for a product's rows in which each is aligned; None if they are aligned without it."""
+        """Return memory in which each row of a product is aligned; None if rows are aligned anyway."""
         weight_VD = self.projection.weight_VD
         classes = weight_VD.size(0)
         if align(classes) == classes:
@@ -143,8 +143,8 @@ class _Stored:
     """The gradients of all leaves, chunk by chunk, in the slots of `gradients`.
 
     Args:
-        chunks: how many there are.
-        most: how many rows the largest of them has.
+        chunks: the number of chunks.
+        most: the number of rows in the largest chunk.
     """
 
     def __init__(self, gradients: Gradients, weight_VD: Tensor, chunks: int, most: int) -> None:
@@ -161,7 +161,7 @@ class _Stored:
             return
         self.weight = whole = _WeightGradient(self.weight, weight_VD.size(1))
         gradients.params[0] = whole
-        # A single chunk's gradient is copied once to leave the column out, which may take as much as its logits took
+        # A single chunk's gradient is copied once to drop the column; the copy may be as large as its logits were
         has_room = chunks > 1 or (most >= whole.width and weight_VD.numel() <= SPARE)
         if self.bias is not None and wide(weight_VD.dtype) != weight_VD.dtype and has_room:
             self.ones_KB = weight_VD.new_ones((most, BESIDE))
@@ -169,7 +169,7 @@ class _Stored:
             self.bias = None
 
     def add(self, chunk: Chunk, grad_KV: Tensor, hidden_KD: Tensor, out_RN: Tensor, place: int) -> None:
-        """Store a chunk's gradients, given that of its product."""
+        """Store a chunk's gradients, given the gradient of its product."""
         rows = grad_KV.size(0)
         if self.hidden is not None:
             self.hidden.write_product(chunk, grad_KV, self.weight_VD)
@@ -201,7 +201,7 @@ class _HiddenGradient(RowGradient):
 
 
 class _WeightGradient(SummedGradient):
-    """The weight's gradient, with that of the bias in a column beside it if there is a `beside` to receive it."""
+    """The weight's gradient, with the bias's in an extra column if there is a `beside` to receive that."""
 
     def __init__(self, slot: SummedGradient, width: int) -> None:
         super().__init__(slot.dtype, slot.chunks)
@@ -236,7 +236,7 @@ class _WeightGradient(SummedGradient):
 
 
 class _ColumnGradient(SummedGradient):
-    """The bias's gradient, which is summed beside the weight's."""
+    """The bias's gradient, which is summed in a column next to the weight's."""
 
     def __init__(self, slot: SummedGradient, weight: _WeightGradient) -> None:
         super().__init__(slot.dtype, slot.chunks)
@@ -246,7 +246,7 @@ class _ColumnGradient(SummedGradient):
     def release(self, factor: Tensor | None) -> Tensor | None:
         """Return the gradient times `factor` (None is 1) in the bias's dtype, and drop the reference to it."""
         if not self.parts and self.weight.parts:
-            # The weight's is not asked for, or later
+            # The weight's gradient is not asked for, or only later
             column_V = self.weight.parts[0][:, self.weight.width]
             return (column_V if factor is None else column_V * in_own_precision(factor, column_V)).to(self.dtype)
         if not self.parts:
@@ -255,7 +255,7 @@ class _ColumnGradient(SummedGradient):
         self.parts = []
         if factor is self.factor or factor is None or self.factor is None:
             return found
-        # The weight's was asked for by an earlier backward, with a factor of its own
+        # An earlier backward, with its own factor, asked for the weight's gradient
         ratio = (factor / self.factor).where(factor != self.factor, 1.0)
         return (found * in_own_precision(ratio, found)).to(self.dtype)
 

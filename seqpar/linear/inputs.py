@@ -95,7 +95,7 @@ class PreparedCall(NamedTuple):
     """The target of rows that a chunk contains but that do not count; None if no chunk contains such rows."""
 
     def job(self, loss: ProductLoss, per_token: tuple[Tensor, ...] = ()) -> Job:
-        """Return what is added up, given the loss of its rows and the per-token tensors that the loss takes."""
+        """Return the job that sums this loss over the rows, given the per-token tensors that the loss takes."""
         leaves = flatten(self.leaves._replace(per_token=per_token), self.chunks)
         walk = partial(sum_over_chunks, partial(chunk_loss, loss, self.target_N, self.ignored))
         return walk, self.chunks, leaves
@@ -108,9 +108,9 @@ class Checked(NamedTuple):
     q: SoftTarget
     """The target distribution; its excluded class is counted from this rank's first."""
     class_weight: Tensor | None
-    """Those of this rank's classes."""
+    """The weights of this rank's classes."""
     on_its_way: LateNumber | None = None
-    """How many targets are not ignored, below 0 if one of those is no class; None if that has been read."""
+    """How many targets are not ignored, negative if one of those is no class; None if they were checked right away."""
 
 
 def prepare(
@@ -122,7 +122,7 @@ def prepare(
     """Return the projection, the tensors with one row per token, and the chunks of rows.
 
     Args:
-        dtype: that of the matrix products; None is autocast's if it is on, else hidden's.
+        dtype: the dtype of the matrix products; None means autocast's if autocast is on, else hidden's.
     """
     call = _describe_call(inputs, settings, given, dtype)
     return call._replace(chunks=_cut_chunks(inputs, settings, given, call.projection))
@@ -131,7 +131,7 @@ def prepare(
 def _describe_call(
     inputs: Inputs, settings: Settings, given: Checked, dtype: torch.dtype | None = None
 ) -> PreparedCall:
-    """Return what `prepare` does, but no chunks: nothing that is on its way from the device is waited for."""
+    """Return what `prepare` does, but without chunks, so as not to wait for a number on its way from the device."""
     hidden = inputs.hidden
     shard = given.shard
     target_N = inputs.target.flatten().long()
@@ -155,8 +155,8 @@ def _describe_call(
 
 
 def _cut_chunks(inputs: Inputs, settings: Settings, given: Checked, projection: Projection) -> Sequence[Chunk]:
-    """Return the rows whose target is not ignored, in chunks; IndexError where one is no class."""
-    # Every rank must cut the same chunks, also where ranks have different numbers of classes
+    """Return the rows whose target is not ignored, in chunks; raise IndexError if one of these is not a class."""
+    # Every rank must cut the same chunks, even where ranks have different numbers of classes
     classes = given.shard.largest_even_part
     kind = inputs.hidden.device.type
     width = width_for_kernel(inputs.hidden.size(-1), kind) if projection.has_kernels else None
@@ -174,16 +174,16 @@ def _cut_chunks(inputs: Inputs, settings: Settings, given: Checked, projection: 
 
 
 def cross_entropy_job(inputs: Inputs, settings: Settings, given: Checked, chunks: Sequence[Chunk] | None = None) -> Job:
-    """Return what a cross-entropy adds up.
+    """Return the job that sums a cross-entropy.
 
     Args:
-        chunks: None cuts those rows that are not ignored.
+        chunks: None cuts the rows that are not ignored.
     """
     call = _describe_call(inputs, settings, given)
     projection = call.projection
     fused = None
     if call.split is None and projection.has_kernels:
-        # Before the number of rows is waited for, since the device has nothing to do from then to the first product
+        # Before waiting for the number of rows: from then until the first product the device has nothing to do
         fused = _fuse(given, call, settings.ignore_index)
     if chunks is None:
         chunks = _cut_chunks(inputs, settings, given, projection)
@@ -197,7 +197,7 @@ def cross_entropy_job(inputs: Inputs, settings: Settings, given: Checked, chunks
 
 
 def _fuse(given: Checked, call: PreparedCall, ignore_index: int) -> FusedLoss:
-    """Return the walk with one kernel for a chunk's loss and gradient."""
+    """Return the walk that computes a chunk's loss and gradient in one kernel."""
     projection = call.projection
     weight_V = given.class_weight
     if weight_V is not None:
@@ -212,13 +212,13 @@ def _fuse(given: Checked, call: PreparedCall, ignore_index: int) -> FusedLoss:
 def weights_of_classes(
     given: Checked, target_N: Tensor, split: VocabShard | None, dtype: torch.dtype
 ) -> tuple[ClassWeights | None, Tensor | None]:
-    """Return the weights of this rank's classes with their sum over all ranks, and that of each target's class."""
+    """Return the weights of this rank's classes, with their sum over all ranks, and that of each target's class."""
     weight_V = given.class_weight
     if weight_V is None:
         return class_weights(given.q, None), None
     weight_V = weight_V.detach().to(dtype)
     weights = class_weights(given.q, weight_V)
-    # An ignored target need not be a class; while a CUDA graph is captured, neither need another
+    # An ignored target need not be a class; while a CUDA graph is being captured, no target need be one
     index_N, here_N = given.shard.locate(target_N, len(weight_V))
     gold_weight_N = weight_V.new_zeros(len(target_N))
     if len(weight_V):
@@ -240,10 +240,10 @@ def check_inputs(
 ) -> Checked:
     """Return the shard, the soft target and the weights of this rank's classes, after checking the arguments.
 
-    Within `tell_errors`, and before `compare_ranks` where the vocabulary is split.
+    Call this within `tell_errors`, and before `compare_ranks` if the vocabulary is split.
 
     Args:
-        any_dtype: whether weight and bias may have another dtype than hidden without autocast.
+        any_dtype: whether weight and bias may have a different dtype from hidden without autocast.
     """
     refuse_transforms(inputs)
     _check_settings(settings)
@@ -254,30 +254,30 @@ def check_inputs(
 
 @contextlib.contextmanager
 def tell_errors(vocab: VocabShard | None) -> Iterator[None]:
-    """Let an invalid argument raise an error on every rank of the group."""
+    """Make an invalid argument raise an error on every rank of the group."""
     check_type(vocab, "vocab", (VocabShard, NoneType), "a seqpar.VocabShard, or None")
     try:
         yield
     except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
-            # The other ranks, which would otherwise wait for this one, raise too: RuntimeError where theirs differs
+            # The other ranks, which would otherwise wait, raise too: RuntimeError unless they have found the same error
             vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
         raise
 
 
 def _check_settings(settings: Settings) -> None:
-    """Raise unless all numbers are in their ranges; those that were are not looked at again."""
+    """Raise unless all numbers are in their ranges; settings that have passed are not checked again."""
     try:
         _numbers_are_right(*settings)
     except TypeError:
-        # A list has no hash, and is refused here as what it is
+        # A list cannot be hashed; the uncached check refuses it with its own message
         _numbers_are_right.__wrapped__(*settings)
 
 
-# With types, because True == 1
+# Typed, because True == 1
 @lru_cache(typed=True)
 def _numbers_are_right(*numbers: object) -> None:
-    """Raise unless all settings, in their order, are in their ranges."""
+    """Raise unless all settings, given in order, are in their ranges."""
     settings = Settings(*numbers)  # type: ignore[arg-type]
     check_integer(settings.ignore_index, "ignore_index")
     check_size(settings.chunk_tokens, "chunk_tokens")
@@ -289,7 +289,7 @@ def _numbers_are_right(*numbers: object) -> None:
 
 
 def _describe(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Checked:
-    """Return what follows from the arguments; raise for a class outside the vocabulary."""
+    """Return what follows from the arguments; raise if a class lies outside the vocabulary."""
     rows = inputs.weight.size(0)
     if vocab is None and not rows:
         check_shapes(False, "of at least one class", weight=inputs.weight)
@@ -318,16 +318,16 @@ def _describe(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> C
     return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V, count)
 
 
-# With types, because True == 1
+# Typed, because True == 1
 whole_soft_target = lru_cache(typed=True)(soft_target)
-"""The target distribution over a vocabulary, computed once for each settings and size."""
+"""The target distribution over a vocabulary, computed once for each combination of settings and size."""
 
 whole_vocabulary = lru_cache(partial(VocabShard, None, 0))
 """The shard that has all classes of a vocabulary of this size."""
 
 
 def count_late(target: Tensor, vocab_size: int, ignore_index: int) -> LateNumber | None:
-    """Return how many targets are not ignored, as `Checked` has it; None where no kernel counts them."""
+    """Return how many targets are not ignored, as `Checked.on_its_way`; None if no kernel can count them."""
     if why_no_kernel(target.device.type) or is_capturing(target.device):
         return None
     return LateNumber(count_targets(target.flatten().contiguous(), vocab_size, ignore_index))
@@ -337,7 +337,7 @@ def compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: 
     """Raise RuntimeError on every rank unless the ranks of the group agree on everything that they must agree on.
 
     Args:
-        facts: what must be the same beside the inputs and settings, by name; floating tensors with one row for each
+        facts: what must be the same besides the inputs and settings, by name; floating tensors with one row for each
             token must be the same up to rounding.
     """
     rows = len(inputs.weight)
@@ -346,7 +346,7 @@ def compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: 
     vocab.check(rows, {**_facts(inputs, settings, vocab), **plain}, inputs.hidden)
     if inputs.token_weight is not None:
         tensors["token_weight"] = inputs.token_weight.unsqueeze(-1)
-    # Each is a collective, and ranks may have been given them in another order
+    # Each check is a collective, and ranks may have been given the tensors in different orders
     for name, tensor in sorted(tensors.items()):
         vocab.check(rows, {}, tensor, name)
 
@@ -412,7 +412,7 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
 
 
 def checksum(tensor: Tensor) -> int | float:
-    """Return a weighted sum of all numbers: swapped ones change it, as they would not a plain sum."""
+    """Return a weighted sum of all numbers: unlike a plain sum, it changes if two of them are swapped."""
     numbers_N = tensor.detach().flatten()
     numbers_N = numbers_N.double() if numbers_N.is_floating_point() else numbers_N.long()
     return (numbers_N * torch.arange(1, len(numbers_N) + 1, device=tensor.device)).sum().item()
@@ -424,7 +424,7 @@ def _presence(tensor: Tensor | None) -> str:
 
 
 def _local_class_weight(class_weight: Tensor, rows: int, shard: VocabShard) -> Tensor:
-    """Return the weights of this rank's classes, given those or the weights of the whole vocabulary."""
+    """Return the weights of this rank's classes, given either those or the weights of the whole vocabulary."""
     if class_weight.shape == (rows,):
         return class_weight
     if class_weight.shape != (shard.vocab_size,):

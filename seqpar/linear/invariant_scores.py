@@ -1,12 +1,12 @@
 """Compute scores whose bits depend neither on the batch nor on how the vocabulary is split over ranks.
 
-A matrix product of one shape rounds each row in one way, and a row's sums depend on how they are divided into parts. So
-64 rows at a time are multiplied with 1,024 classes at a time, always the same ones: a tile begins at every multiple of
-1,024, whichever rank multiplies it. The tiles' sums are combined as those of the parts in `rows/scores.py`, in the
-order of the classes.
+Matrix products of the same shape round each row in the same way, and a row's sums depend on how they are divided into
+parts. So 64 rows at a time are multiplied with 1,024 classes at a time, always the same ones: a tile begins at every
+multiple of 1,024, whichever rank multiplies it. The tiles' sums are combined like those of the parts in
+`rows/scores.py`, in class order.
 
-A tile belongs to the rank that has its first class. Where a shard begins inside a tile, its rows there are sent to the
-rank that has the tile, once a call.
+A tile belongs to the rank that has its first class. If a shard begins inside a tile, its rows in that tile are sent to
+the rank that owns the tile, once per call.
 
 Shape suffixes: K rows, D hidden, V this rank's classes, P picked classes, T tiles, C numbers of a row.
 """
@@ -29,21 +29,21 @@ from seqpar.linear.recomputed_scores import RecomputedScores, join
 from seqpar.rows.scores import Sums
 
 INVARIANT_ROWS = 64
-"""Rows of every product."""
+"""The number of rows in every product."""
 
 INVARIANT_CLASSES = 1024
-"""Classes of every product but the last: enough that many products take no longer than one."""
+"""The number of classes in every product but the last: enough that many products take no longer than one."""
 
 INVARIANT_WIDTH = 16
-"""What the width of a product is a multiple of, filled up with zeros. With other widths (5, 7, 33) MKL's rounding of a
-row was measured to depend on the row's place; with multiples of 4 it never did."""
+"""The width of a product is padded with zeros to a multiple of this. With other widths (5, 7, 33) MKL's rounding of a
+row was found to depend on the row's position; with multiples of 4 it never did."""
 
 
 class InvariantScores:
     """The scores of a few rows, from products of fixed rows and classes.
 
-    On a split vocabulary all ranks make it together, by a small collective, and one more unless every shard begins with
-    a tile.
+    With a split vocabulary all ranks create it together, with one small collective, and a second one unless every shard
+    begins at a tile.
 
     Args:
         formula: the same scores from products of any shape.
@@ -62,7 +62,7 @@ class InvariantScores:
         if any(span.head for span in spans):
             linear = _whole_tiles(linear, self.all_tiles)
         width = linear.weight_VD.size(1)
-        # Rows of other memory, such as a view's, might be rounded otherwise
+        # Rows in a different memory layout, such as a view's, might be rounded differently
         weight_VD = linear.weight_VD.new_zeros((len(linear.weight_VD), width + -width % INVARIANT_WIDTH))
         weight_VD[:, :width] = linear.weight_VD
         self.tiles: dict[int, Projection] = {}
@@ -79,7 +79,7 @@ class InvariantScores:
         self.width = weight_VD.size(1)
 
     def sums(self, hidden_KD: Tensor, chunk: Chunk) -> Sums:
-        """Return the sums of at most INVARIANT_ROWS rows, without this rank's share."""
+        """Return the sums of at most INVARIANT_ROWS rows, without `share_N`."""
         formula = self.formula
         given_KD = formula.prepare_hidden(hidden_KD, chunk)
         rows, width = given_KD.shape
@@ -117,7 +117,7 @@ class InvariantScores:
         return sums._replace(rank_N=function.over_ranks(before_K))
 
     def _number(self, sums: Sums, start: int) -> Sums:
-        """Return the sums with as many top classes as are wanted, by their numbers in the whole vocabulary."""
+        """Return the sums with as many top classes as are wanted, numbered within the whole vocabulary."""
         if sums.top_NT is None or sums.top_ids_NT is None:
             return sums
         top_NT, top_ids_NT = self.formula.projection.function.filled_top(sums.top_NT, sums.top_ids_NT + start)
@@ -132,14 +132,14 @@ class _Linear(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """The classes of a rank, from `start` to before `end`."""
+    """A rank's classes, from `start` up to but not including `end`."""
 
     start: int
     end: int
 
     @property
     def head(self) -> int:
-        """Return how many of them come before the first tile that begins here."""
+        """Return how many of these classes come before the first tile that begins here."""
         return min(self.end, _border(self.start)) - self.start
 
     @property
@@ -150,7 +150,7 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiles(VocabShard):
-    """All tiles of the vocabulary, of which each rank has some, as the parts of a row.
+    """All tiles of the vocabulary as the parts of a row; each rank has some of them.
 
     Args:
         spans: each rank's classes.
@@ -163,14 +163,14 @@ class _Tiles(VocabShard):
         return self.spans[rank_in(self.group)].tiles
 
     def rank(self) -> int:
-        """Return any part: this rank is several, and the share of one is not used."""
+        """Return an arbitrary part: this rank has several, and no part's share is used."""
         return 0
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every tile's numbers of the rows (T, C, K), in the order of the classes, from this rank's (C, T K)."""
+        """Return every tile's numbers of the rows (T, C, K), in class order, given this rank's (C, T K)."""
         numbers_TCK = tensor.unflatten(-1, (len(self.own()), INVARIANT_ROWS)).movedim(-2, 0)
         most = max(len(span.tiles) for span in self.spans)
-        # A collective needs as many tiles from every rank
+        # A collective needs the same number of tiles from every rank
         filled_TCK = torch.cat([numbers_TCK, numbers_TCK.new_zeros((most - len(numbers_TCK), *numbers_TCK.shape[1:]))])
         every_TCK = torch.cat(group_gather(filled_TCK, self.group))
         places = {start: rank * most + i for rank, span in enumerate(self.spans) for i, start in enumerate(span.tiles)}
@@ -178,12 +178,12 @@ class _Tiles(VocabShard):
 
 
 def _border(number: int) -> int:
-    """Return the first multiple of INVARIANT_CLASSES that is not below."""
+    """Return the smallest multiple of INVARIANT_CLASSES that is at least this number."""
     return -(-number // INVARIANT_CLASSES) * INVARIANT_CLASSES
 
 
 def _whole_tiles(linear: _Linear, tiles: _Tiles) -> _Linear:
-    """Return the rows of this rank's tiles: its own after the head, then others' heads to the end of the last tile."""
+    """Return the rows of this rank's tiles: its own after its head, then others' heads up to the last tile's end."""
     own = tiles.spans[rank_in(tiles.group)]
     lines_VC = linear.weight_VD
     if linear.bias_V is not None:

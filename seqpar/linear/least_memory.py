@@ -3,8 +3,8 @@
     forward:    for each chunk of rows, one product, from which a few sums of each row are kept
     backward:   over tiles of the vocabulary with all rows (`linear/vocab_tiles.py`), two products and the first again
 
-No float32 sum of the weight's gradient exists, and the gradient's factor is known when it is computed, so that it is
-rounded once, or added into a tensor of the caller's.
+There is no float32 sum of the weight's gradient, and the gradient's factor is known when it is computed, so that it is
+rounded only once, or added into a tensor of the caller's.
 
 Shape suffixes: N rows (batch x time), M rows that are in a chunk, P = 1 picked class.
 """
@@ -29,11 +29,11 @@ from seqpar.rows.scores import RowFunction, Sums
 from seqpar.rows.smoothing import CrossEntropyOfScores, RowLosses
 
 LEAST_BUDGET = 128 * 2**20
-"""Bytes of a chunk's or a tile's logits on an accelerator: enough for products of 512 rows, or 8,192 classes."""
+"""Bytes of a chunk's or tile's logits on an accelerator: enough for products of 512 rows or of 8,192 classes."""
 
 
 def check_memory(memory: object, weight_grad: object, soft_target: object, inputs: Inputs) -> None:
-    """Raise unless `memory` and `weight_grad` are what `linear_cross_entropy` says."""
+    """Raise unless `memory` and `weight_grad` are as `linear_cross_entropy` requires."""
     if memory is not None:
         check_choice(memory, "memory", ("least",))
     if soft_target is not None:
@@ -54,7 +54,7 @@ def check_memory(memory: object, weight_grad: object, soft_target: object, input
 
 
 def least_memory(inputs: Inputs, settings: Settings, given: Checked, weight_grad: Tensor | None) -> TokenLoss:
-    """Return the loss of arguments that have been checked."""
+    """Return the loss, given arguments that have been checked."""
     if settings.chunk_tokens is None:
         row_bytes = max(1, given.shard.largest_even_part * wide(inputs.hidden.dtype).itemsize)
         settings = settings._replace(chunk_tokens=max(1, _budget(inputs.hidden) // row_bytes))
@@ -80,13 +80,13 @@ class _Call:
         self.which = _all_of(self.chunks, len(target_N))
         dtype = wide(projection.weight_VD.dtype)
         if given.class_weight is not None:
-            # Read again in backward: a copy, which the caller cannot change in between
+            # A copy, because backward reads it again, and the caller may change the original in between
             given = given._replace(class_weight=given.class_weight.clone())
         weights, gold_weight_N = weights_of_classes(given, target_N, split, dtype)
         self.loss = CrossEntropyOfScores(given.q, weights)
         self.gold_weight_M = [] if gold_weight_N is None else [gold_weight_N[self.which]]
         self.counted_M = None if counted_N is None else counted_N[self.which]
-        # The same
+        # A copy for the same reason
         picked_N = target_N.clone() if counted_N is None else target_N.where(counted_N, 0)
         projection.ask_for(RowFunction(weights=weights, correct=True, split=split))
         self.formula = RecomputedScores(projection, picked_N.unsqueeze(1), None, counted_N)
@@ -115,7 +115,7 @@ def _all_of(chunks: Sequence[Chunk], rows: int) -> Chunk:
 
 
 class _LeastMemory(torch.autograd.Function):
-    """The node: it saves a few numbers a row. Its outputs are the fields of `TokenLoss`."""
+    """The autograd node, which saves a few numbers per row. Its outputs are the fields of `TokenLoss`."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _LeastMemory(torch.autograd.Function):
             loss = TokenLoss.zero(call.formula.projection.weight_VD.dtype, hidden_ND.device, tells=True)
         else:
             losses, sums, loss = call.losses(hidden_ND)
-            # What is picked and whether it is right are not needed again
+            # Backward needs neither the picked logits nor whether predictions are correct
             ctx.found = losses, sums._replace(picked_NP=sums.picked_NP[:, :0], correct_N=None)
             total_M = loss.total
             if token_weight_N is not None:
@@ -171,7 +171,7 @@ class _LeastMemory(torch.autograd.Function):
 
 
 def _spread_rows(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:
-    """Return a gradient of all rows, given that of some; 0 in the others."""
+    """Return a gradient for all rows, given that of some rows; 0 in the others."""
     if isinstance(which, slice):
         return of_rows.to(like.dtype)
     return torch.zeros_like(like).index_copy_(0, which, of_rows.to(like.dtype))

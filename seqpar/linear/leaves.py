@@ -15,7 +15,7 @@ from seqpar.core.token_loss import TokenLoss
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's if it is on and casts such a tensor, else hidden's."""
+    """Return the dtype of the matrix products: autocast's if it is on and casts hidden's dtype, else hidden's."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -34,26 +34,26 @@ class ByLeaf(NamedTuple, Generic[OfTokens, OfParams]):
     bias: OfParams | None = None
     token_weight: OfTokens | None = None
     per_token: tuple[OfTokens, ...] = ()
-    """What the loss of a row takes beside its scores."""
+    """What the loss of a row takes besides its scores."""
 
 
 LinearLeaves = ByLeaf[Tensor, Tensor]
 """The tensors themselves."""
 
 LinearSlots = ByLeaf[RowGradient | None, SummedGradient | None]
-"""Where a gradient is stored; None where none is wanted."""
+"""Where each gradient is stored; None if it is not wanted."""
 
 LinearWanted = ByLeaf[bool, bool]
-"""Which of them want a gradient."""
+"""Which of the tensors want a gradient."""
 
 LinearGradients = ByLeaf[Tensor | None, Tensor | None]
-"""Their gradients; None where none was wanted."""
+"""Their gradients; None if not wanted."""
 
 
 def flatten(leaves: LinearLeaves, chunks: Sequence[Chunk]) -> Leaves:
-    """Return the leaves in the order of `slots_of`, and the loss of no tokens if there are no chunks."""
+    """Return the leaves in the order of `slots_of`, with the loss of no tokens if there are no chunks."""
     hidden, weight, bias, token_weight, per_token = leaves
-    # A chunk of a projection has every sum
+    # All the sums of `TokenLoss`, as a projection's chunks have
     empty = None if chunks else TokenLoss.zero(product_dtype(hidden), hidden.device, tells=True)
     return Leaves((hidden, token_weight, *per_token), (weight, bias), empty)
 
@@ -85,7 +85,7 @@ def loss_and_gradients(
 
 
 def _release(slot: RowGradient | SummedGradient | None, leaf: Tensor | None) -> Tensor | None:
-    """Return the gradient stored in a slot: zeros if no chunk has written to it."""
+    """Return the gradient stored in a slot; zeros if no chunk has written to it."""
     if slot is None or leaf is None:
         return None
     grad = slot.release(None)

@@ -1,4 +1,4 @@
-"""Compute the scores of tokens under a projection with a low-rank adapter, W + s B A, without forming that sum.
+"""Compute the scores of tokens under a projection with a low-rank adapter, W + s B A, without materialising that sum.
 
     hidden @ (W + s B A).T = [hidden, s hidden A.T] @ [W, B].T            (LoRA, arXiv:2106.09685, section 4.1)
 
@@ -39,30 +39,31 @@ def lora_scores(
     vocab: VocabShard | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenScores:
-    """Return the scores of every token under a projection and its low-rank adapter, a chunk's logits at a time.
+    """Return the scores of every token under a projection and its low-rank adapter, with one chunk's logits at a time.
 
     Plain equivalent, without dropout:
 
         token_scores(hidden, base_weight + scaling * lora_B @ lora_A, target, ...)
 
-    One (V, D + R) copy of the base weight and the adapter's B exists, and in backward its gradient.
+    One (V, D + R) copy of the base weight and the adapter's B is made, and in backward its gradient.
 
     Args:
         hidden: (N, D) or (batch, time, D).
         base_weight: (V, D), usually frozen. Its gradient is computed only if it needs one.
-        lora_A, lora_B: the adapter, (R, D) and (V, R). They may have a wider dtype than `hidden`, as PEFT's have: the
-            product with A is computed in A's dtype, and then rounded to that of `hidden`, as B is to `base_weight`'s.
+        lora_A, lora_B: the adapter, (R, D) and (V, R). They may have a wider dtype than `hidden`, as PEFT's do: the
+            product with A is computed in A's dtype and then rounded to that of `hidden`; B is rounded to
+            `base_weight`'s.
         scaling: the adapter's factor; `lora_alpha / r` in PEFT.
         adapter_hidden: what A multiplies, if it is not `hidden`: `dropout(hidden)`, of hidden's shape.
         vocab: with a split vocabulary, this rank has its own rows of base_weight, lora_B and bias, and all of lora_A.
         target, bias, ignore_index, temperature, softcap, entropy, top_k, ids, rank, product_dtype, batch_invariant,
-            chunk_tokens: as `token_scores`.
+            chunk_tokens: as in `token_scores`.
 
     Returns:
         `TokenScores`, with gradients for hidden, adapter_hidden, lora_A, lora_B and the bias.
 
     Raises:
-        TypeError, ValueError: an adapter whose shapes do not fit; otherwise as `token_scores`.
+        TypeError, ValueError: an adapter whose shapes do not fit; otherwise as in `token_scores`.
     """
     if adapter_hidden is None:
         adapter_hidden = hidden
@@ -95,7 +96,7 @@ def lora_scores(
 
 
 def _low_rank(adapter_hidden: Tensor, lora_A: Tensor, scaling: float, batch_invariant: bool) -> Tensor:
-    """Return `adapter_rows`; if batch-invariant, by products of one shape, filled up with zeros."""
+    """Return `adapter_rows`; if batch-invariant, from products of one shape, padded with zeros."""
     if not batch_invariant:
         return adapter_rows(adapter_hidden, lora_A, scaling)
     rows_ND = adapter_hidden.flatten(0, -2)
@@ -107,5 +108,5 @@ def _low_rank(adapter_hidden: Tensor, lora_A: Tensor, scaling: float, batch_inva
 
 
 def adapter_rows(adapter_hidden: Tensor, lora_A: Tensor, scaling: float) -> Tensor:
-    """Return s hidden A.T (..., R), which times B.T is the adapter's share of the logits."""
+    """Return s hidden A.T (..., R), which times B.T is the adapter's part of the logits."""
     return F.linear(adapter_hidden.to(lora_A.dtype), lora_A) * scaling

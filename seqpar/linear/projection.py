@@ -1,4 +1,4 @@
-"""Compute logits and scores from hidden states, and the gradients of a projection from theirs.
+"""Compute logits and scores from hidden states, and turn their gradients into those of the projection.
 
     product = hidden @ weight.T + bias                                   (K, V)
     logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
@@ -31,11 +31,11 @@ from seqpar.rows.scores import RowFunction, Softmax, Sums, Upstream
 
 CACHE = 2**23
 """Bytes of logits, for each CPU thread, that go through the softmax's dozen passes in one block: few enough to stay in
-a cache, enough that the calls themselves cost little (measured from 2^18 to a whole chunk)."""
+cache, but enough that the calls themselves cost little (measured from 2^18 to a whole chunk)."""
 
 
 class Read(NamedTuple):
-    """What is in memory after some rows' logits have been read; a kernel reads them again."""
+    """What remains in memory after some rows' logits have been read; nothing with a kernel, which reads them again."""
 
     softmax: Softmax | None
     tanh_KV: Tensor | None
@@ -51,16 +51,16 @@ class OwnSums(NamedTuple):
     here_KP: Tensor | None
     """Which picked classes are here; None if all are."""
     numbers_KV: Tensor
-    """What `before` counts: the logits, or for a kernel the products."""
+    """The numbers that `before` compares: the logits, or for a kernel the products."""
 
 
 class Projection:
-    """Compute logits and scores from hidden states, and gradients back from theirs, in buffers that all chunks reuse.
+    """Compute logits and scores from hidden states, and gradients on the way back, in buffers that all chunks reuse.
 
     logits = cap(hidden @ weight.T + bias) / temperature, where cap(x) is softcap * tanh(x / softcap).
 
     Args:
-        temperature: the same for all rows.
+        temperature: one number for all rows.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Projection:
         softcap: float | None,
         temperature: float,
     ) -> None:
-        # Products are taken where autograd is off; only a cast would be recorded here
+        # Products are computed with autograd off; without detach, only the cast would be recorded
         self.weight_VD = weight if weight.dtype == dtype else weight.detach().to(dtype)
         self.bias_V = bias if bias is None or bias.dtype == dtype else bias.detach().to(dtype)
         self.softcap = softcap
@@ -87,10 +87,10 @@ class Projection:
         self.kernel: RowKernel | None = None
 
     def ask_for(self, function: RowFunction) -> Projection:
-        """Return this projection, which from now on computes these scores of its rows.
+        """Set which scores of its rows this projection computes from now on; return the projection.
 
         Args:
-            function: its class weights, if any, have the products' dtype or a wider one.
+            function: the scores; its class weights, if any, have the products' dtype or a wider one.
         """
         if function.entropy:
             function = function._replace(masked=self._may_be_masked())
@@ -101,9 +101,9 @@ class Projection:
         return self
 
     def product(self, hidden_KD: Tensor) -> Tensor:
-        """Return hidden @ weight.T, with the bias.
+        """Return hidden @ weight.T plus the bias.
 
-        A product whose logits are computed in float32 has no bias: it is added there, before the sum is rounded.
+        If the logits are computed in a wider dtype or by a kernel, the bias is added there, before the sum is rounded.
         """
         out = self.buffer("product", len(hidden_KD), hidden_KD.dtype)
         if self.bias_V is None or self.widen or self.kernel is not None:
@@ -111,7 +111,7 @@ class Projection:
         return torch.addmm(self.bias_V, hidden_KD, self.weight_VD.t(), out=out)
 
     def rows_at_once(self, rows: int) -> int:
-        """Return how many rows make a block of the softmax, at least 1: on the CPU as many as fit in its cache."""
+        """Return how many rows, at least 1, make a block of the softmax: on the CPU as many as fit in its cache."""
         # A kernel needs no cache, and a split vocabulary's all-gathers cost the same for a block as for the chunk
         if not self.in_place or self.kernel is not None or self.function.split is not None:
             return max(1, rows)
@@ -124,7 +124,7 @@ class Projection:
         The logits may use the product's memory, and may be overwritten.
 
         Args:
-            temperature_K: a temperature for each row, by which the logits are divided further.
+            temperature_K: a temperature for each row, which divides the logits further.
         """
         x_KV, tanh_KV = product_KV, None
         if x_KV.dtype != self.wide:
@@ -144,10 +144,10 @@ class Projection:
     def sums(
         self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None, again: bool
     ) -> tuple[Read, Sums]:
-        """Return the sums of some rows, and what `gradient_` needs unless `again` is false.
+        """Return what `gradient_` needs (usable only if `again` is true) and the sums of some rows.
 
         Args:
-            temperature_K: as `logits`.
+            temperature_K: as in `logits`.
         """
         own = self.own_sums(product_KV, picked_KP, temperature_K, again)
         sums = own.sums
@@ -165,11 +165,11 @@ class Projection:
             own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
             return OwnSums(Read(None, None), own, here_KP, product_KV)
         logits_KV, tanh_KV = self.logits(product_KV, temperature_K)
-        # The softmax takes their place, and no class may come before another by its rounding
+        # The softmax overwrites them, and its rounding must not put one class before another
         kept_KV = logits_KV.clone() if self.function.rank else logits_KV
         scratch = logits_KV
         if self.function.entropy and again:
-            # z - m is needed once more in the gradient, but not by the sums alone
+            # The gradient needs z - m once more; the sums alone do not
             scratch = self._memory("terms", logits_KV)
         out = self._softmax_memory(logits_KV, self.function.entropy)
         softmax, own, here_KP = self.function.own_sums_(logits_KV, picked_KP, out=out, scratch=scratch)
@@ -182,7 +182,7 @@ class Projection:
         return self.function.before(own.numbers_KV, target_K, gold_K)
 
     def read_again(self, product_KV: Tensor, sums: Sums, temperature_K: Tensor | None, entropy: bool) -> Read:
-        """Return what `gradient_` needs of products that have been computed again; `entropy` is whether its arrives."""
+        """Return what `gradient_` needs from recomputed products; `entropy` says whether a gradient of it arrives."""
         if self.kernel is not None:
             return Read(None, None)
         logits_KV, tanh_KV = self.logits(product_KV, temperature_K)
@@ -201,7 +201,7 @@ class Projection:
         sums: Sums,
         upstream: Upstream,
     ) -> Tensor:
-        """Overwrite the products by their gradient; return it, without a kernel not yet rounded."""
+        """Overwrite the products with their gradient and return it: without a kernel, before it was rounded."""
         if read.softmax is None:
             assert self.kernel is not None
             index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
@@ -210,7 +210,7 @@ class Projection:
             self.kernel.gradient_(product_KV, index_KP, temperature_K, sums, upstream)
             return product_KV
         grad_KV = self.function.gradient_(read.softmax, picked_KP, sums, upstream)
-        # The derivative of the logits by the capped product
+        # The derivative of the logits with respect to the capped product
         slope = 1.0 if temperature_K is None else temperature_K.reciprocal()
         return self.to_product_(grad_KV, read.tanh_KV, slope, product_KV)
 
@@ -270,19 +270,19 @@ class Projection:
         return buffer[:rows]
 
     def _softmax_memory(self, logits_KV: Tensor, entropy: bool) -> Tensor | None:
-        """Return memory for the softmax: beside z - m for the entropy, else in its place if that works."""
+        """Return memory for the softmax: separate from z - m for the entropy, else the logits' own if that works."""
         if entropy:
             return self._memory("softmax", logits_KV)
         return logits_KV if self.in_place else None
 
     def _memory(self, name: str, logits_KV: Tensor) -> Tensor:
-        """Return memory of the logits' size beside them."""
+        """Return separate memory of the logits' size."""
         if not self.in_place:
             return torch.empty_like(logits_KV)
         return self.buffer(name, len(logits_KV), logits_KV.dtype)
 
     def _may_be_masked(self) -> bool:
-        """Return whether logits may be -inf: only where the bias is. On an accelerator that is not read."""
+        """Return whether logits may be -inf: only where the bias is. On an accelerator the bias is not read."""
         if self.bias_V is None:
             return False
         return not FACTS[self.bias_V.device.type].is_host or bool((self.bias_V == -math.inf).any())

@@ -4,16 +4,16 @@
     logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
 
 `rows/scores.py` has the scores of a row of logits and G, their gradient with respect to the logits. There are two
-ways to the gradient of hidden, G' = d / d product being G times the derivative of cap over the temperature:
+ways to get the gradient of hidden; G' = d / d product is G times the derivative of cap over the temperature:
 
-    backward computes the product again:      d hidden = G' @ weight,  d weight = G'.T @ hidden
+    backward recomputes the product:          d hidden = G' @ weight,  d weight = G'.T @ hidden
     with a frozen projection, forward keeps   A = (d log_prob / d product) @ weight
-                           and backward has   d hidden_i = (u_i + sum_j g_ij) A_i
+                       and backward returns   d hidden_i = (u_i + sum_j g_ij) A_i
                                                            + sum_j g_ij (c_ij weight_(id_ij) - c_i weight_(y_i))
 
 where c is the derivative of cap over the temperature, at the target or at the given class. Row i of A does not depend
-on any upstream factor, so that no second product is needed. Nor does that of the entropy's, but keeping it would take a
-third product either way, and read or write the logits five times in place of three.
+on any upstream factor, so that the product need not be recomputed. The same holds for the entropy's gradient, but
+keeping it would take a third product either way, and read or write the logits five times instead of three.
 
 Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V vocabulary (this rank's
 classes, if it is split), J given classes, P = 1 + J.
@@ -45,12 +45,12 @@ class HiddenSlots(NamedTuple):
 
 
 class RecomputedScores:
-    """The scores of one chunk, and their gradient, for which the chunk's product is computed again.
+    """The scores of one chunk, and their gradient, for which the chunk's product is recomputed.
 
     Args:
-        projection: it has been asked for the scores.
-        picked_NP: of all rows, the target and the given classes.
-        temperature_N: a temperature for each row, by which the projection's logits are divided further; None is 1.
+        projection: must already be set (`ask_for`) to compute the scores.
+        picked_NP: the target and the given classes of all rows.
+        temperature_N: a temperature for each row, which divides the projection's logits further; None is 1.
         counted_N: which rows count; None if no chunk contains rows that do not.
     """
 
@@ -74,7 +74,7 @@ class RecomputedScores:
         return together
 
     def _block_sums(self, block: _Block, own_gradients: bool) -> Sums:
-        """Return the sums of some rows; with `own_gradients`, overwrite their products by d log_prob / d product."""
+        """Return the sums of some rows; with `own_gradients`, overwrite their products with d log_prob / d product."""
         rows = (block.product, block.picked, block.temperature)
         read, sums = self.projection.sums(*rows, again=False)
         if own_gradients:
@@ -84,10 +84,10 @@ class RecomputedScores:
     def store_gradients(
         self, hidden_KD: Tensor, chunk: Chunk, sums: Sums, upstream: Upstream, slots: LinearSlots
     ) -> None:
-        """Compute the chunk's product again, and store the gradients of hidden, weight and bias.
+        """Recompute the chunk's product, and store the gradients of hidden, weight and bias.
 
         Args:
-            sums, upstream: of all rows.
+            sums, upstream: those of all rows.
         """
         hidden_KD = self.prepare_hidden(hidden_KD, chunk)
         sums = sums.select(chunk)
@@ -107,7 +107,7 @@ class RecomputedScores:
     def slots(self, hidden_ND: Tensor) -> HiddenSlots:
         """Return empty slots for all rows."""
         product_dtype = self.projection.weight_VD.dtype
-        # A is added to in backward, so that it must not be rounded below the products' own dtype
+        # Backward adds terms to A, so it must not be rounded to less than the products' own dtype
         like_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, product_dtype))
         slope_NP = hidden_ND.new_zeros(self.picked_NP.shape, dtype=wide(product_dtype))
         return HiddenSlots(RowGradient(like_ND), slope_NP)
@@ -119,7 +119,7 @@ class RecomputedScores:
         of_log_prob_ND: Tensor,
         slope_NP: Tensor,
     ) -> Tensor:
-        """Return the gradient of hidden under a frozen projection, from what forward has kept."""
+        """Return the gradient of hidden under a frozen projection from what forward has kept."""
         u_N = upstream.log_prob
         g_NJ = upstream.log_probs_at
         if u_N is None:
@@ -139,13 +139,13 @@ class RecomputedScores:
         return grad_ND
 
     def _slope(self, chunk: Chunk, picked_logits_KP: Tensor) -> Tensor:
-        """Return c at the target and the given classes: the derivative of their logits by the uncapped product."""
+        """Return c at the target and the given classes: the derivative of their logits with respect to the product."""
         slope_KP = torch.full_like(picked_logits_KP, 1 / self.projection.temperature)
         if self.temperature_N is not None:
             slope_KP = slope_KP / self.temperature_N[chunk].unsqueeze(1)
         if self.projection.softcap is None:
             return slope_KP
-        # logits = slope softcap tanh(product / softcap), so that the derivative is slope (1 - tanh^2)
+        # logits = slope softcap tanh(product / softcap), so the derivative is slope (1 - tanh^2)
         tanh_KP = picked_logits_KP / (slope_KP * self.projection.softcap)
         return slope_KP * (1 - tanh_KP.square())
 
@@ -185,7 +185,7 @@ class _Block(NamedTuple):
 
 
 def join(blocks: list[Sums]) -> Sums:
-    """Return the sums of all blocks."""
+    """Return the sums of all blocks, joined."""
     if len(blocks) == 1:
         return blocks[0]
     columns = zip(*blocks, strict=True)

@@ -1,4 +1,4 @@
-"""Prepare the rows of a call that asks for scores of tokens, after checking what it asks for.
+"""Prepare the rows of a call that computes scores of tokens, after checking its arguments.
 
 Shape suffixes: N rows (batch x time), J given classes.
 """
@@ -39,10 +39,10 @@ from seqpar.linear.inputs import (
 
 
 class ScoreRequest(NamedTuple):
-    """What the caller asked for, beside the log-probability of the target."""
+    """What the caller asked for besides the log-probability of the target."""
 
     temperature: float | Tensor
-    """One for all tokens, or one for each."""
+    """One for all tokens, or one for each token."""
     entropy: bool
     top_k: int | None = None
     ids: Tensor | None = None
@@ -52,18 +52,18 @@ class ScoreRequest(NamedTuple):
 
 
 class ScoreCall(NamedTuple):
-    """A call, prepared, and what was asked for, with one row for each token."""
+    """A prepared call and what was asked for, with one row for each token."""
 
     prepared: PreparedCall
     shape: torch.Size
-    """Target's."""
+    """The target's shape."""
     counted_N: Tensor
-    """Whether the target is not the ignored one."""
+    """Whether the target is not ignored."""
     temperature_N: Tensor | None
     ids_NJ: Tensor | None
     per_token: dict[str, Tensor]
     vocab_size: int
-    """Of the whole vocabulary."""
+    """The size of the whole vocabulary."""
 
 
 def prepare_scores(
@@ -79,7 +79,7 @@ def prepare_scores(
     """Return the call, after checking all arguments on every rank of a split vocabulary.
 
     Args:
-        settings: without the temperature, which is the request's.
+        settings: the settings without the temperature, which is in the request.
         per_token: further tensors with one row for each token; None if the call has no loss.
         loss: the function of the scores.
     """
@@ -117,7 +117,7 @@ def _facts(
     """Return what must be the same on all ranks of a split vocabulary's group, by name."""
     counted = target.long() != ignore_index
     facts: dict[str, object] = dict(request._asdict())
-    # The settings have that of all tokens
+    # A single temperature for all tokens is among the settings
     temperature = facts.pop("temperature")
     if isinstance(temperature, Tensor):
         temperature = checksum(temperature.where(counted, 1.0))
@@ -126,14 +126,14 @@ def _facts(
         facts["ids"] = (*request.ids.shape, checksum(request.ids.long().where(counted.unsqueeze(-1), 0)))
     for name, tensor in per_token.items():
         facts[f"the shape and dtype of {name}"] = (tuple(tensor.shape), tensor.dtype)
-        # Without tokens a size of -1 could be any
+        # Not -1: without tokens that size would be undetermined
         rows_NC = tensor.detach().reshape(target.numel(), math.prod(tensor.shape[target.dim() :]))
         facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.float()
     return facts
 
 
 def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Raise for an invalid argument; only rows that count are looked at."""
+    """Raise for an invalid argument; only rows that count are checked."""
     counted = target.long() != ignore_index
     for name in ("entropy", "batch_invariant", "rank"):
         check_type(getattr(request, name), name, bool, "True or False")

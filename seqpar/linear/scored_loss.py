@@ -1,4 +1,4 @@
-"""Compute a loss that is any function of each token's own scores, with its gradient stored as that of cross-entropy.
+"""Compute any loss that is a function of each token's own scores, storing its gradient as cross-entropy does.
 
 Shape suffixes: N rows (batch x time), K rows of a block, D hidden, V vocabulary (this rank's classes, if it is split),
 J given classes.
@@ -53,7 +53,7 @@ Loss = Callable[..., Tensor]
 """(scores, **per-token tensors) -> one number for each row."""
 
 FEW = 4
-"""How many rows are asked whether calls change what is around them."""
+"""How many rows are used to test whether calls change anything around the function."""
 
 _asked = Asked()
 _asking = threading.RLock()
@@ -79,7 +79,7 @@ def scored_loss(
     loss_scale: float | Tensor = 1.0,
     **per_token: Tensor,
 ) -> TokenLoss:
-    """Return the sum of `loss(scores, **per_token)` over all tokens, while one chunk's logits exist at a time.
+    """Return the sum of `loss(scores, **per_token)` over all tokens, with one chunk's logits in memory at a time.
 
     Plain equivalent:
 
@@ -91,35 +91,35 @@ def scored_loss(
         scores.log_probs_at = log_p.gather(-1, ids)
         loss(scores, **per_token).sum()
 
-    Because a token's loss depends only on its own scores, its gradient is taken while its logits are in memory: three
-    matrix products of rows x D x V, and two under a frozen projection; `token_scores`, for losses that join tokens,
-    needs four.
+    Because a token's loss depends only on its own scores, its gradient is computed while its logits are in memory:
+    three matrix products of rows x D x V, or two under a frozen projection; `token_scores`, for losses that join
+    tokens, needs four.
 
     Args:
         hidden, weight, target, bias, softcap, ignore_index, vocab, chunk_tokens, loss_scale: as in
             `linear_cross_entropy`.
-        loss: a differentiable function of a chunk's scores and per-token tensors, that returns one number for each row.
+        loss: a differentiable function of a chunk's scores and per-token tensors that returns one number for each row.
             `scores` has the fields `log_prob` and `lse` (rows,) and, if asked for, `entropy` (rows,) and
             `log_probs_at` (rows, J), in float32 or wider; `seqpar.rows.scores.Scores` describes them. It is called once
-            for each chunk, and must neither mix rows nor use other tensors that need a gradient. Counts that it adds up
-            elsewhere are those of all rows, and what it sets there is that of one chunk. (What it changes when it is
-            first asked about some rows is put back.)
+            for each chunk, and must neither mix rows nor use other tensors that need a gradient. Counters that it
+            keeps elsewhere add up all rows; anything it sets there holds one chunk's value. (Whatever the initial trial
+            calls on some rows change is restored.)
         ids: int64 classes (target's shape, J) whose log-probabilities the loss takes.
         entropy: whether the loss takes the entropy of each token's distribution.
-        temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
-        per_token: further tensors for the loss, whose first dimensions are target's shape. They are chunked along and
-            get a gradient if they require one.
+        temperature: divides the logits, after softcap; a number above 0, or one for each token, with no gradient.
+        per_token: further tensors for the loss, whose first dimensions are target's shape. They are chunked with the
+            rows and get a gradient if they require one.
 
     Returns:
-        `TokenLoss`: `total` is the differentiable sum, in float32 or wider; `nll` and `correct` are of the targets, at
-        this temperature. On a split vocabulary it is the same on every rank.
+        `TokenLoss`: `total` is the differentiable sum, in float32 or wider; `nll` and `correct` are those of the
+        targets at this temperature. With a split vocabulary it is the same on every rank.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as in `linear_cross_entropy` and `token_scores`.
         TypeError: a `loss` that is not a function, or does not return a floating tensor; a per-token argument that is
             not a tensor.
         ValueError: a loss that mixes rows, returns a shape other than (rows,), depends on what its calls change, or
-            leaves a tensor with a graph elsewhere; a per-token tensor of another shape.
+            leaves a tensor with a graph elsewhere; a per-token tensor of the wrong shape.
         RuntimeError: a loss that uses a tensor that needs a gradient and is not a per-token argument, or whose result
             has no gradient at all.
 
@@ -154,12 +154,12 @@ def scored_loss(
 
 
 class _LossByAutograd:
-    """A function of scores, differentiated by autograd on vectors of one number a row.
+    """A function of scores, differentiated by autograd on vectors with one number per row.
 
     Args:
         function: the caller's loss.
-        names: of the per-token tensors.
-        per_token: these tensors, of all rows.
+        names: the names of the per-token tensors.
+        per_token: these tensors, for all rows.
         wanted: which of them want a gradient.
     """
 
@@ -180,13 +180,13 @@ class _LossByAutograd:
         leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
         asked = (self.code, *self.names, scores.log_prob.dtype, wanted, *self.wanted)
         is_known = _asked.changes(asked) is not None
-        # A graph that begins and ends here is not the caller's. Of several devices' threads one asks, and the others
-        # wait, because it puts back what has changed meanwhile
+        # A graph that begins and ends here is not part of the caller's. If several devices' threads get here, one runs
+        # the check and the others wait, because the check restores whatever has changed in the meantime
         with torch.set_grad_enabled(wanted), graph_of_its_own(), contextlib.nullcontext() if is_known else _asking:
             loss_K = self._call(scores, rows)
-            # In every chunk: what a function uses may depend on its rows
+            # In every chunk, because what a function uses may depend on its rows
             refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
-            # While a CUDA graph is captured no number can be read
+            # While a CUDA graph is being captured, no number can be read
             if not self.is_checked and len(loss_K) and not is_capturing(loss_K.device):
                 self._refuse_detached(loss_K, leaves)
                 self._ask(asked, loss_K, scores, rows)
@@ -212,11 +212,11 @@ class _LossByAutograd:
         return loss_K.to(scores.log_prob.dtype)
 
     def _leaves(self, per_token: Sequence[Tensor], wanted: bool) -> list[Tensor]:
-        """Return rows of the per-token tensors, of which those that want a gradient may have one."""
+        """Return the rows of the per-token tensors as leaves; if `wanted`, those that want a gradient require one."""
         return [t.detach().requires_grad_(wanted and w) for t, w in zip(per_token, self.wanted, strict=True)]
 
     def _refuse_detached(self, loss_K: Tensor, leaves: list[Tensor]) -> None:
-        """Raise for a loss without a gradient, though there is something to differentiate."""
+        """Raise if the loss has no gradient although there is something to differentiate."""
         if leaves and not loss_K.requires_grad and bool((loss_K != 0).any()):
             raise RuntimeError(
                 "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
@@ -224,10 +224,10 @@ class _LossByAutograd:
             )
 
     def _ask(self, asked: object, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
-        """Raise for a loss that mixes rows or, the first time, depends on what its calls change around it.
+        """Raise if the loss mixes rows or, on the first check, depends on what its calls change around it.
 
-        What the calls of the first question change is put back. A function that counts something is not asked again,
-        because its counts would be those of more rows.
+        Whatever the calls of the first check change is restored. A function that counts something is not checked
+        again, because it would count more rows than there are.
         """
         changes = _asked.changes(asked)
         if changes is None:
@@ -240,12 +240,12 @@ class _LossByAutograd:
                 around.put_back(keeps_made=True)
             _asked.add(asked, changes)
         elif not changes:
-            # Other rows may show what the first ones did not; gradients would take longer than the loss of a chunk
+            # Other rows may reveal what the first did not; gradients would take longer than a chunk's loss
             with torch.no_grad():
                 self._refuse_mixing(loss_K, scores, rows)
 
     def _changes_around(self, around: Surroundings, scores: Scores, rows: list[Tensor]) -> bool:
-        """Return whether calls change what is around the function; raise ValueError if its results depend on it."""
+        """Return whether calls change anything around the function; raise ValueError if its results depend on that."""
         few = torch.arange(min(FEW, len(scores.log_prob)), device=scores.log_prob.device)
         few_scores, few_rows = _rows(scores, rows, few)
         tensors = [t.detach().requires_grad_(t.requires_grad) for t in (*_given(few_scores).values(), *few_rows)]
@@ -258,17 +258,17 @@ class _LossByAutograd:
         return bool(ask_about_function("loss", call, difference, rounding, is_on_host(scores.log_prob), around))
 
     def _of_tensors(self, like: Scores, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the losses of scores with the fields of these, and per-token tensors, given one after the other."""
+        """Return the losses of scores with the fields of `like`, followed in `tensors` by the per-token tensors."""
         given = _given(like)
         scores = like._replace(**dict(zip(given, tensors, strict=False)))
         return self._call(scores, tensors[len(given) :])
 
     def _refuse_mixing(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> None:
-        """Raise for a loss that mixes rows, as far as these scores show it; under no_grad, as far as values do.
+        """Raise if the loss mixes rows, as far as these scores show it; under no_grad, as far as its values do.
 
-        The per-token tensors beside them are those of rows from all of the batch: the first chunk may have no padding.
+        The per-token tensors paired with them come from rows of the whole batch: the first chunk may have no padding.
         """
-        # Here, because the loss of other rows may have no graph
+        # Determined here, because the loss of other rows may have no graph
         precision = precision_of(loss_K, loss_K.dtype)
         if len(loss_K) == 1:
             scores = each(_two_rows, scores)
@@ -292,35 +292,35 @@ class _LossByAutograd:
             grads = _gradients(loss_K, leaves, torch.ones_like(loss_K))
             if _is_joined(loss_K, leaves, grads):
                 return "a row's loss has a gradient in other rows"
-        # What acts on some rows only, such as those above the median, acts on the largest or the smallest
+        # What affects only some rows, such as those above the median, affects the largest or the smallest
         some = torch.stack([loss_K.argmax(), loss_K.argmin()])
         together = Answer(loss_K.detach()[some], tuple(g[some] for g in grads), precision)
         loss_of_rows = partial(self._of_tensors, scores)
         with keep_random_states(loss_K.device, []):
             alone = ask_alone(loss_of_rows, [t[some] for t in (*_given(scores).values(), *rows)])
             change = change_in_company(together, alone)
-            # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
+            # Rolled, not flipped: a loss that uses the opposite row's weight would look the same from both ends
             turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)
             turned = self._call(*_rows(scores, rows, turned_K))
             change = change._replace(value=max(change.value, largest_difference(loss_K[turned_K], turned)))
-            # A random loss has other values in every call
+            # A random loss has different values in every call
             if change.is_rounding or largest_difference(loss_K, self._call(scores, rows)) > change.rounding:
                 return ""
         return str(change)
 
 
 def _two_rows(score: Tensor) -> Tensor:
-    """Return a score of one row, and one that differs from it, by which it is seen whether one row acts on another."""
+    """Return one row's score and a second, different one, to show whether one row affects another."""
     return torch.cat([score, 1.25 * score]).detach().requires_grad_(score.requires_grad)
 
 
 def _given(scores: Scores) -> dict[str, Tensor]:
-    """Return the scores that there are, by name."""
+    """Return the scores that are present, by name."""
     return {name: t for name, t in scores._asdict().items() if t is not None}
 
 
 def _varied_rows(per_token: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return some rows of all: the least and the largest of each tensor, and others spread over the batch."""
+    """Return some of all rows: the smallest and the largest of each tensor, and others spread over the batch."""
     if not per_token:
         return []
     ends = ends_of_rows(per_token)
@@ -343,10 +343,10 @@ def _gradients(loss_K: Tensor, leaves: list[Tensor], upstream_K: Tensor) -> tupl
 def _is_joined(loss_K: Tensor, leaves: list[Tensor], grads: Sequence[Tensor]) -> bool:
     """Return whether the loss of some rows has a gradient in others; a nan is not evidence of it.
 
-    If not, a row's weight is a factor of that row's gradient; powers of 2 are factors without a rounding.
+    If not, weighting a row's loss only scales that row's gradient; scaling by a power of 2 does not round.
     """
     place_K = torch.arange(len(loss_K), device=loss_K.device)
-    # Another one for each of 17 neighbours
+    # A different weight for each of 17 neighbours
     weight_K = torch.exp2(((7 * place_K) % 17 - 8).to(loss_K.dtype))
     for weighted, grad in zip(_gradients(loss_K, leaves, weight_K), grads, strict=True):
         weight = weight_K.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1))

@@ -1,4 +1,4 @@
-"""Describe whom a student learns from: a teacher's hidden states, its log-probabilities, or a few classes of each row.
+"""Describe what a student learns from: a teacher's hidden states, its log-probabilities, or a few classes per row.
 
 Shape suffixes: N rows (batch x time), K rows of a chunk, D the teacher's hidden size, V vocabulary (this rank's
 classes, if it is split), k classes given for a row.
@@ -35,7 +35,7 @@ class TeacherHidden:
 
     Args:
         hidden: (rows, D) or (batch, time, D), of target's leading shape and any size D.
-        weight: (V, D); where the student's vocabulary is split over ranks, this rank's rows, those of the student.
+        weight: (V, D); if the student's vocabulary is split over ranks, this rank's rows, for the student's classes.
         bias: (V,), or None.
 
     Example:
@@ -57,9 +57,9 @@ class TeacherLogProbs:
     """A teacher given by a function that computes its log-probabilities for the rows of one chunk.
 
     Args:
-        function: `rows -> (K, V)` log-probabilities of all classes, of any floating dtype, on the student's device and
-            at the student's temperature. `rows` selects the chunk's rows among target's flattened ones: a slice, or
-            int64 indices. Where the vocabulary is split over ranks it returns this rank's columns, and is called on
+        function: `rows -> (K, V)` log-probabilities of all classes, in any floating dtype, on the student's device and
+            at the student's temperature. `rows` selects the chunk's rows of the flattened target: a slice, or int64
+            indices. If the vocabulary is split over ranks, the function returns this rank's columns and is called on
             every rank with the same rows. It runs under `torch.no_grad`.
 
     Example:
@@ -79,21 +79,21 @@ class TeacherLogProbs:
 class TeacherTopK:
     """A teacher given by its k most likely classes (or any other k) in each row and their log-probabilities.
 
-    The probability of the other classes is either left out, so that the divergence is between the two distributions on
-    only the k classes, each divided by its sum, or kept as one more class:
+    The probability of the other classes is either left out, so that the divergence compares the two distributions over
+    just the k classes, each divided by its sum, or kept as one more class:
 
         "renormalize"   q_j / sum_i q_i  against  p_j / sum_i p_i,  for the k classes
         "one_class"     q_j against p_j for the k classes, and 1 - sum_i q_i against 1 - sum_i p_i
 
     Args:
-        ids: target's shape and k, int64: classes of the whole vocabulary, no class twice in a row. -1 fills up a row
-            with fewer classes; its log-probability is not read.
-        log_probs: ids' shape, floating: log q at the student's temperature, over the whole vocabulary. They must not
-            sum to more than 1 as probabilities, up to rounding.
-        rest: "renormalize" or "one_class". With the latter, a rest of the teacher that is within the rounding of its
-            log-probabilities counts as 0, and where there are no other classes there is no rest.
+        ids: target's shape plus k, int64: classes of the whole vocabulary, no class twice in a row. -1 pads a row with
+            fewer classes; its log-probability is not read.
+        log_probs: ids' shape, floating: log q at the student's temperature, over the whole vocabulary. As
+            probabilities they must not sum to more than 1, up to rounding.
+        rest: "renormalize" or "one_class". With the latter, a teacher's rest that is within the rounding of its
+            log-probabilities counts as 0, and if there are no other classes there is no rest.
 
-    Where the vocabulary is split over ranks, both are the same on every rank.
+    If the vocabulary is split over ranks, ids and log_probs are the same on every rank.
 
     Example:
         >>> hidden, weight, target = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
@@ -118,10 +118,10 @@ class SparseTarget:
     """A target distribution that gives probability to a few classes of each row, and 0 to all others.
 
     Args:
-        ids: target's shape and k, int64: classes of the whole vocabulary, no class twice in a row. -1 fills up a row
-            with fewer classes; its probability is not read.
+        ids: target's shape plus k, int64: classes of the whole vocabulary, no class twice in a row. -1 pads a row with
+            fewer classes; its probability is not read.
         probs: ids' shape, floating: q, at least 0. Each row must sum to 1, up to rounding. To leave out the
-            probability of further classes, divide by the sum; `token_weight` can hold that sum.
+            probability of other classes, divide by the sum; `token_weight` can hold that sum.
 
     Example:
         >>> hidden, weight, target = torch.randn(2, 8), torch.randn(50, 8), torch.tensor([3, 7])
@@ -139,7 +139,7 @@ class SparseTarget:
 
 
 def slack(dtype: torch.dtype) -> float:
-    """Return by how much a sum of probabilities of this dtype may differ from 1: the square root of its epsilon.
+    """Return how much a sum of probabilities of this dtype may differ from 1: the square root of the dtype's epsilon.
 
     Probabilities stored in float64 may have been computed in float32.
     """
@@ -147,7 +147,7 @@ def slack(dtype: torch.dtype) -> float:
 
 
 def check_top_k(teacher: TeacherTopK, target: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Raise unless ids and log-probabilities can be those of a teacher; only rows that count are looked at."""
+    """Raise unless ids and log-probabilities can be a teacher's; only rows that count are checked."""
     check_choice(teacher.rest, "teacher.rest", get_args(Rest))
     kept = target.long() != ignore_index
     _check_classes(teacher.ids, "teacher.ids", target, kept, vocab_size)
@@ -161,7 +161,7 @@ def check_top_k(teacher: TeacherTopK, target: Tensor, ignore_index: int, vocab_s
 
 
 def check_sparse_target(soft_target: SparseTarget, target: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Raise unless ids and probabilities are distributions; only rows that count are looked at."""
+    """Raise unless ids and probabilities form distributions; only rows that count are checked."""
     kept = target.long() != ignore_index
     _check_classes(soft_target.ids, "soft_target.ids", target, kept, vocab_size)
     _check_values(soft_target.probs, "soft_target.probs", soft_target.ids, "soft_target.ids")
@@ -177,12 +177,12 @@ def check_sparse_target(soft_target: SparseTarget, target: Tensor, ignore_index:
 
 
 def probabilities(ids: Tensor, log_probs: Tensor) -> Tensor:
-    """Return q of the given classes, in float32 or wider, and 0 where a row is filled up."""
+    """Return q of the given classes, in float32 or wider, and 0 where a row is padded."""
     return log_probs.detach().to(wide(log_probs.dtype)).exp().masked_fill(ids < 0, 0)
 
 
 def sparse_probs(soft_target: SparseTarget) -> Tensor:
-    """Return q of the given classes, and 0 where a row is filled up."""
+    """Return q of the given classes, and 0 where a row is padded."""
     return soft_target.probs.detach().masked_fill(soft_target.ids < 0, 0)
 
 
@@ -199,7 +199,7 @@ def _check_classes(ids: Tensor, name: str, target: Tensor, kept: Tensor, vocab_s
         return
     ordered = ids.detach().long().sort(-1).values
     twice = kept.unsqueeze(-1) & (ordered == ordered.roll(1, -1)) & (ordered >= 0)
-    # The first one has no neighbour before it
+    # The first has no neighbour before it
     twice[..., 0] = False
     why = "; give each class once, with the sum of its probabilities"
     check_entries(~twice.any(-1), ordered.where(twice, -1).amax(-1), f"{name} repeats class", why)

@@ -1,4 +1,4 @@
-"""Compute log-probabilities and entropies of tokens under a projection in chunks, and the logits again in backward.
+"""Compute log-probabilities and entropies of tokens under a projection in chunks; recompute the logits in backward.
 
 Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split), J given classes.
 """
@@ -38,14 +38,14 @@ from seqpar.rows.scores import RowFunction, Sums, Upstream, as_column
 
 
 class TokenScores(NamedTuple):
-    """The scores of tokens, in nats, float32 or wider. Where the target is ignored they are 0, classes and ranks -1.
+    """The scores of tokens, in nats, float32 or wider. Where the target is ignored they are 0, and ids and ranks -1.
 
-    Fields, of which all but the first are None unless asked for:
+    Fields (all but the first are None unless asked for):
         log_prob: (target's shape) log p of the target.
         entropy: (target's shape).
-        top_log_probs, top_ids: (target's shape, top_k) the most likely classes, descending, without a gradient.
+        top_log_probs, top_ids: (target's shape, top_k) the most likely classes, in descending order, with no gradient.
         log_probs_at: (ids' shape) the log-probabilities of the classes `ids`.
-        rank: (target's shape) the target's place among all classes, int64 without a gradient.
+        rank: (target's shape) the target's place among all classes, int64, with no gradient.
 
     Example:
         >>> hidden, weight, target = torch.randn(2, 6, 8), torch.randn(50, 8), torch.randint(50, (2, 6))
@@ -59,13 +59,13 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None = None
     """(target's shape) -sum_k p_k log p_k, at least 0; None unless asked for."""
     top_log_probs: Tensor | None = None
-    """(target's shape, top_k) the largest log-probabilities, descending, without a gradient; None unless asked for."""
+    """(target's shape, top_k) the largest log-probabilities, descending, with no gradient; None unless asked for."""
     top_ids: Tensor | None = None
-    """(target's shape, top_k) their classes; of equally likely ones the lower first."""
+    """(target's shape, top_k) their classes; among equally likely ones, the lower first."""
     log_probs_at: Tensor | None = None
     """(ids' shape) the log-probabilities of the classes `ids`; None unless asked for."""
     rank: Tensor | None = None
-    """(target's shape) how many classes are likelier than the target, or as likely and lower; None unless asked for."""
+    """(target's shape) how many classes are likelier than the target, or tie and are lower; None unless asked for."""
 
 
 @outside_graphs
@@ -87,9 +87,9 @@ def token_scores(
     vocab: VocabShard | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenScores:
-    """Return log p(target) of every token and, if asked for, further scores, while one chunk's logits exist at a time.
+    """Return log p(target) of every token and, if asked, more scores, with one chunk's logits in memory at a time.
 
-    Plain equivalent, apart from tokens whose target is `ignore_index`:
+    Plain equivalent, except for tokens whose target is `ignore_index`:
 
         log_p = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
         log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
@@ -98,7 +98,7 @@ def token_scores(
         log_probs_at = log_p.gather(-1, ids)
         rank = (log_p > log_prob.unsqueeze(-1)).sum(-1)  # where no two classes are equally likely
 
-    For losses that are not sums of cross-entropies: ratios of policies (PPO, GRPO), preferences (DPO), scores of
+    For losses that are not sums of cross-entropies: policy ratios (PPO, GRPO), preferences (DPO), scores of whole
     sequences; `seqpar.objectives` has them. If each token's factor is known before backward,
     `linear_cross_entropy(..., token_weight=...)` needs one matrix product fewer.
 
@@ -107,25 +107,25 @@ def token_scores(
 
         nothing requires a gradient            1
         hidden does, the projection does not   2: forward stores a hidden gradient (the size of hidden), because a
-                                               token's does not depend on the others; 3 with `entropy`, without it
+                                               token's does not depend on the others; with `entropy` 3, and none stored
         the projection does                    4, or 3 if hidden does not
 
     Args:
         hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as in `linear_cross_entropy`. A class
-            whose bias is -inf has probability 0 and no part in the entropy. A split vocabulary costs one all-gather per
-            chunk, two more with `top_k` and one with `rank`; both are those of the whole vocabulary.
-        temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
+            whose bias is -inf has probability 0 and adds nothing to the entropy. A split vocabulary costs one
+            all-gather per chunk, two more with `top_k` and one more with `rank`; both refer to the whole vocabulary.
+        temperature: divides the logits, after softcap; a number above 0, or one for each token, with no gradient.
         entropy: also return the entropy of each token's distribution.
         top_k: also return this many of the largest log-probabilities, and their classes.
-        ids: int64 classes (target's shape, J) whose log-probabilities to return as well.
-        rank: also return the target's place in the order of `top_ids`: 0 if it is the prediction; of equally likely
+        ids: int64 classes (target's shape, J) whose log-probabilities are also returned.
+        rank: also return the target's place in the order of `top_ids`: 0 if it is the prediction; among equally likely
             classes the lower one comes first, so that `top_ids[..., rank]` is the target.
         product_dtype: the dtype of the matrix products, such as torch.float32 for a float32 head over bfloat16 hidden
-            states; hidden, weight and bias may then have any floating dtype. Plain equivalent: both cast to it. None is
-            autocast's dtype if it is on, else that of hidden.
+            states; hidden, weight and bias may then have any floating dtype. Plain equivalent: cast them all to it.
+            None means autocast's dtype if autocast is on, else that of hidden.
         batch_invariant: compute scores that are the same to the last bit whatever else is in the batch, wherever the
             token is in it, and whatever the chunk size, the number of data ranks or the split of the vocabulary: every
-            product has 64 rows, filled up with zeros, and the same 1,024 classes. For the same device and number of
+            product has 64 rows, padded with zeros, and the same 1,024 classes. Holds for the same device and number of
             threads. Takes longer (`docs/post-training.md`), and a frozen projection saves no product.
 
     Returns:
@@ -134,7 +134,7 @@ def token_scores(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as in `linear_cross_entropy`.
         TypeError: a temperature that requires a gradient; ids that are not integers.
-        ValueError: ids or a temperature of another shape; top_k outside [1, vocab_size].
+        ValueError: ids or a temperature of the wrong shape; top_k outside [1, vocab_size].
         IndexError: an id outside [0, vocab_size).
         RuntimeError: in backward with `create_graph=True`.
 
@@ -174,7 +174,7 @@ class _ScoredTokens:
         self.projection = prepared.projection
         self.request = request
         self.counted_N = call.counted_N
-        # Any class will do where the target is ignored: such a row is in no chunk, or its results are set to 0
+        # Where the target is ignored any class will do: such a row is in no chunk, or its results are set to 0
         picked_NP = prepared.target_N.where(self.counted_N, 0).unsqueeze(1)
         if call.ids_NJ is not None:
             picked_NP = torch.cat([picked_NP, call.ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
@@ -201,9 +201,9 @@ class _ScoredTokens:
             else:
                 of_chunk = self.formula.sums(hidden_ND[chunk], chunk, kept)
             _write_rows(scores, chunk, self._of_sums(of_chunk))
-            # What is picked, the top logits and ranks are not needed again
+            # Backward needs neither the picked logits nor the top ones
             _write_rows(sums, chunk, of_chunk._replace(picked_NP=of_chunk.picked_NP[:, :0], top_NT=None))
-        # The formula is needed until backward, its buffers and the padded weight are not
+        # Backward needs the formula, but not its buffers or the padded weight
         self.projection.buffers.clear()
         self.invariant_formula = None
         if self.in_every_row:
@@ -222,7 +222,7 @@ class _ScoredTokens:
         )
 
     def _scores_of_ignored(self) -> TokenScores:
-        """Return scores of all rows as if all targets were ignored."""
+        """Return the scores of all rows as if all targets were ignored."""
         rows = len(self.counted_N)
         top_k = self.request.top_k
         zero_N = self.counted_N.new_zeros(rows, dtype=wide(self.projection.weight_VD.dtype))
@@ -236,9 +236,9 @@ class _ScoredTokens:
         )
 
     def _sums_of_ignored(self) -> Sums:
-        """Return sums of all rows as if all targets were ignored; nothing is picked."""
+        """Return the sums of all rows as if all targets were ignored, with no picked classes."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
-        # Tiles are not a rank's part of the vocabulary, whose share is found in backward
+        # Batch-invariant sums come from tiles and do not tell this rank's share; backward does without it
         whole = self.projection.function.split is None or self.request.batch_invariant
         return Sums(
             zero_N.clone(),
@@ -258,7 +258,7 @@ class _ScoredTokens:
         return upstream.times(1.0, self.counted_N if self.in_every_row else None)
 
     def gradients(self, leaves: LinearLeaves, sums: Sums, upstream: Upstream, wanted: LinearWanted) -> LinearGradients:
-        """Return the gradients of all leaves, the product computed again: tile by tile, or on a CPU chunk by chunk."""
+        """Return the gradients of all leaves, recomputing the product: tile by tile, or on a CPU chunk by chunk."""
         if worth_tiles(leaves.hidden.device.type):
             return self._over_tiles(leaves, sums, upstream, wanted)
         nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
@@ -278,7 +278,7 @@ class _ScoredTokens:
     def _over_tiles(
         self, leaves: LinearLeaves, sums: Sums, upstream: Upstream, wanted: LinearWanted
     ) -> LinearGradients:
-        """Return the gradients of all leaves, over tiles of the vocabulary with all rows that count."""
+        """Return the gradients of all leaves, over tiles of the vocabulary, each with all rows that count."""
         hidden_ND = leaves.hidden
         formula = self.formula
         which: Chunk = slice(None)
@@ -300,7 +300,7 @@ class _ScoredTokens:
 
 
 class _Scores(torch.autograd.Function):
-    """The node: it saves no logits. Its outputs are the fields of `TokenScores`, with one row for each token."""
+    """The autograd node, which saves no logits. Its outputs are the fields of `TokenScores`, one row per token."""
 
     @staticmethod
     def forward(
@@ -322,7 +322,7 @@ class _Scores(torch.autograd.Function):
             ctx.save_for_backward(weight, kept.log_prob.rows, kept.slope_NP)
         constants = (found.top_log_probs, found.top_ids, found.rank)
         ctx.mark_non_differentiable(*(t for t in constants if t is not None))
-        # An unused score's gradient arrives as None, not as zeros that would cost time
+        # So that an unused score's gradient arrives as None, not as zeros that would cost time
         ctx.set_materialize_grads(False)
         return tuple(found)
 
@@ -335,7 +335,7 @@ class _Scores(torch.autograd.Function):
         factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)
         if ctx.is_kept:
             hidden_grad_ND = tokens.formula.hidden_gradient(factors, *ctx.saved_tensors)
-            # Where the target is ignored, the upstream factor may be anything, such as nan
+            # Where the target is ignored, the upstream factor may be anything, even nan
             hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0)
             return None, None, hidden_grad_ND.to(ctx.hidden_dtype), None, None
         hidden_ND, weight, bias = ctx.saved_tensors
@@ -347,7 +347,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _write_rows(into: Iterable[Tensor | None], chunk: Chunk, rows: Iterable[Tensor | None]) -> None:
-    """Write a chunk's rows into tensors of all rows; None stays None."""
+    """Write a chunk's rows into the tensors of all rows; None stays None."""
     for whole, own in zip(into, rows, strict=True):
         if whole is not None and own is not None:
             whole[chunk] = own

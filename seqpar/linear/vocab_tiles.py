@@ -1,10 +1,10 @@
-"""Take the gradients of a projection over tiles of the vocabulary, with all rows at once, where the sums are known.
+"""Compute a projection's gradients over tiles of the vocabulary, with all rows at once, given the rows' sums.
 
     for each tile of classes:   product = hidden @ weight[tile].T, overwritten by its gradient G
                                 d weight[tile] = G.T @ hidden,   d hidden += G @ weight[tile]
 
 A tile's weight gradient is complete: it is rounded once and written once, in its own dtype, or added into a tensor of
-the caller's. Only hidden's is summed, which is small. Over chunks of rows it is the other way round.
+the caller's. Only hidden's gradient, which is small, is summed. Over chunks of rows it is the other way round.
 
 Shape suffixes: M rows that count, D hidden, V vocabulary (this rank's classes, if it is split), T classes of a tile.
 """
@@ -49,8 +49,8 @@ class VocabTiles:
 
     Args:
         function: the row function over this rank's classes.
-        vocab_size: of the whole vocabulary.
-        budget: bytes of a tile's logits.
+        vocab_size: the size of the whole vocabulary.
+        budget: the bytes of a tile's logits.
     """
 
     def __init__(self, projection: Projection, function: RowFunction, vocab_size: int, budget: int) -> None:
@@ -63,14 +63,14 @@ class VocabTiles:
     def gradients(
         self, leaves: LinearLeaves, rows: KnownRows, wanted: LinearWanted, weight_grad: Tensor | None = None
     ) -> LinearGradients:
-        """Return the gradients of the rows' hidden states, of weight and bias.
+        """Return the gradients of the rows' hidden states, of the weight and of the bias.
 
         Args:
-            weight_grad: what the weight's gradient is added into, in place of a gradient of its own.
+            weight_grad: a tensor to add the weight's gradient into, instead of returning it.
         """
         weight_VD = self.projection.weight_VD
         hidden_MD = rows.hidden_MD.to(weight_VD.dtype)
-        # The share of the probability is the tile's, not this rank's
+        # Here a part is a tile, so this rank's share of the probability does not apply
         rows = rows._replace(hidden_MD=hidden_MD, sums=rows.sums._replace(share_N=None))
         tiles = self._tiles(len(hidden_MD))
         hidden_sum: Tensor | None = None
@@ -106,7 +106,7 @@ class VocabTiles:
         return [slice(start, min(start + size, classes)) for start in range(0, classes, size)]
 
     def _gradient(self, tile: slice, rows: KnownRows) -> Tensor:
-        """Return the gradient of the products with a tile's classes."""
+        """Return the gradient of the products for a tile's classes."""
         projection = self.projection
         bias_T = None if projection.bias_V is None else projection.bias_V[tile]
         weight_TD = projection.weight_VD[tile]
@@ -117,7 +117,7 @@ class VocabTiles:
         if weights is not None:
             weights = _weights_of_tile(weights, tile, len(weight_TD))
         shard = VocabShard(None, first, self.vocab_size)
-        # As a part of the vocabulary it would take all rows at once
+        # Asked for before the split is set, because with a split it would be all rows at once
         size = own.rows_at_once(len(rows.hidden_MD))
         own.ask_for(self.function._replace(split=shard, weights=weights))
         product_MT = own.product(rows.hidden_MD)
@@ -132,7 +132,7 @@ class VocabTiles:
 
 
 def _weights_of_tile(weights: ClassWeights, tile: slice, classes: int) -> ClassWeights:
-    """Return the weights of a tile's classes, with W over all."""
+    """Return the weights of a tile's classes, with W over all classes."""
     excluded = weights.excluded
     if excluded is not None:
         excluded -= tile.start

@@ -53,7 +53,7 @@ class DataParallel(nn.Module):
         gather_outputs: False returns the list of per-device outputs, which `LossCompute` takes as it is.
 
     Raises:
-        TypeError, ValueError: from the device list, the module or the inputs, as `replicate`, `scatter`, `gather`.
+        TypeError, ValueError: an invalid device list, module or input, as in `replicate`, `scatter` and `gather`.
 
     Example:
         >>> model, batch = nn.Linear(8, 4), torch.randn(6, 8)
@@ -100,5 +100,5 @@ class DataParallel(nn.Module):
         return gather(outputs, self.output_device, self.dim)
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows of the settings."""
+        """Return the settings for `print(module)`."""
         return f"device_ids={[str(d) for d in self.device_ids]}, gather_outputs={self.gather_outputs}"

@@ -52,11 +52,11 @@ def _check_one(device: object, name: str) -> torch.device:
     if FACTS[found.type].is_host:
         if found.index not in (None, 0):
             raise ValueError(f"{name}: {found} does not exist, because the CPU is one device; {_what_exists()}")
-        # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare as one
+        # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare equal
         return torch.device("cpu")
     if found.type != kind:
         raise ValueError(f"{name}: {found} does not exist or cannot compute; {_what_exists()}")
-    # "cuda" alone is the current device, which may be another one by the time that the loss is computed
+    # "cuda" alone is the current device, which may be a different one by the time the loss is computed
     index = torch.accelerator.current_device_index() if found.index is None else found.index
     count = torch.accelerator.device_count()
     if not 0 <= index < count:
@@ -87,7 +87,7 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def refuse_capturing(devices: Sequence[torch.device]) -> None:
-    """Raise RuntimeError while a CUDA graph is captured on one of several accelerators: it would hold one's work."""
+    """Raise RuntimeError while a CUDA graph is captured on one of several accelerators: it has only that one's work."""
     distinct = accelerators_among(devices)
     if len(distinct) > 1 and any(map(is_capturing, distinct)):
         names = ", ".join(map(str, distinct))

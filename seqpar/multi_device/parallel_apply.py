@@ -35,11 +35,11 @@ def parallel_apply(
     Like `torch.nn.parallel.parallel_apply`. A list or tuple among the inputs is one module's positional arguments.
     Modules on the same device run one after another, in order: threads gain nothing there and make dropout
     irreproducible. The threads have the caller's context variables, default device, grad mode, inference mode and
-    autocast (with its dtype). Around saved-tensor hooks (a checkpoint), modes of torch (`FlopCounterMode`) and
-    transforms of `torch.func`, which a thread cannot share, the modules run one after another in the caller's.
+    autocast (with its dtype). Inside saved-tensor hooks (a checkpoint), torch modes (`FlopCounterMode`) or transforms
+    of `torch.func`, which threads cannot share, the modules run one after another in the caller's thread.
 
     Raises:
-        TypeError: modules, inputs or keyword arguments that are not lists of such.
+        TypeError: modules, inputs or keyword arguments that are not lists, or lists of the wrong types.
         ValueError: lists of different lengths.
         Exception: whatever a module raises, with a note that names the replica and its device.
 
@@ -96,10 +96,10 @@ def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[
         with modes():
             return [job(i) for i in indices]
 
-    # Leaving the block waits for all threads: an error of one is raised only when no other still computes. `map` keeps
-    # no future, which would hold an error whose traceback holds this frame: a cycle that keeps all tensors in memory
+    # Leaving the block waits for all threads, so that an error is raised only when no thread is still computing. `map`
+    # keeps no future: that would hold an error whose traceback holds this frame, a cycle that keeps all tensors alive
     with ThreadPoolExecutor(len(jobs_of)) as pool:
-        # A context can be entered once at a time
+        # One for each, because a context cannot be entered twice at the same time
         contexts = [contextvars.copy_context() for _ in jobs_of]
         found = list(pool.map(worker, contexts, jobs_of.values()))
     results: dict[int, Result] = {}
@@ -109,10 +109,10 @@ def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[
 
 
 def _belong_to_this_thread() -> bool:
-    """Return whether jobs must run in this thread, because of hooks of saved tensors, modes or transforms around them.
+    """Return whether jobs must run in this thread, because saved-tensor hooks, modes or transforms are active.
 
-    These note what happens in the order in which it happens. From threads that order would differ each time, and a
-    checkpoint would take one replica's tensors for those of another.
+    These record what happens, in order. With several threads that order would differ each time, and a checkpoint would
+    take one replica's tensors for those of another.
     """
     modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
     modes += _get_current_dispatch_mode_stack()
@@ -120,13 +120,13 @@ def _belong_to_this_thread() -> bool:
 
 
 def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that sets this thread's modes, default and current device and streams in another."""
+    """Return a context manager that sets this thread's modes, devices and streams in another thread."""
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = accelerator()
     autocast = autocast_of_now(sorted({"cpu", kind or "cpu"}))
     index = torch.accelerator.current_device_index() if kind else 0
-    # Stream 0 is the default, which a new thread has; selecting it would claim memory on devices that are not used
+    # Stream 0 is a new thread's default anyway, and selecting it would claim memory on devices that are not used
     streams = [stream for stream in current_streams(available()) if stream.stream_id]
     default = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
 

@@ -26,8 +26,8 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
 
     Args:
         model: any module.
-        parts: the device of each submodule, by its name in `named_modules` ("" is the model). A name inside another
-            one takes precedence. A second placement of a model replaces the first.
+        parts: the device of each submodule, by its name in `named_modules` ("" is the model). An inner name takes
+            precedence over an outer one. A second placement of a model replaces the first.
 
     Raises:
         TypeError: a model that is not a module, `parts` that is not a dict, a value that is not a device, or a tensor
@@ -60,7 +60,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
             _move_own_tensors(module, devices[owner])
     for name, device in devices.items():
         modules[name].register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
-        # The output of a submodule goes back to where the module around it continues
+        # The output of a submodule goes back to the device where the module around it continues
         outer = _innermost(name.rpartition(".")[0], devices)
         if name and outer is not None and devices[outer] != device:
             modules[name].register_forward_hook(partial(_send_output, devices[outer]))
@@ -135,6 +135,6 @@ def _remove_earlier_hooks(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
                 kind = getattr(hook, "func", None)
-                # Where the model's own output goes is decided by a model around it
+                # A hook that sends the model's own output somewhere belongs to the placement of a model around it
                 if kind is _bring_inputs or (kind is _send_output and module is not model):
                     del hooks[number]

@@ -1,7 +1,7 @@
 """Replicate, scatter and gather: three of the four primitives of `torch.nn.parallel`, for any device list.
 
 A device may be listed more than once (`["cpu"] * 3`, `["cuda:0"] * 2`), and the CPU may be combined with one kind of
-accelerator. All devices take the same way, by copies from one to the other.
+accelerator. All devices are treated alike, by copies from one to the other.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     working; only the containers are copied, so binding costs microseconds per submodule.
 
     Args:
-        module: one that `check_replicable` has passed.
+        module: a module that `check_replicable` has accepted.
 
     Raises:
-        TypeError: a parameter of a class that computes in its own way, which its replacement does not have.
+        TypeError: a parameter whose class computes in its own way, if its replacement's does not.
     """
     return cast(Module, _bind_module(module, tensors, {}))
 
 
 def _bind_module(original: nn.Module, tensors: Mapping[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
     """Return the copy of a module and of all that it contains; `copies` has those made so far."""
-    # Not a function inside `bind`: one that calls itself keeps all copies until the garbage collector comes
+    # Not a function inside `bind`: a recursive closure would keep all copies until the garbage collector runs
     replica: nn.Module = structural_copy(original)
     # By identity, so that a submodule that occurs twice is one submodule in the copy as well
     copies[id(original)] = replica
@@ -86,7 +86,7 @@ def _bind_tensors(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor
             instead = "which does not; derive the class from torch.Tensor, not from nn.Parameter"
             raise TypeError(f"a parameter is {kinds} {type(replacement).__name__}, {instead}")
         if replacement is not tensor and replacement is not None and vars(tensor):
-            # A forward may read what hangs on a parameter; what the replacement has already is its own
+            # A forward may read a parameter's attributes; those that the replacement already has are kept
             vars(replacement).update({**vars(tensor), **vars(replacement)})
         found[name] = replacement
     return found
@@ -152,13 +152,13 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
 
 
 def detached_replicas(module: Module, devices: Sequence[torch.device]) -> list[Module]:
-    """Return one replica per device, as `replicate` does, for a caller who hands out the gradients himself.
+    """Return one replica per device, as `replicate` does, for a caller that hands out the gradients itself.
 
-    Their parameters are leaves, detached from the original's, of which those on its device share the memory.
+    Their parameters are leaves, detached from the original's; those on the original's device share its memory.
     """
     parameters = list(module.parameters())
     there = {d: [on_device(p, d) for p in parameters] for d in dict.fromkeys(devices)}
-    # By `detach` once more, so that each replica has tensors of its own
+    # Detached once more, so that each replica has tensors of its own
     copies = [
         [t.detach().requires_grad_(p.requires_grad) for t, p in zip(there[d], parameters, strict=True)] for d in devices
     ]
@@ -209,14 +209,14 @@ def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.d
     flat = [p.to(distinct[0]) for p in parameters] if len(distinct) == 1 else _Copies.apply(distinct, *parameters)
     count = len(parameters)
     there = {d: flat[i * count : (i + 1) * count] for i, d in enumerate(distinct)}
-    # An alias is no leaf, in every replica alike
+    # An alias is not a leaf, so all replicas are alike
     return [[t.view_as(t) for t in there[d]] for d in devices]
 
 
 class _Copies(torch.autograd.Function):
     """Copy parameters to devices, and sum the copies' gradients in the order of the devices.
 
-    Autograd runs a thread for each device, and would sum in the order in which they are done: with three gradients the
+    Autograd runs a thread for each device, and would sum in the order in which they finish: with three gradients the
     last bits would change from run to run.
     """
 
@@ -242,7 +242,7 @@ class _Copies(torch.autograd.Function):
 
 
 def _sum(grads: Sequence[Tensor]) -> Tensor:
-    """Return the sum of gradients in their dtype, in which it is rounded once."""
+    """Return the sum of gradients in their dtype, to which it is rounded once."""
     first, *others = grads
     if not others:
         return first
@@ -363,7 +363,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
 
 
 def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> object:
-    """Return the replicas' tensors as one; of other values the first, if all are equal."""
+    """Return the replicas' tensors as one; for other values the first, if all are equal."""
     if is_cache(column[0]):
         return _gather_cache(column, device, dim)
     if not isinstance(column[0], Tensor):
@@ -384,12 +384,12 @@ def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> ob
 
 
 def is_cache(value: object) -> bool:
-    """Return whether it is a cache of Hugging Face transformers, or a layer of one."""
+    """Return whether a value is a cache of Hugging Face transformers, or a layer of one."""
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def _gather_cache(column: Sequence[Any], device: torch.device, dim: int) -> object:
-    """Return the replicas' caches, of one model and one length, as one with the tokens of all their sequences."""
+    """Return one cache with all sequences of the replicas' caches, which are of one model and one length."""
     made = copy.copy(column[0])
     for name, value in vars(made).items():
         values = [vars(cache).get(name) for cache in column]

@@ -1,4 +1,4 @@
-"""Objectives of post-training, as pure functions of log-probabilities: DPO, KTO, PPO, GRPO, minimum risk and others.
+"""Post-training objectives as pure functions of log-probabilities: DPO, KTO, PPO, GRPO, minimum risk and others.
 
 The scores come from `seqpar.token_scores`; there are no logits here and no projection. An objective returns its losses
 UNREDUCED, per token or per sequence, and a denominator (`per_token`, `per_sequence`, `per_item`, `per_constant`) turns

@@ -1,6 +1,6 @@
 """Turn unreduced losses into sums with a named denominator, exact over any split into micro-batches and ranks.
 
-Each function returns a `seqpar.TokenLoss`: `total` is the sum, and `tokens` is what it is to be divided by, the tokens,
+Each function returns a `seqpar.TokenLoss`: `total` is the sum, and `tokens` is what to divide it by: the tokens,
 sequences, pairs, or units of a constant in THIS micro-batch. Both are plain sums, so that `accumulate_gradients`
 divides the whole step's loss by the whole step's count:
 
@@ -10,7 +10,7 @@ divides the whole step's loss by the whole step's count:
         tokens_of=lambda m: m.sequences,                 # the same denominator, counted before the first forward
     )
 
-A micro-batch may cut a step anywhere but inside a sequence, pair or group. For one batch, `.mean` is the loss.
+Micro-batches may cut a step anywhere except inside a sequence, pair or group. For one batch, `.mean` is the loss.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from seqpar.objectives.sequences import sequence_means
 def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
     """Return the sum over the tokens that count, to be divided by their number.
 
-    The denominator of DAPO (Yu et al. 2025), and of cross-entropy.
+    This is the denominator of DAPO (Yu et al. 2025), and of cross-entropy.
 
     Args:
-        losses: one per token, (B, T) or (N,). Where `mask` is false they have no influence and no gradient.
-        mask: bool, true for the tokens that count. From segment ids: `segment_ids >= 0`.
+        losses: one per token, (B, T) or (N,). Where `mask` is false they have no effect and get no gradient.
+        mask: bool, true for the tokens that count. Given segment ids: `segment_ids >= 0`.
 
     Raises:
         TypeError: losses that are not floating, a mask that is not bool.
@@ -51,7 +51,7 @@ def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
 def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLoss:
     """Return the sum over sequences of the mean over each one's tokens, to be divided by the number of sequences.
 
-    The denominator of GRPO (Shao et al. 2024, eq. 3). A sequence without tokens adds 0 and is counted.
+    This is the denominator of GRPO (Shao et al. 2024, eq. 3). A sequence without tokens adds 0 and is counted.
 
     Args:
         losses: one per token, (B, T) or (N,).
@@ -75,11 +75,11 @@ def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLo
 def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
     """Return the sum over sequences, pairs or groups, to be divided by their number.
 
-    The denominator of preferences, of sequence-level ratios (GSPO) and of minimum risk.
+    This is the denominator of preferences, of sequence-level ratios (GSPO) and of minimum risk.
 
     Args:
         losses: (S,), one per item.
-        mask: (S,) bool, true for the items that count; None is all of them.
+        mask: (S,) bool, true for the items that count; None means all of them.
 
     Raises:
         TypeError, ValueError: as in `per_token`; losses that are not a vector.
@@ -101,8 +101,8 @@ def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
 def per_constant(losses: Tensor, mask: Tensor, constant: int) -> TokenLoss:
     """Return the sum over the tokens that count, to be divided by a constant that does not depend on their number.
 
-    The denominator of Dr. GRPO (Liu et al. 2025), whose constant is the longest response allowed times the number of
-    sequences.
+    This is the denominator of Dr. GRPO (Liu et al. 2025), whose constant is the maximum response length times the
+    number of sequences.
 
     Args:
         losses, mask: as in `per_token`.

@@ -1,4 +1,4 @@
-"""Make the targets of several prediction heads, so that one call projects the hidden states of all.
+"""Create the targets of several prediction heads, so that one call projects the hidden states of all of them.
 
 Shape suffixes: K heads, B batch, T time.
 """
@@ -12,7 +12,7 @@ from seqpar.core.checks import check_integer, check_integer_target, check_segmen
 
 
 def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segment_ids: Tensor | None = None) -> Tensor:
-    """Return the targets of several heads, (K,) and target's shape: head k predicts k tokens further than head 0.
+    """Return the targets of several heads, (K, *target's shape): head k predicts k tokens further ahead than head 0.
 
         targets[k, ..., t] = target[..., t + k], and ignore_index beyond the end of the sequence
 
@@ -22,21 +22,21 @@ def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segmen
         hidden = torch.stack([head(trunk) for head in heads])                                     # (K, B, T, D)
         seqpar.linear_cross_entropy(hidden, weight, head_targets(target, len(heads)))
 
-    Its `tokens` counts the targets of all heads; a weight per head is `token_weight`, of the targets' shape.
+    Its `tokens` counts the targets of all heads; to weight heads, pass `token_weight`, of the targets' shape.
 
     Args:
-        target: (B, T), or (N,) for a packed batch: head 0's targets, usually the next tokens; time is last.
+        target: (B, T), or (N,) for a packed batch: head 0's targets, usually the next tokens; time is the last axis.
         heads: K, at least 1.
         ignore_index: marks targets that do not count; those of `target` stay ignored in every head.
-        segment_ids: of target's shape, in a packed batch: the number of each position's sequence. A target from another
-            sequence is ignored, and so is that of a position with a negative id.
+        segment_ids: of target's shape, for a packed batch: the number of each position's sequence. A target from a
+            different sequence is ignored, and so is the target of a position with a negative id.
 
     Returns:
         int64, on target's device.
 
     Raises:
         TypeError: targets that are not integers, heads or ignore_index not an int.
-        ValueError: a target without dimensions, fewer than one head, segment ids of another shape or device.
+        ValueError: a target without dimensions, fewer than one head, segment ids of a different shape or device.
 
     Example:
         >>> from seqpar.objectives import head_targets

@@ -13,8 +13,8 @@ Each method combines unreduced parts and a denominator:
 SAPO replaces the clipping (`soft_surrogate`). CISPO and VESPO are policy gradients with a constant weight
 (`weighted_policy_gradient`): `truncated_weights` of the tokens, `gamma_weights` of the sequences.
 
-A divergence from a reference (`kl_estimate`) or a bonus for entropy is added to the token losses, before the
-denominator: `losses + beta * kl_estimate(...) - coefficient * scores.entropy`.
+Add a divergence from a reference (`kl_estimate`) or an entropy bonus to the token losses, before the denominator:
+`losses + beta * kl_estimate(...) - coefficient * scores.entropy`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from seqpar.core.checks import check_groups, check_number, check_scores
 
 LARGEST = 80.0
-"""A log-ratio whose exponential float32 can hold."""
+"""A log-ratio whose exponential still fits in float32."""
 
 
 def clipped_surrogate(
@@ -42,12 +42,12 @@ def clipped_surrogate(
     token's own score, so it may be the loss of `seqpar.scored_loss` (`examples/grpo.py`).
 
     Args:
-        log_ratio: per token (`token_log_ratio`) or per sequence (`sequence_log_ratio`), to the policy that sampled.
-            A masked token has the log-ratio 0 and the loss -A; the denominator leaves it out.
-        advantages: of the same shape; a constant. `spread_to_tokens` brings one per sequence to its tokens.
+        log_ratio: per token (`token_log_ratio`) or per sequence (`sequence_log_ratio`), relative to the sampling
+            policy. A masked token has log-ratio 0 and loss -A; the denominator leaves it out.
+        advantages: of the same shape; a constant. `spread_to_tokens` copies one per sequence to its tokens.
         eps_low, eps_high: the clip range below and above 1; at least 0, eps_low below 1.
-        max_ratio: bounds r where A is negative, which the equation does not: there the loss is -min(r, max_ratio) A, as
-            in dual-clip PPO (Ye et al. 2020). Above 1 + eps_high. Without it, the loss overflows in float32 where the
+        max_ratio: also bounds r where A is negative and r above the range, where the loss is then -min(r, max_ratio) A,
+            as in dual-clip PPO (Ye et al. 2020). Above 1 + eps_high. Without it, the loss overflows in float32 if the
             log-ratio is above 88 and A is negative.
 
     Returns:
@@ -70,7 +70,7 @@ def clipped_surrogate(
         check_number(max_ratio, "max_ratio", above=1 + eps_high)
         largest = math.log(max_ratio)
     advantages = advantages.detach()
-    # The minimum is the clipped ratio's side that the sign of A picks. Clipping logarithms keeps exp() from overflowing
+    # The sign of A picks on which side the minimum clips the ratio. Clipping logarithms keeps exp() from overflowing
     if_positive = log_ratio.clamp(max=math.log1p(eps_high))
     if_negative = log_ratio.clamp(min=math.log1p(-eps_low), max=largest)
     return -torch.where(advantages < 0, if_negative, if_positive).exp() * advantages
@@ -88,7 +88,7 @@ def soft_surrogate(
 
     Args:
         log_ratio, advantages: as in `clipped_surrogate`.
-        temperature, negative_temperature: above 0; the larger, the sooner a ratio far from 1 has no gradient.
+        temperature, negative_temperature: above 0; the larger, the sooner a ratio far from 1 loses its gradient.
 
     Returns:
         (the shape of log_ratio), float32 or wider.
@@ -106,7 +106,7 @@ def soft_surrogate(
     check_number(negative_temperature, "negative_temperature", above=0)
     advantages = advantages.detach()
     tau = _by_sign(advantages > 0, temperature, negative_temperature, advantages)
-    # The sigmoid is 1 long before its argument is infinite, where 0 times infinity would be its gradient
+    # The sigmoid is 1 long before its argument is infinite, where the gradient would be 0 times infinity
     ratio = log_ratio.clamp(max=LARGEST).exp()
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
@@ -117,12 +117,12 @@ def weighted_policy_gradient(log_prob: Tensor, weights: Tensor, advantages: Tens
         loss = -w A log pi
 
     CISPO (MiniMax 2025, arXiv 2506.13585, eq. 4) has w = min(r, C), `truncated_weights` of the tokens' log-ratios:
-    tokens whose ratio is large keep a gradient, where PPO's clipping takes it. VESPO has `gamma_weights` of sequences.
+    tokens with a large ratio keep a gradient, which PPO's clipping removes. VESPO has `gamma_weights` of sequences.
     Divide `per_token`.
 
     Args:
-        log_prob: per token; only it is differentiated.
-        weights, advantages: of the same shape; constants. `spread_to_tokens` brings one per sequence to its tokens.
+        log_prob: per token; the only argument that gets a gradient.
+        weights, advantages: of the same shape; constants. `spread_to_tokens` copies one per sequence to its tokens.
 
     Raises:
         TypeError: arguments that are not floating. ValueError: different shapes or devices.
@@ -154,8 +154,8 @@ def gamma_weights(
     `decay` where A is at least 0, `negative_power` and `negative_decay` elsewhere.
 
     Args:
-        log_ratio: (S,), one per sequence: the sum over its tokens, `sequence_sums(token_log_ratio(...), ...)`, to the
-            policy that sampled.
+        log_ratio: (S,), one per sequence: the sum over its tokens, `sequence_sums(token_log_ratio(...), ...)`,
+            relative to the sampling policy.
         advantages: (S,).
         power, decay, negative_power, negative_decay: above 0.
 
@@ -178,7 +178,7 @@ def gamma_weights(
 
 
 def _by_sign(is_there: Tensor, number: float, other: float, like: Tensor) -> Tensor:
-    """Return one number or the other; `torch.where` of two Python numbers would round them to the default dtype."""
+    """Return one number or the other; `torch.where` on two Python numbers would round them to the default dtype."""
     return torch.where(is_there, like.new_full((), number), like.new_full((), other))
 
 
@@ -189,10 +189,10 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
         A_i = r_i - mean(r)     if not divide_by_std        Liu et al. 2025 (Dr. GRPO)
 
     The standard deviation is the sample's, with group_size - 1 in the denominator. If all rewards of a group are equal,
-    the advantages are 0.
+    its advantages are 0.
 
     Args:
-        rewards: (groups x group_size,), one group after the other; a group must be whole in its micro-batch.
+        rewards: (groups x group_size,), one group after the other; a micro-batch must contain whole groups.
         group_size: responses per prompt, at least 2.
         divide_by_std: whether to divide by the standard deviation.
         eps: added to the standard deviation; above 0.
@@ -212,7 +212,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
     check_groups(group_size, 2, rewards=rewards)
     check_number(eps, "eps", above=0)
     grouped = rewards.detach().view(-1, group_size)
-    # From the first one on, which is exact where all are equal: a mean is rounded, and the standard deviation with it
+    # Relative to the first, which is exact if all are equal: a mean is rounded, and the standard deviation with it
     grouped = grouped - grouped[:, :1]
     advantages = grouped - grouped.mean(1, keepdim=True)
     if divide_by_std:

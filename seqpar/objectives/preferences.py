@@ -1,7 +1,7 @@
 """Objectives over preferred and rejected responses: DPO and its variants, KTO, ORPO, SimPO, CPO.
 
 Each takes one number per response and returns one loss per pair (KTO: per response), for `per_item`. The numbers come
-from tokens through `sequence_sums` or `sequence_means`; of a batch of chosen responses followed by the rejected ones,
+from tokens through `sequence_sums` or `sequence_means`; for a batch of chosen responses followed by the rejected ones,
 `.chunk(2)` gives the two halves.
 
 Shape suffixes: none; every tensor is (pairs,).
@@ -64,7 +64,7 @@ def dpo(
     if variant == "hinge":
         return F.relu(1 - beta * margin)
     loss = -F.logsigmoid(beta * margin)
-    # Both mixtures in one logarithm, because -log sigmoid(-x) = -log sigmoid(x) + x
+    # Both mixtures need one logarithm, because -log sigmoid(-x) = -log sigmoid(x) + x
     if label_smoothing and variant == "sigmoid":
         return loss + label_smoothing * beta * margin
     if label_smoothing:
@@ -126,7 +126,7 @@ def kto(
     check_number(desirable_weight, "desirable_weight", at_least=0)
     check_number(undesirable_weight, "undesirable_weight", at_least=0)
     margin = beta * (log_ratio - _reference_point(reference_point).to(log_ratio))
-    # 1 - sigmoid(x) is sigmoid(-x), which does not cancel
+    # 1 - sigmoid(x) as sigmoid(-x), which does not suffer from cancellation
     return torch.where(desirable, desirable_weight * torch.sigmoid(-margin), undesirable_weight * torch.sigmoid(margin))
 
 
@@ -152,7 +152,7 @@ def orpo(
 
         loss = -nll_weight log p_w - lambda log sigmoid(log odds(p_w) - log odds(p_l))
 
-    In TRL and Liger the likelihood is instead a mean over all chosen tokens, in which long responses count for more.
+    In TRL and Liger the likelihood is instead a mean over all chosen tokens, so that long responses count more.
     With the numbers of pairs and of chosen tokens in the whole step:
 
         chosen_nll = -sequence_sums(log_prob, segment_ids, sequences) * pairs / tokens      # of the chosen responses
@@ -161,10 +161,10 @@ def orpo(
 
     Args:
         chosen_mean, rejected_mean: `sequence_means(log_prob, segment_ids, sequences)`, at most 0. A probability above
-            1 - eps of the dtype has the odds of 1 - eps, so that an empty response has a finite loss.
+            1 - eps of the dtype gets the odds of 1 - eps, so that an empty response has a finite loss.
         weight: lambda, above 0.
-        nll_weight: of the likelihood, at least 0; 1 in the paper, Liger's alpha.
-        chosen_nll: replaces -log p_w; None is the paper's.
+        nll_weight: the weight of the likelihood, at least 0; 1 in the paper, alpha in Liger.
+        chosen_nll: replaces -log p_w; None keeps the paper's.
 
     Raises:
         TypeError: means that are not floating.
@@ -225,7 +225,7 @@ def cpo(chosen_sum: Tensor, rejected_sum: Tensor, *, beta: float, nll_weight: fl
     Args:
         chosen_sum, rejected_sum: `sequence_sums(log_prob, segment_ids, sequences)`.
         beta: above 0.
-        nll_weight: of the chosen response's likelihood, at least 0; 1 in the paper.
+        nll_weight: the weight of the chosen response's likelihood, at least 0; 1 in the paper.
 
     Raises:
         TypeError: sums that are not floating. ValueError: different shapes or devices, numbers out of range.

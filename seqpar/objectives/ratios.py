@@ -1,4 +1,4 @@
-"""Compare two policies on the tokens that were sampled: log-ratios, what is made of them, estimates of divergence.
+"""Compare two policies on sampled tokens: log-ratios, importance weights, and estimates of divergence.
 
 A log-ratio is log pi(y) - log pi'(y); `pi'` is the reference, the policy before the update, or the sampler.
 
@@ -22,12 +22,12 @@ Estimator = Literal["k1", "k3"]
 def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return each token's log-ratio to another policy, and 0 where `mask` is false.
 
-    Plain equivalent: `(log_prob - other_log_prob.detach()).masked_fill(~mask, 0)`. A masked token has the gradient 0 in
-    whatever is computed from it, even if its log-probability is -inf.
+    Plain equivalent: `(log_prob - other_log_prob.detach()).masked_fill(~mask, 0)`. A masked token gets the gradient 0
+    from whatever is computed with it, even if its log-probability is -inf.
 
     Args:
-        log_prob: of the policy in training, as `token_scores` returns it.
-        other_log_prob: of the other policy, on the same tokens; a constant.
+        log_prob: that of the policy in training, as `token_scores` returns it.
+        other_log_prob: that of the other policy, on the same tokens; a constant.
         mask: bool, true for the tokens that count.
 
     Returns:
@@ -54,7 +54,7 @@ def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Te
 
         log s = 1/|y| sum_t (log pi(y_t) - log pi'(y_t))          Zheng et al. 2025 (GSPO), eq. 7
 
-    It replaces the tokens' log-ratios in `clipped_surrogate`. DPO and KTO take the sum instead:
+    Use it instead of the tokens' log-ratios in `clipped_surrogate`. DPO and KTO take the sum instead:
     `sequence_sums(token_log_ratio(...), segment_ids, sequences)`.
 
     Args:
@@ -78,11 +78,11 @@ def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Te
 
 
 def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
-    """Return importance weights min(pi / pi', C), detached: they correct for a sampler that is not quite the trainer.
+    """Return importance weights min(pi / pi', C), detached, to correct for a sampler that differs from the trainer.
 
         w = min(pi_trainer(y) / pi_sampler(y), C)                 Ionides 2008; for language models Yao et al. 2025
 
-    With the same parameters, an inference engine computes slightly different probabilities. Multiply the unreduced
+    Even with the same parameters, an inference engine computes slightly different probabilities. Multiply the unreduced
     losses by these weights, with `log_ratio = token_log_ratio(old_log_prob, sampler_log_prob, mask)`, where
     `old_log_prob` is the trainer's own score of the sampled tokens before the update.
 
@@ -104,15 +104,15 @@ def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
 
 
 def masked_weights(log_ratio: Tensor, *, min_weight: float, max_weight: float) -> Tensor:
-    """Return IcePop's importance weights, detached: those outside a range are 0, and their tokens have no part.
+    """Return IcePop's importance weights, detached: those outside a range are 0, which drops their tokens.
 
         w = k if min_weight <= k <= max_weight, else 0,    k = pi_trainer(y) / pi_sampler(y)
 
-    Ling Team 2025 (Every Step Evolves, arXiv 2510.18855). Use them as `truncated_weights`, which keep such tokens.
+    Ling Team 2025 (Every Step Evolves, arXiv 2510.18855). Use them like `truncated_weights`, which keep such tokens.
 
     Args:
         log_ratio: per token or per sequence.
-        min_weight, max_weight: the range, both included; above 0.
+        min_weight, max_weight: the range, both ends included; above 0.
 
     Raises:
         TypeError: a log-ratio that is not floating. ValueError: a range that is empty, or not above 0.
@@ -136,17 +136,17 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     With r = pi_ref(y_t) / pi(y_t) (Schulman 2020, "Approximating KL divergence"):
 
         k1 = -log r
-        k3 = (r - 1) - log r            never negative, of smaller variance; Shao et al. 2024 (GRPO), eq. 4
+        k3 = (r - 1) - log r            never negative, lower variance; Shao et al. 2024 (GRPO), eq. 4
 
-    Both are unbiased as values. GRPO adds beta * k3 to its token losses and differentiates through it.
+    The values of both are unbiased. GRPO adds beta * k3 to its token losses and differentiates through it.
 
     Args:
         log_ratio: log(pi / pi_ref), from `token_log_ratio(log_prob, reference_log_prob, mask)`.
-        estimator: "k1" or "k3". In float32, k3 is inf where the reference's log-probability is more than 88 above
-            the policy's.
+        estimator: "k1" or "k3". In float32, k3 is inf if the reference's log-probability is more than 88 above the
+            policy's.
 
     Raises:
-        TypeError: a log-ratio that is not floating. ValueError: another estimator.
+        TypeError: a log-ratio that is not floating. ValueError: an unknown estimator.
 
     Example:
         >>> from seqpar.objectives import kl_estimate

@@ -1,7 +1,7 @@
 """Go from tokens to sequences and back, in padded batches (B, T) and in packed ones (N,).
 
 Both layouts are described by `segment_ids`, an integer tensor of the tokens' shape: the number of the sequence that a
-token belongs to, or a negative number where the token does not count (prompt, padding). Masks are part of them:
+token belongs to, or a negative number if the token does not count (prompt, padding). They include the mask:
 
     padded:  segment_ids = padded_segments(mask)                                   # and sequences = len(mask)
     packed:  segment_ids = torch.arange(sequences).repeat_interleave(lengths).masked_fill(~mask, -1)
@@ -39,12 +39,12 @@ def padded_segments(mask: Tensor) -> Tensor:
 def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
     """Return the sum of each sequence's values (S,), differentiable, float32 or wider; 0 for a sequence without any.
 
-    Plain equivalent of a padded batch: `values.masked_fill(~mask, 0).sum(1)`. With the log-probabilities of
-    `token_scores` it is log P(y|x) of each response.
+    Plain equivalent for a padded batch: `values.masked_fill(~mask, 0).sum(1)`. For the log-probabilities of
+    `token_scores` this is log P(y|x) of each response.
 
     Args:
-        values: one number per token. Where the id is negative it has no influence, even if it is infinite or nan.
-        segment_ids: the number of each token's sequence, of the shape of `values`; negative for one that does not
+        values: one number per token. Where the id is negative it has no effect, even if it is infinite or nan.
+        segment_ids: the number of each token's sequence, of the shape of `values`; negative for a token that does not
             count. A sequence's tokens need not be adjacent.
         sequences: S, the number of sequences.
 
@@ -66,13 +66,13 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor
 
 
 def _sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
-    """Add up the values by segment; a first slot takes those that do not count, nan or not, and is dropped."""
+    """Add up the values by segment; the first slot, which takes those that do not count, even nan, is dropped."""
     sums = values.new_zeros(sequences + 1).index_add(0, _slots(segment_ids).flatten(), values.flatten())
     return sums[1:]
 
 
 def _slots(segment_ids: Tensor) -> Tensor:
-    """Return 1 + id, and 0 where the token does not count: an id that is too large stays too large."""
+    """Return 1 + id, and 0 if the token does not count: an id that is too large stays too large."""
     return segment_ids.long().clamp(min=-1) + 1
 
 
@@ -94,7 +94,7 @@ def sequence_lengths(segment_ids: Tensor, sequences: int) -> Tensor:
 def sequence_means(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
     """Return the mean of each sequence's values (S,), differentiable; 0, not nan, for a sequence without any.
 
-    Plain equivalent of a padded batch: `values.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)`.
+    Plain equivalent for a padded batch: `values.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)`.
 
     Args:
         values, segment_ids, sequences: as in `sequence_sums`.
@@ -113,9 +113,9 @@ def sequence_means(values: Tensor, segment_ids: Tensor, sequences: int) -> Tenso
 
 
 def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
-    """Return each token's share in a value per sequence: its sequence's value, and 0 where the token does not count.
+    """Return for each token its sequence's value, and 0 if the token does not count.
 
-    Plain equivalent of a padded batch: `values.unsqueeze(1) * mask`. It brings the advantage of a response to its
+    Plain equivalent for a padded batch: `values.unsqueeze(1) * mask`. Use it to give a response's advantage to its
     tokens.
 
     Args:

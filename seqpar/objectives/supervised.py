@@ -9,11 +9,11 @@ from seqpar.core.checks import check_groups, check_mask, check_number, check_sco
 
 
 def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return the loss of dynamic fine-tuning, one per token, and 0 where `mask` is false.
+    """Return the loss of dynamic fine-tuning, one per token; 0 where `mask` is false.
 
         -stop_gradient(p) log p,   p = pi(y_t | y_<t, x)          Wu et al. 2025, section 3
 
-    A token that the model thinks impossible (p = 0) has the loss 0, the limit, and the gradient 0. A token's loss is a
+    A token that the model considers impossible (p = 0) has loss 0, the limit, and gradient 0. A token's loss is a
     function of its own score, so it may be the loss of `seqpar.scored_loss`.
 
     Args:
@@ -51,8 +51,8 @@ def minimum_risk(
         costs: of the same shape; a constant, such as 1 - BLEU of the sentence.
         group_size: candidates per source sentence, at least 1.
         alpha: the sharpness of Q, above 0; 0.005 in the paper.
-        candidates: bool, of the same shape; false for what does not belong to the set, such as the second of two equal
-            samples; None means all of them. A group without candidates has the loss 0.
+        candidates: bool, of the same shape; false for samples that do not belong to the set, such as the second of two
+            equal ones; None means all belong. A group without candidates has the loss 0.
 
     Raises:
         TypeError: scores or costs that are not floating, candidates that are not bool, a group size that is not an int.
@@ -71,8 +71,8 @@ def minimum_risk(
     if candidates is None:
         candidates = torch.ones_like(scores, dtype=torch.bool)
     check_mask(candidates, "candidates", scores=scores)
-    # The lowest finite number instead of -inf: the softmax of a group without candidates is not nan. A candidate has
-    # more, even if its log P is -inf, so that it is likelier than what is none
+    # The lowest finite number instead of -inf, so that the softmax of a group without candidates is not nan. A
+    # candidate gets more than that, even if its log P is -inf, so that it is likelier than a non-candidate
     lowest = torch.finfo(scores.dtype).min
     exponents = torch.where(candidates, (alpha * scores).clamp(min=lowest / 2), lowest)
     probabilities = exponents.view(-1, group_size).softmax(1)

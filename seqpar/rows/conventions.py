@@ -1,7 +1,7 @@
-"""Say how each convention of label smoothing shares out eps, the probability taken from the target: one table.
+"""Define how each label-smoothing convention distributes eps, the probability taken from the target: one table.
 
-The criteria, the closed forms, the plain reference, the strategies and the recipe's settings know a convention from its
-entry here alone. Nothing imports torch, so that a command line can show its choices at once.
+The criteria, the closed forms, the plain reference, the strategies and the recipe's settings know a convention only by
+its entry here. This file does not import torch, so that a command line can show its choices at once.
 
 Symbols: V is the number of classes, eps the probability taken from the target.
 """
@@ -23,7 +23,7 @@ class Shares(NamedTuple):
     padding: bool
     """Whether the padding class, `ignore_index`, gets a share; if not, it must be a class, and its q is 0."""
     kl: bool
-    """Whether the loss is the KL divergence: less the entropy of the smoothed target, a perfect prediction costs 0."""
+    """Whether the loss is the KL divergence: minus the smoothed target's entropy, so a perfect prediction costs 0."""
 
     def classes(self, vocab_size: int) -> int:
         """Return how many of V classes get a share, which may be none."""
@@ -34,7 +34,7 @@ class Shares(NamedTuple):
         return None if self.padding else ignore_index
 
     def is_defined(self, vocab_size: int, ignore_index: int) -> bool:
-        """Return whether some class gets a share, and the padding is one of the classes if it has to be."""
+        """Return whether any class gets a share, and the padding is one of the classes if it has to be."""
         return self.classes(vocab_size) > 0 and (self.padding or 0 <= ignore_index < vocab_size)
 
 

@@ -5,7 +5,7 @@ The engine accepts any criterion that meets these requirements:
 - it is a module, called with `(logits, target)` of shapes `(rows, V)` and `(rows,)`;
 - it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
   that is not a sum of one term per row);
-- further tensors with a row for each token, as weights, are keywords of its `forward` (and of its `token_loss`);
+- further tensors with a row for each token, such as weights, are keywords of its `forward` (and its `token_loss`);
 - its attribute `ignore_index` or `padding_idx` is the target that it ignores, so that those rows need no logits;
 - if it has `token_loss(logits, target) -> TokenLoss`, which must agree with its `forward`, that is called instead,
   and `nll` and `correct` are taken from its result. It is not called if hooks or a subclass's own `forward` change
@@ -76,11 +76,11 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         rows = RowFunction(weights=weights, correct=True)
         picked_N1 = target_N.unsqueeze(1)
         given_NV = logits_NV.to(wide(logits_NV.dtype))
-        # Only memory of its own may be overwritten
+        # The caller's logits must not be overwritten
         made, sums = rows.sums_(given_NV, picked_N1, out=None if given_NV is logits_NV else given_NV)
         scores = rows.scores(sums)
         losses = CrossEntropyOfScores(q, weights)(scores, (), wanted=True)
-        # In a row that is ignored even a nan counts for nothing, which 0 x nan would not give
+        # In an ignored row even a nan must count for nothing, and 0 x nan would be nan
         zero = scores.log_prob.new_zeros(())
         total = losses.loss_N.where(counted_N, zero).sum()
         tokens = counted_N.sum()
@@ -162,7 +162,7 @@ class LabelSmoothing(nn.Module):
         # Before the comparison with ignore_index, which a narrow dtype would wrap around
         target = target.long()
         counted = target != self.ignore_index
-        # Elsewhere this would wait for the device in every chunk, and the engine has checked the whole batch
+        # On other devices this would wait in every chunk, and the engine has already checked the whole batch
         if may_read(target):
             check_range(target, counted, logits.size(1))
         q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))

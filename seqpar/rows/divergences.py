@@ -18,7 +18,7 @@ k (the p_k sum to 1, so it has no effect), and p = softmax(z):
     jsd                        s_k = (1 - beta) p_k (log p_k - log m_k)
     total_variation            s_k = 1/2 p_k sign(p_k - q_k), and 0 where p_k = q_k
 
-A term whose weight is 0 (q_k, or p_k in reverse_kl) is 0, also where both logarithms are -inf. A class that only the
+A term whose weight is 0 (q_k, or p_k in reverse_kl) is 0, even where both logarithms are -inf. A class that only the
 teacher can predict (p_k = 0 < q_k) makes forward_kl inf, one that only the student can predict
 (q_k = 0 < p_k) makes reverse_kl inf. jsd and total_variation stay finite.
 
@@ -41,7 +41,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "total_variation"]
 
 
 class Terms(NamedTuple):
-    """The sums over classes of each row, and s, from which the gradient follows."""
+    """Each row's sums over classes, and s, from which the gradient follows."""
 
     loss_K: Tensor
     slope_K: Tensor
@@ -94,7 +94,7 @@ def _reverse_kl_(log_p_KC: Tensor, p_KC: Tensor, log_q_KC: Tensor, q_KC: Tensor)
 
 
 def _jsd_(beta: float, log_p_KC: Tensor, p_KC: Tensor, log_q_KC: Tensor, q_KC: Tensor) -> Terms:
-    # From p and q, not from their logarithms: those are less exact the further they are from 0
+    # From p and q, not from their logarithms, which are less accurate the further they are from 0
     log_m_KC = torch.mul(q_KC, beta).add_(p_KC, alpha=1 - beta).log_()
     teacher_K = _dot(q_KC, log_q_KC.sub_(log_m_KC))
     slope_KC = _product_(p_KC, log_p_KC.sub_(log_m_KC)).mul_(1 - beta)

@@ -47,7 +47,7 @@ NEVER = -1e4
 """exp(NEVER) is 0 in every dtype. In place of -inf it makes the product with a probability of 0 equal 0, not nan."""
 
 FEW = 2**13
-"""So many logits are multiplied on the CPU in the time of one call of torch's."""
+"""How many logits the CPU multiplies in the time that one torch call takes."""
 
 
 class Scores(NamedTuple):
@@ -82,20 +82,20 @@ class Upstream(NamedTuple):
         return each(lambda t: t[which], self)
 
     def times(self, factor: float | Tensor, counted_N: Tensor | None = None) -> Upstream:
-        """Return them times a factor, of all rows or of each; 0 in rows that do not count, whatever they are."""
+        """Return them times a factor, one for all rows or one for each; 0 in rows that do not count, even if nan."""
         if counted_N is None and not isinstance(factor, Tensor) and factor == 1:
             return self
         return each(lambda t: times(t, factor, counted_N), self)
 
     def of_picked(self) -> Tensor | None:
-        """Return u and g_1 ... g_J, (N, P); only u where no g arrives, and None where neither does."""
+        """Return u and g_1 ... g_J, (N, P); only u if no g arrives, and None if neither does."""
         if self.log_probs_at is None:
             return None if self.log_prob is None else self.log_prob.unsqueeze(1)
         u_N = self.log_probs_at.new_zeros(len(self.log_probs_at)) if self.log_prob is None else self.log_prob
         return torch.cat([u_N.unsqueeze(1), self.log_probs_at], 1)
 
     def of_every_logit(self, weights: ClassWeights | None) -> Tensor | None:
-        """Return r - u - sum_j g_j - v W - f, the factor of p_k without the entropy's; None where nothing arrives."""
+        """Return r - u - sum_j g_j - v W - f, the factor of p_k without the entropy's part; None if nothing arrives."""
         terms = [] if self.lse is None else [self.lse]
         if self.log_prob is not None:
             terms.append(-self.log_prob)
@@ -114,14 +114,14 @@ class ClassWeights(NamedTuple):
     weight_V: Tensor | None
     """w; None if all are 1. The weight of a class that is not used may be inf or nan."""
     excluded: int | None
-    """The class whose w is 0, counted from this rank's first, such as padding."""
+    """The class whose w is 0, such as padding, counted from this rank's first class."""
     total: float | Tensor
     """W, over all ranks."""
 
     def sum_of(self, logits_NV: Tensor) -> Tensor:
         """Return sum_k w_k z_k."""
         parts = [slice(None)]
-        # Left out, not subtracted or multiplied by 0: it may be masked, by -1e9 or -inf, and would take others' digits
+        # Left out, not subtracted or multiplied by 0: masked by -1e9 or -inf, it would destroy the others' digits
         if self.excluded is not None:
             parts = [slice(0, self.excluded), slice(self.excluded + 1, None)]
         w_V = self.weight_V
@@ -146,15 +146,15 @@ class Sums(NamedTuple):
     log_sum_N: Tensor
     """log S."""
     picked_NP: Tensor
-    """z of the target, then of each given class; 0 for a class on another rank, -inf for one that is none."""
+    """z of the target, then of each given class; 0 for a class on another rank, -inf for an id that is no class."""
     mean_N: Tensor | None = None
     """sum_k p_k (z_k - m); None if no entropy is wanted."""
     sum_N: Tensor | None = None
     """sum_k w_k z_k; None without weights."""
     share_N: Tensor | None = None
-    """The sum of p over this rank's part: its own softmax times share_N is p. None if there is but one part."""
+    """The sum of p over this rank's part: its own softmax times share_N is p. None if there is only one part."""
     rest_N: Tensor | None = None
-    """log S of the classes that are no id, relative to the same m; None unless asked for."""
+    """log S of the classes that are not ids, relative to the same m; None unless asked for."""
     rest_share_N: Tensor | None = None
     """This rank's share of those classes' probability."""
     correct_N: Tensor | None = None
@@ -162,7 +162,7 @@ class Sums(NamedTuple):
     top_NT: Tensor | None = None
     """The T largest logits, in descending order; None if none are wanted."""
     top_ids_NT: Tensor | None = None
-    """The classes that have them; of equal ones the lower class first."""
+    """Their classes; among equal logits the lower class first."""
     rank_N: Tensor | None = None
     """How many classes come before the target; None unless asked for."""
 
@@ -182,10 +182,10 @@ class SplitVocabulary(Protocol):
         """Return each target's index among this rank's `size` classes, and whether it is one of them."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every part's tensor (..., N), in their order, stacked; a rank may be several parts."""
+        """Return every part's tensor (..., N), stacked in their order; a rank may have several parts."""
 
     def rank(self) -> int:
-        """Return this rank's place among them."""
+        """Return this rank's place among the parts."""
 
 
 class Softmax(NamedTuple):
@@ -204,7 +204,7 @@ class RowFunction(NamedTuple):
     entropy: bool = False
     weights: ClassWeights | None = None
     rest: bool = False
-    """Whether log_rest is wanted; not beside the entropy or the weighted sum."""
+    """Whether log_rest is wanted; not together with the entropy or the weighted sum."""
     gaps: bool = False
     """Whether an id may be -1, which stands for no class."""
     correct: bool = False
@@ -214,12 +214,12 @@ class RowFunction(NamedTuple):
     masked: bool = True
     """Whether logits may be -inf."""
     shifted: bool = False
-    """Whether z - m is wanted beside the softmax; the entropy needs it."""
+    """Whether z - m is wanted besides the softmax; the entropy needs it."""
     split: SplitVocabulary | None = None
     """The classes that this rank has; None if it has all."""
 
     def softmax_(self, logits_NV: Tensor, best_N: Tensor, out: Tensor | None = None) -> Softmax:
-        """Return the softmax; overwrite the logits (float32 or wider) by z - m if that is wanted.
+        """Return the softmax; overwrite the logits (float32 or wider) with z - m if that is wanted.
 
         Args:
             out: memory for the softmax, which may be that of the logits if z - m is not wanted; None to choose it here.
@@ -233,10 +233,10 @@ class RowFunction(NamedTuple):
         return Softmax(p_NV, shifted_NV, best_N)
 
     def probabilities_(self, logits_NV: Tensor, sums: Sums, out: Tensor | None = None) -> Softmax:
-        """Return p = exp(z - m) / S of some classes, in the place of a softmax over them; the rest is as `softmax_`.
+        """Return p = exp(z - m) / S of some classes, instead of a softmax over them; otherwise like `softmax_`.
 
         Args:
-            sums: over all classes.
+            sums: those over all classes.
         """
         shifted_NV = logits_NV.sub_(sums.best_N.unsqueeze(1))
         if self.masked and self.entropy:
@@ -268,8 +268,8 @@ class RowFunction(NamedTuple):
 
         Args:
             picked_NP: the target and the given classes, of the whole vocabulary.
-            logits_NV, out: as `softmax_`. The logits are overwritten unless z - m is not wanted and `out` is other
-                memory than theirs, or None.
+            logits_NV, out: as in `softmax_`. The logits are left unchanged only if z - m is not wanted and `out` is
+                None or separate memory.
             scratch: memory of the logits' size for the entropy's terms; None to choose it here.
         """
         index_NP, here_NP = self.locate(picked_NP, logits_NV.size(1))
@@ -286,16 +286,16 @@ class RowFunction(NamedTuple):
         own_best_N = best_N
         if self.rest:
             assert here_NP is not None
-            # The given classes are parts of their own. Adding 0 leaves the class that stands in for another rank's id
+            # Each given class is a part of its own. Adding 0 spares the class that stands in for another rank's id
             mask_NJ = torch.zeros_like(picked_logits_NP[:, 1:]).masked_fill_(here_NP[:, 1:], -math.inf)
             logits_NV.scatter_add_(1, index_NP[:, 1:], mask_NJ)
             own_best_N = logits_NV.amax(-1)
         made = self.softmax_(logits_NV, own_best_N, out)
-        # The largest p is 1 / S, at least 1/V, so that its log is exact
+        # The largest p is 1 / S, at least 1/V, so its log is accurate
         log_sum_N = -made.p_NV.amax(-1).log()
         mean_N = None
         if self.entropy:
-            # Added in a tree, by `sum`: a product of vectors adds from left to right, five times as far from the truth
+            # `sum` adds in a tree; a product of vectors adds from left to right, with five times the error
             mean_N = torch.mul(made.shifted_NV, made.p_NV, out=scratch).sum(-1)
         own = Sums(
             own_best_N, log_sum_N, picked_logits_NP, mean_N, sum_N,
@@ -306,7 +306,7 @@ class RowFunction(NamedTuple):
     def locate(self, picked_NP: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
         """Return each picked class's index among this rank's `size` classes, and whether it is one of them.
 
-        The index of a class that is not is any valid one; the second result is None if all are here.
+        A class that is not gets some valid index; the second result is None if all are here.
         """
         if self.split is not None:
             return self.split.locate(picked_NP, size)
@@ -318,11 +318,11 @@ class RowFunction(NamedTuple):
         """Return the sums over all ranks' classes, given those over this rank's: one all-gather, two more with top_k.
 
         Each rank adds the ranks' numbers in rank order, so that a row's sums do not depend on its place in the batch,
-        as those of an all-reduce may.
+        as they may with an all-reduce.
 
         Args:
-            own: before, `rest_N` is the largest logit with the ids among the classes; `correct_N` is 1 if the target is
-                the lowest class here with that logit, -1 if a class below the target has it, and else 0.
+            own: here `rest_N` is still the largest logit, ids included; `correct_N` is 1 if the target is the lowest
+                class here with that logit, -1 if a class below the target has it, and 0 otherwise.
             here_NP: which picked classes this rank has.
         """
         if self.split is None and not self.gaps:
@@ -352,7 +352,7 @@ class RowFunction(NamedTuple):
             mean_N = (share_RN / sum_N * (every.mean_N + offset_RN)).masked_fill(empty_RN, 0).sum(0)
         correct_N = own.correct_N
         if every.correct_N is not None:
-            # Of classes that tie, the lowest is the prediction: the target's is correct if no tie lies below it
+            # Of classes that tie, the lowest is the prediction: the target is correct if no class below it ties
             largest_RN = every.best_N if every.rest_N is None else every.rest_N
             correct_N = every.correct_N.where(largest_RN == largest_RN.amax(0), 0).sum(0) == 1
         rest_N = rest_share_N = None
@@ -378,8 +378,8 @@ class RowFunction(NamedTuple):
     def before(self, logits_NV: Tensor, target_N: Tensor, gold_N: Tensor) -> Tensor:
         """Return how many of this rank's classes come before the target, whose logit is `gold_N`.
 
-        Those are the classes with a larger logit, and the lower ones of those with the same, as in the order of
-        `top_classes`: a target that is correct has none.
+        Those are the classes with a larger logit, and the lower classes with the same logit, as in the order of
+        `top_classes`: no class comes before a correct target.
         """
         classes_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
         if self.split is not None:
@@ -389,7 +389,7 @@ class RowFunction(NamedTuple):
         return ((logits_NV > gold_N1) | ((logits_NV == gold_N1) & lower_NV)).sum(-1)
 
     def over_ranks(self, before_N: Tensor) -> Tensor:
-        """Return how many of all ranks' classes come before the target, given how many of this rank's."""
+        """Return how many of all ranks' classes come before the target, given how many of this rank's do."""
         return before_N if self.split is None else self.split.gather(before_N).sum(0)
 
     def scores(self, sums: Sums) -> Scores:
@@ -412,7 +412,7 @@ class RowFunction(NamedTuple):
         return (logits_NP - sums.best_N.unsqueeze(1)) - sums.log_sum_N.unsqueeze(1)
 
     def gradient_(self, made: Softmax, picked_NP: Tensor, sums: Sums, upstream: Upstream) -> Tensor:
-        """Overwrite z - m, if a gradient of the entropy arrives, else the softmax, by the gradient of the logits."""
+        """Write the gradient of the logits over z - m if a gradient of the entropy arrives, else over the softmax."""
         a_N = upstream.of_every_logit(self.weights)
         grad_NV = self._gradient_of_every_logit_(made, sums, upstream, a_N)
         share_N = sums.share_N if sums.rest_share_N is None else sums.rest_share_N
@@ -436,31 +436,31 @@ class RowFunction(NamedTuple):
         return grad_NV.scatter_add_(1, index_NP, factor_NP.to(grad_NV.dtype))
 
     def _gradient_of_every_logit_(self, made: Softmax, sums: Sums, upstream: Upstream, a_N: Tensor | None) -> Tensor:
-        """Return p_k (a - h (log p_k + H)), with f p_k / R, in the memory that `gradient_` overwrites."""
+        """Return p_k (a - h (log p_k + H)) + f p_k / R, in the memory that `gradient_` overwrites."""
         h_N = upstream.entropy
         if h_N is not None:
             assert sums.mean_N is not None
-            # log p_k + H = (z_k - m) - sum_j p_j (z_j - m), where a shard may have subtracted an m of its own
+            # log p_k + H = (z_k - m) - sum_j p_j (z_j - m), but a shard may have subtracted its own m
             slope_N = _times(-h_N, sums.share_N)
             rest_N = slope_N * ((made.best_N - sums.best_N) - sums.mean_N)
             if a_N is not None:
                 rest_N = rest_N + _times(a_N, sums.share_N)
-            # Passes over rows in a cache take a quarter of the time of addcmul, which is slow where it broadcasts
+            # Three passes over rows in cache take a quarter of the time of addcmul, which is slow when it broadcasts
             return made.shifted_NV.mul_(slope_N.unsqueeze(1)).add_(rest_N.unsqueeze(1)).mul_(made.p_NV)
         if a_N is None:
             return made.p_NV.zero_()
         factor_N = _times(a_N, sums.share_N)
         if upstream.log_rest is not None and sums.rest_share_N is not None:
-            # f p_k / R = f (softmax of this rank's others) x its share of them, which is exact where p_k is 0
+            # f p_k / R = f (softmax of this rank's other classes) x its share of them, which is exact where p_k is 0
             factor_N = factor_N + upstream.log_rest * sums.rest_share_N
         return _scale_(made.p_NV, factor_N)
 
     def _best(
         self, logits_NV: Tensor, picked_NP: Tensor, index_NP: Tensor, gold_N: Tensor, may_overwrite: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the largest logit, and if asked for whether the target is the lowest class that has it.
+        """Return the largest logit and, if asked for, whether the target is the lowest class that has it.
 
-        Where there are several parts, the second is a number as `over_parts` takes it.
+        With several parts, the second is a number, as `over_parts` takes it.
         """
         if not self.correct:
             return logits_NV.amax(-1), None
@@ -508,22 +508,22 @@ class RowFunction(NamedTuple):
         return values_NC[:, : self.top_k], ids_NC[:, : self.top_k]
 
     def filled_top(self, top_NT: Tensor, top_ids_NT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return top classes with `top_k` columns: a part with fewer has a class above all others, at -inf."""
+        """Return top classes padded to `top_k` columns: a part with fewer gets a class above all others, at -inf."""
         missing = self.top_k - top_NT.size(1)
-        # Above all classes, and a number that `pad`, which goes through a float, keeps
+        # Above all classes, and exact as a float, which `pad` converts it to
         last = 2**62
         filled_NT = torch.nn.functional.pad(top_NT, (0, missing), value=-math.inf)
         return filled_NT, torch.nn.functional.pad(top_ids_NT, (0, missing), value=last)
 
 
 def _stack(own: Sums, split: SplitVocabulary | None) -> Sums:
-    """Return every rank's sums but the top classes, (R, N), after one all-gather; R = 1 if nothing is split."""
+    """Return every rank's sums except the top classes, (R, N), after one all-gather; R = 1 if nothing is split."""
     own = own._replace(top_NT=None, top_ids_NT=None)
     if split is None:
         return each(lambda t: t.unsqueeze(0), own)
     given = {name: t for name, t in own._asdict().items() if t is not None}
     dtype = own.best_N.dtype
-    # One collective of all columns costs a fraction of one for each
+    # One collective for all columns costs a fraction of one per column
     columns_CN = [(t.unsqueeze(1) if t.dim() == 1 else t).to(dtype).t() for t in given.values()]
     sizes = [len(columns) for columns in columns_CN]
     everyone = split.gather(torch.cat(columns_CN)).split(sizes, 1)
@@ -542,8 +542,8 @@ def _times(factor_N: Tensor, share_N: Tensor | None) -> Tensor:
 def _scale_(p_NV: Tensor, factor_N: Tensor) -> Tensor:
     """Return p times the factor of its row, in place; on the CPU a pass is saved if all factors are 1, up to rounding.
 
-    Those of every cross-entropy without class weights are: its q sums to 1. On other devices reading them would wait,
-    and a pass over few numbers takes less time than to look.
+    They are for every cross-entropy without class weights, as its q sums to 1. On other devices reading them would
+    wait, and a pass over few numbers takes less time than the check.
     """
     if p_NV.numel() > FEW and may_read(p_NV):
         rounding = torch.finfo(factor_N.dtype).eps
@@ -562,7 +562,7 @@ def included_weight(weight_V: Tensor, excluded: int | None) -> Tensor:
 
 
 def times(values: Tensor, factor: float | Tensor, counted_N: Tensor | None = None) -> Tensor:
-    """Return one number, or one row, for each row times a factor, of all rows or of each; 0 where rows do not count."""
+    """Return each row's number or numbers times a factor, one for all rows or one each; 0 where rows do not count."""
     if isinstance(factor, Tensor):
         values = values * (as_column(factor, values) if factor.dim() else factor)
     elif factor != 1:
@@ -573,7 +573,7 @@ def times(values: Tensor, factor: float | Tensor, counted_N: Tensor | None = Non
 
 
 def as_column(numbers_N: Tensor, values: Tensor) -> Tensor:
-    """Return one number for each row in a shape that fits values with one row, or one number, for each of them."""
+    """Return one number per row, reshaped to broadcast with `values`, which have a number or several in each row."""
     return numbers_N.view(-1, *(1,) * (values.dim() - 1))
 
 
@@ -581,8 +581,8 @@ def _best_(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, 
     """Return the largest logit, and whether the target is the lowest class that has it.
 
     The CPU takes five to twenty times as long for the index of a maximum as for its value. So the target is compared
-    with the best of the other classes, and the index is computed only for rows where the two tie. For this the target's
-    logit is overwritten for a moment; afterwards the logits are the same as before.
+    with the best of the other classes, and the index is computed only for rows where the two tie. The target's logit is
+    temporarily overwritten for this; afterwards the logits are the same as before.
     """
     at_N1 = index_N.unsqueeze(1)
     logits_NV.scatter_(1, at_N1, -math.inf)
@@ -596,9 +596,9 @@ def _best_(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, 
 
 
 def top_classes(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the largest logits in descending order, and their classes; of equal logits the lower class first."""
+    """Return the largest logits in descending order, and their classes; among equal logits the lower class first."""
     if is_capturing(logits_NV.device):
-        # While a CUDA graph is captured no number can be read
+        # While a CUDA graph is being captured, no number can be read
         in_order = logits_NV.sort(dim=-1, descending=True, stable=True)
         return in_order.values[:, :top_k], in_order.indices[:, :top_k]
     top_NT, ids_NT = logits_NV.topk(top_k, -1)
@@ -614,7 +614,7 @@ def top_classes(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def in_descending_order(values_NT: Tensor, ids_NT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values in descending order with their classes; of equal values the lower class first."""
+    """Return the values in descending order with their classes; among equal values the lower class first."""
     ids_NT, by_class = ids_NT.sort(-1)
     values_NT, by_value = values_NT.gather(1, by_class).sort(dim=-1, descending=True, stable=True)
     return values_NT, ids_NT.gather(1, by_value)

@@ -6,8 +6,8 @@ For a row with log p_k = z_k - lse, target y and class weights w_k (1 where ther
     loss = - sum_k w_k q_k log p_k + z_loss lse^2
          = - gold w_y log_prob - each weighted + z_loss lse^2
 
-where `weighted` = sum_k w_k log p_k leaves out the excluded class. A convention (`rows/conventions.py`) says what they
-are, and whether the loss is the KL divergence: that adds the constant sum_k w_k q_k log q_k, so that a perfect
+where `weighted` = sum_k w_k log p_k leaves out the excluded class. A convention (`rows/conventions.py`) defines both
+shares, and whether the loss is the KL divergence: that adds the constant sum_k w_k q_k log q_k, so that a perfect
 prediction costs 0. The derivatives are
 
     d loss / d log_prob = - gold w_y,   d loss / d weighted = - each,   d loss / d lse = 2 z_loss lse
@@ -39,7 +39,7 @@ class RowLosses(NamedTuple):
 
 
 class LossOfScores(Protocol):
-    """A function of a row's scores, and of further tensors with one row for each."""
+    """A function of rows' scores, and of further tensors with one entry for each row."""
 
     def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
         """Return the loss of each row; if `wanted`, with its derivatives."""
@@ -49,7 +49,7 @@ class SoftTarget(NamedTuple):
     """The target distribution q of a row, and the factor of the z-loss."""
 
     gold: float
-    """q of the target, less `each`."""
+    """q of the target, minus `each`."""
     each: float
     """q of every class except the target and the excluded one."""
     excluded: int | None
@@ -104,9 +104,9 @@ class CrossEntropyOfScores(NamedTuple):
 
 
 def class_weights(q: SoftTarget, weight_V: Tensor | None) -> ClassWeights | None:
-    """Return the weights of this rank's classes, W over them only; None without smoothing, where no term uses it.
+    """Return the weights of this rank's classes, with W over them only; None without smoothing, which uses no weights.
 
-    The weight of a class that no term uses is not added, because it may be inf.
+    The weight of the excluded class, which no term uses, is not added, because it may be inf.
 
     Args:
         q: its `excluded` is counted from this rank's first class.
@@ -131,7 +131,7 @@ def soft_target(
     """Return the smoothed target over the whole vocabulary.
 
     Raises:
-        ValueError: an unknown convention; a convention that excludes a padding which is not a class; too few classes.
+        ValueError: an unknown convention; a convention that excludes a padding that is not a class; too few classes.
     """
     eps = label_smoothing
     convention = smoothing_convention
@@ -146,7 +146,7 @@ def soft_target(
     if others < 1 and eps:
         raise ValueError(f"{V} classes are too few for label smoothing in the {convention!r} convention")
     each = eps / max(1, others)
-    # q of the target is 1 - eps, and its own share where it gets one
+    # q of the target is 1 - eps, plus its own share if it gets one
     of_target = 1 - eps
     gold = of_target - each
     if shares.target:

@@ -2,12 +2,12 @@
 
 - `assert_same_loss`, `assert_same_gradients`: compare your generator, criterion, devices and loss with the plain
   single-device computation; a failure names the likely cause. `assert_same_loss(ranks=2)` does so over live ranks.
-- `assert_same_step`: compare one step of any trainer, in each `Layout` of processes and micro-batches, with that of one
-  process.
+- `assert_same_step`: compare one step of any trainer, in each `Layout` of processes and micro-batches, with the step of
+  a single process.
 - `assert_numerical_gradients`: compare a loss's gradients with differences of its values (`torch.autograd.gradcheck`).
-- `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference of `linear_cross_entropy` with every
-  option, in a few lines of torch without chunks; `plain_rank`: that of `token_scores(..., rank=True)`.
-- `seqpar.testing.strategies` (needs hypothesis) draws the cases.
+- `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference for `linear_cross_entropy` with every
+  option, in a few lines of torch without chunks; `plain_rank`: the reference for `token_scores(..., rank=True)`.
+- `seqpar.testing.strategies` (needs hypothesis) draws test cases.
 - `rank_pool`, a pytest fixture (`seqpar.testing.plugin`), and `seqpar.testing.ranks`: live ranks over gloo.
 """
 

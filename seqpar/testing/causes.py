@@ -1,7 +1,7 @@
 """Infer from a wrong loss's numbers what is probably wrong with it.
 
-`CAUSES` is the table. An entry has a detector, a function of the evidence that returns a sentence, or None if the
-numbers do not show this cause, and the lines that show the mistake and its remedy. They are tried in that order.
+`CAUSES` is the table. Each entry has a detector (a function of the evidence that returns a sentence, or None if the
+numbers do not show this cause) and lines that show the mistake and its remedy. Entries are tried in the table's order.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ FLOAT32 = 1e-5
 
 
 class Cause(NamedTuple):
-    """A usual mistake."""
+    """A common mistake."""
 
     detect: Callable[[Evidence], str | None]
     example: str
-    """The mistake and its remedy, a line each."""
+    """The mistake and its remedy, one line each."""
 
 
 def likely_cause(evidence: Evidence) -> str:
-    """Return a sentence on what the numbers look like, and an example of the mistake with its remedy."""
+    """Return a sentence about what the numbers look like, and an example of the mistake with its remedy."""
     for cause in CAUSES:
         sentence = cause.detect(evidence)
         if sentence:
@@ -46,7 +46,7 @@ def likely_cause(evidence: Evidence) -> str:
 
 
 def hypothesis_context() -> Any:
-    """Return hypothesis's own record of the test in which this is called; None outside of its tests."""
+    """Return hypothesis's own record of the test that this is called in; None outside its tests."""
     control = sys.modules.get("hypothesis.control")
     if control is None or not control.currently_in_test_context():
         return None
@@ -54,13 +54,13 @@ def hypothesis_context() -> Any:
 
 
 def is_shown() -> bool:
-    """Return whether somebody will read of a failure: of those that hypothesis tries, only of the smallest."""
+    """Return whether a failure will be shown: of those that hypothesis tries, only the smallest is."""
     context = hypothesis_context()
     return context is None or getattr(context, "is_final", True)
 
 
 def _what_is_known(e: Evidence) -> str:
-    """Return which gradients are right, which are multiples of the plain ones, and in which rows others are off."""
+    """Return which gradients are right, which are multiples of the plain ones, and in which rows the others are off."""
     times = e.ratio()
     if times and not close(times, 1):
         return f"all gradients are {spell(times)} times the plain ones"
@@ -77,17 +77,14 @@ def _what_is_known(e: Evidence) -> str:
 
 
 def _times_too_large(e: Evidence) -> str:
-    """Return by what the value is a multiple of the plain one, if that is a simple fraction."""
+    """Return the ratio of the value to the plain one, in words, if it is a simple fraction."""
     times = float(e.got[0]) / float(e.expected[0]) if e.expected[0] else math.nan
     said = spell(times) if math.isfinite(times) else ""
     return f": {said} times the plain one" if said and "." not in said else ""
 
 
 def _only_one(e: Evidence) -> str:
-    """Return that the value is right, if only gradients are wrong: a run would then look right from outside.
-
-    Or that only the value is wrong.
-    """
+    """Say if only the gradients are wrong (a run would then look right from outside), or only the value."""
     values = [float(e.got[0])]
     if e.eighth is not None:
         values.append(float(e.eighth[0]) / FACTOR)
@@ -104,7 +101,7 @@ def _no_tokens(e: Evidence) -> str | None:
 
 
 def _random_numbers(e: Evidence) -> str | None:
-    """Recognise a plain loss that is another number in every call, by its random numbers."""
+    """Recognise a plain loss that is a different number in every call because of random numbers."""
     other = _other_value(e)
     if other is None or _other(e.again.seeded[0], e.again.seeded) is not None:
         return None
@@ -115,7 +112,7 @@ def _random_numbers(e: Evidence) -> str | None:
 
 
 def _changing_modules(e: Evidence) -> str | None:
-    """Recognise a plain loss that is another number in every call, because a call changes the modules."""
+    """Recognise a plain loss that is a different number in every call because a call changes the modules."""
     other = _other_value(e)
     if other is None:
         return None
@@ -127,7 +124,7 @@ def _changing_modules(e: Evidence) -> str | None:
 
 
 def _changing_loss(e: Evidence) -> str | None:
-    """Recognise a loss under test that is another number in the next call."""
+    """Recognise a loss under test that is a different number in the next call."""
     if e.eighth is None:
         return None
     other = _other(float(e.got[0]), [float(e.eighth[0]) / FACTOR])
@@ -139,12 +136,12 @@ def _changing_loss(e: Evidence) -> str | None:
 
 
 def _other_value(e: Evidence) -> float | None:
-    """Return what the plain loss is in another call, if it is another number."""
+    """Return the plain loss of another call if it is a different number, else None."""
     return _other(float(e.expected[0]), e.again.values)
 
 
 def _other(first: float, values: Sequence[float]) -> float | None:
-    """Return a value that differs from the first one; None if none does, or if that is not finite."""
+    """Return a value that differs from the first; None if none does, or if the first is not finite."""
     others = [value for value in values if not math.isclose(value, first, rel_tol=SAME, abs_tol=SAME)]
     if not math.isfinite(first) or not others:
         return None
@@ -160,7 +157,7 @@ def _no_gradient(e: Evidence) -> str | None:
 
 
 def _backward_that_is_not_linear(e: Evidence) -> str | None:
-    """Recognise a pair whose own gradient does not follow the factor of the loss, such as one that clamps."""
+    """Recognise a generator or criterion whose own gradient does not scale with the loss, such as one that clamps."""
     if e.plain_eighth is None:
         return None
     eighths = e.plain_eighth[1]
@@ -190,7 +187,7 @@ def _squared_factor(e: Evidence) -> str | None:
 
 
 def _with_factor(e: Evidence, factor: float) -> list[str]:
-    """Return the tensors whose gradient is multiplied by that factor where the loss is multiplied by an eighth."""
+    """Return the tensors whose gradient is multiplied by this factor when the loss is multiplied by an eighth."""
     if e.eighth is None:
         return []
     return [n for n, g in e.got[1].items() if _is_factor(e.eighth[1].get(n), g, factor)]
@@ -202,7 +199,7 @@ def _is_there(gradient: Tensor | None) -> bool:
 
 
 def _is_factor(gradient: Tensor | None, of: Tensor | None, factor: float) -> bool:
-    """Return whether one gradient is the other one times that factor."""
+    """Return whether one gradient is the other times this factor."""
     return gradient is not None and of is not None and close(ratio(gradient, of), factor)
 
 
@@ -211,20 +208,20 @@ def _imagined_mistake(e: Evidence) -> str | None:
     for sentence, compute in e.imagined:
         with suppress(Exception):
             mistaken = compute()
-            # Without a mistake it is the plain loss, unless the loss under test has left a hook on a tensor
+            # With no mistake this is the plain loss, unless the loss under test has left a hook on a tensor
             if not sentence and not close(Evidence(mistaken, e.expected).ratio(), 1):
                 return None
             if sentence and _has_value(e, mistaken[0]):
                 return sentence
             times, of_plain = (Evidence(of, mistaken).ratio() for of in (e.got, e.expected))
-            # A mistake that multiplies the plain gradients explains gradients multiplied by just that
+            # A mistake that multiplies the plain gradients explains only gradients multiplied by exactly that
             if sentence and times and (of_plain is None or (close(times, 1) and not close(of_plain, 1))):
                 return f"{sentence}{besides(times)}"
     return None
 
 
 def _has_value(e: Evidence, mistaken: Tensor) -> bool:
-    """Return whether the value is the one with a mistake, which is not the plain one."""
+    """Return whether the value is the one with a mistake, and not the plain one."""
     got, plain = (float(of[0]) for of in (e.got, e.expected))
     return math.isclose(got, float(mistaken), rel_tol=SAME) and not math.isclose(got, plain, rel_tol=SAME)
 
@@ -238,13 +235,13 @@ def _wrong_sign(e: Evidence) -> str | None:
 
 
 def _wrong_divisor(e: Evidence) -> str | None:
-    """Recognise a mean over the tokens or over all rows, and a division that is missing."""
+    """Recognise a mean over the tokens or over all rows, and a missing division."""
     times = e.ratio()
     n, rows = e.tokens, e.rows
     if e.world > 1:
         n, rows = (sum(each) for each in zip(*e.counts, strict=True))
-    # The plain loss is sum / divisor. A mean instead has divisor / n times its gradients, a mean over all rows of
-    # all ranks divisor / rows, and a sum (which DDP then averages) divisor / world.
+    # The plain loss is sum / divisor. A mean has divisor / n times its gradients, a mean over all rows of all ranks
+    # divisor / rows times, and a sum (which DDP then averages) divisor / world times.
     if times is None or math.isclose(times, 1, rel_tol=SAME):
         return None
     looks = f"all gradients are {spell(times)} times the plain ones"
@@ -258,7 +255,7 @@ def _wrong_divisor(e: Evidence) -> str | None:
 
 
 def _uses(e: Evidence) -> str | None:
-    """Recognise a tensor that is used several times, and of whose uses some count not once, by all ranks alike."""
+    """Recognise a tensor with several uses, some of which do not count exactly once, on all ranks alike."""
     for name, got, _ in e.pairs():
         uses = e.uses.get(name, ())
         each = len(uses) // e.world
@@ -283,9 +280,9 @@ def _uses(e: Evidence) -> str | None:
 
 
 def _accumulate(e: Evidence) -> str | None:
-    """Recognise a whole number of losses as a factor too many or too few."""
+    """Recognise gradients that are a whole number of times too large or too small."""
     times = e.ratio()
-    # k micro-batches added up without a division give k times the gradient, a division too many gives 1/k
+    # k micro-batches added up without a division give k times the gradient; an extra division gives 1/k
     for whole in (times, times and 1 / times):
         if times and whole and whole > 1.5 and math.isclose(whole, round(whole), rel_tol=SAME):
             if times > 1:
@@ -298,7 +295,7 @@ def _accumulate(e: Evidence) -> str | None:
 
 
 def _gradient_of_nothing(e: Evidence) -> str | None:
-    """Recognise a gradient of what the plain loss does not depend on."""
+    """Recognise a gradient for something that the plain loss does not depend on."""
     plains = {name: _largest(plain) for name, plain in e.expected[1].items()}
     noise = EXACT * max(plains.values())
     off = {name: _largest(e.got[1][name]) for name, size in plains.items() if not size}
@@ -307,12 +304,12 @@ def _gradient_of_nothing(e: Evidence) -> str | None:
 
 
 def _largest(gradient: Tensor | None) -> float:
-    """Return the largest number of a gradient, without its sign; 0 if it has none."""
+    """Return the largest absolute value in a gradient; 0 if there is none."""
     return 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
 
 
 def _rounding(e: Evidence) -> str | None:
-    """Recognise differences as small as float32's rounding, where there is float64."""
+    """Recognise differences as small as float32's rounding in float64 computations."""
     if e.dtype != torch.float64:
         return None
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
@@ -331,9 +328,9 @@ def _rounding(e: Evidence) -> str | None:
 
 
 def _narrow_sums(e: Evidence) -> str | None:
-    """Recognise results that a narrow dtype can hold exactly, where the plain ones are numbers it rounds."""
+    """Recognise results that a narrow dtype holds exactly although it would round the plain ones."""
     pairs = [("the loss", e.got[0], e.expected[0]), *e.pairs()]
-    # A loss that is computed in a narrow dtype has its digits by itself
+    # A loss computed in a narrow dtype has that dtype's digits anyway
     for dtype in (torch.bfloat16, torch.float16) if e.dtype.itemsize > 2 else ():
         narrow = [name for name, got, plain in pairs if got.any() and _fits(got, dtype) and not _fits(plain, dtype)]
         if narrow:
@@ -343,7 +340,7 @@ def _narrow_sums(e: Evidence) -> str | None:
 
 
 def _rounded_reference(e: Evidence) -> str | None:
-    """Recognise a plain loss that is float32 itself, where the one under test is float64."""
+    """Recognise a plain loss that is itself float32 while the one under test is float64."""
     if e.expected[0].dtype != torch.float32 or e.got[0].dtype != torch.float64 or not _rounding(e):
         return None
     return (
@@ -353,11 +350,11 @@ def _rounded_reference(e: Evidence) -> str | None:
 
 
 def _fits(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the numbers survive a cast to that dtype."""
+    """Return whether a cast to this dtype leaves the numbers unchanged."""
     return torch.equal(numbers.to(dtype).to(numbers.dtype), numbers)
 
 
-# From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
+# From the most specific to the most general: a bare ratio fits several mistakes, a lost row fits only one
 CAUSES: tuple[Cause, ...] = (
     Cause(
         _no_tokens,

@@ -1,4 +1,4 @@
-"""The comparison of a loss with the plain one on some tokens: in this process, in every rank, or in new ones."""
+"""Compare a loss with the plain one on some tokens: in this process, in every rank, or in new processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 Loss = Callable[..., Tensor | TokenLoss]
 """`loss(generator, criterion, hidden, target, **per_token)`."""
 SMALLER_TRIES = 40
-"""How many smaller inputs are tried in search of the smallest failure."""
+"""How many smaller inputs are tried in the search for the smallest failure."""
 MISCOUNTED = "the loss counts"
 SHOWN = 12
 """The largest number of targets that a message shows."""
@@ -52,7 +52,7 @@ NONE: AbstractContextManager[None] = nullcontext()
 
 
 _Tokens = tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""Hidden, target, and further tensors by name, of one rank."""
+"""One rank's hidden, target, and further tensors by name."""
 
 
 class _Leaves(NamedTuple):
@@ -69,7 +69,7 @@ class _Leaves(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return what gradients are compared of, by name."""
+        """Return the tensors whose gradients are compared, by name."""
         extra = {name: t for name, t in self.extra.items() if t.requires_grad}
         return {"hidden": self.hidden, **extra, **{n: p for key in self.head for n, p in _name(self.head, key)}}
 
@@ -84,16 +84,16 @@ class _Compared(NamedTuple):
     off: str
     """The first difference; empty if there is none."""
     truth: Comparison
-    """What the plain loss was computed from,"""
+    """The comparison that the plain loss was computed from."""
     true: _Leaves
-    """with these leaves,"""
+    """Its leaves."""
     whole: Sequence[_Tokens]
-    """and the tokens of all ranks."""
+    """The tokens of all ranks."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a loss with the plain one, on some tokens."""
+    """A comparison of a loss with the plain one on some tokens."""
 
     head: nn.ModuleDict
     loss: Loss
@@ -106,9 +106,9 @@ class Comparison:
     own: bool
     """Whether the loss is the caller's own, and not seqpar's engine."""
     layout: str
-    """The engine's arguments, as in a call."""
+    """The engine's arguments, as written in a call."""
     ranks: int | None = None
-    """The number of processes that the tokens are to be divided among; None computes the loss in this one."""
+    """The number of processes to divide the tokens among; None computes the loss in this one."""
 
     def failure(self) -> str:
         """Return the likely cause and what differs; empty if nothing does."""
@@ -117,13 +117,13 @@ class Comparison:
         return self._say(with_cause=is_shown())
 
     def is_off(self) -> bool:
-        """Return whether anything differs, without a look for the cause."""
+        """Return whether anything differs, without looking for the cause."""
         if self.ranks is not None:
             return bool(self._over_ranks(self.ranks, with_cause=False))
         return bool(self._say(with_cause=False))
 
     def _say(self, with_cause: bool) -> str:
-        """Return what differs here, after its likely cause; empty if nothing does."""
+        """Return the likely cause and then what differs here; empty if nothing does."""
         compared = self._compare()
         if not compared.off or not with_cause:
             return compared.off
@@ -133,13 +133,13 @@ class Comparison:
         return f"{likely_cause(self._evidence(compared))}\n{compared.off}"
 
     def _over_ranks(self, world: int, with_cause: bool) -> str:
-        """Return what the first rank says, of those where something differs."""
+        """Return what the first rank in which something differs says."""
         self._check_ranks(world)
         said = run_in_ranks(world, _failure_of_a_rank, self.parts(world), with_cause)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), "")
 
     def _compare(self) -> _Compared:
-        """Return the loss under test and the plain one, as they are and times 1/8, and the first difference."""
+        """Return the loss under test and the plain one, both as they are and times 1/8, and the first difference."""
         truth = self._truth()
         leaves, true = self._leaves(self.head), truth._leaves(truth.head)
         whole = gather_objects((truth.hidden, truth.target, truth.per_token), self.group)
@@ -169,9 +169,9 @@ class Comparison:
         return _Compared(got, expected, eighth, plain_eighth, off, truth, true, whole)
 
     def _miscounted(self, counts: Sequence[float]) -> str:
-        """Return in words that a `TokenLoss` counts other tokens than those that are not ignored; empty if it does not.
+        """Say if a `TokenLoss` does not count exactly the tokens that are not ignored; return "" if it does.
 
-        With tensors for each token, or a criterion that counts itself, other tokens may be meant.
+        With per-token tensors, or a criterion that does its own counting, a different count may be intended.
         """
         right = self._count(self.target)
         if self.per_token or counts_itself(self.head["criterion"]) or all(found == right for found in counts):
@@ -185,7 +185,7 @@ class Comparison:
         return farther_than_twice_plain(as_float64(got), self._plain_draws(whole, factor), expected)
 
     def _evidence(self, compared: _Compared) -> Evidence:
-        """Return the numbers from which the cause is inferred."""
+        """Return the numbers that the cause is inferred from."""
         truth, whole = compared.truth, compared.whole
         plain = partial(truth._plain, compared.true, whole)
         criterion = truth.head["criterion"]
@@ -220,7 +220,7 @@ class Comparison:
         )
 
     def _truth(self) -> Comparison:
-        """Return what the plain loss is computed from: the same, or copies on the CPU if the device has no float64."""
+        """Return what the plain loss is computed from: this comparison if it is float64, else float64 CPU copies."""
         if self.hidden.dtype == torch.float64:
             return self
         extra = {name: t.cpu().double() if t.is_floating_point() else t.cpu() for name, t in self.per_token.items()}
@@ -236,9 +236,9 @@ class Comparison:
         return ""
 
     def _plain_draws(self, whole: Sequence[_Tokens], factor: float) -> list[Result]:
-        """Return the plain loss times a factor in the dtype under test.
+        """Return the plain loss times a factor in the dtype under test, several times.
 
-        With its rows in some orders, so that sums round otherwise.
+        Each time its rows are in a different order, so that sums round differently.
         """
         drawn: list[Result] = []
         for by in range(DRAWS):
@@ -266,7 +266,7 @@ class Comparison:
         return _Leaves(head, self.hidden.detach().requires_grad_(), extra)
 
     def _plain(self, leaves: _Leaves, whole: Sequence[_Tokens], mistake: Mistake = plain_loss) -> Tensor:
-        """Return the plain loss of the tokens of all ranks, or that with a mistake in it."""
+        """Return the plain loss of the tokens of all ranks, optionally with a mistake in it."""
         inputs = [*whole]
         # This rank's own leaves, to be differentiated, in the position of their copies
         inputs[rank_in(self.group)] = leaves.hidden, self.target, leaves.extra
@@ -274,15 +274,15 @@ class Comparison:
         return torch.stack(losses).sum() / self.tokens
 
     def _imagine(self, whole: Sequence[_Tokens], mistake: Mistake, mode: AbstractContextManager[Any] = NONE) -> Result:
-        """Return the plain loss and its gradients with a mistake, and under a mode.
+        """Return the plain loss and its gradients with a mistake, computed under a mode.
 
-        Those of a copy, because a hook that the loss under test has left on a parameter may wait for the other ranks.
+        They are computed on a copy: a hook that the loss under test left on a parameter may wait for the other ranks.
         """
         leaves = self._leaves(copy.deepcopy(self.head))
         return under(partial(self._plain, leaves, whole, mistake), leaves.tensors, mode)
 
     def _check_ranks(self, world: int) -> None:
-        """Raise ValueError or TypeError where `world` ranks would show nothing, or cannot be given this comparison."""
+        """Raise ValueError or TypeError if `world` ranks would show nothing, or cannot be sent this comparison."""
         check_integer(world, "ranks", at_least=2)
         if len(self.target) < world:
             raise ValueError(
@@ -299,7 +299,7 @@ class Comparison:
         try:
             pickle.dumps(self)
         except Exception as error:
-            # pickle raises an error of almost any class for what it cannot find by name
+            # pickle may raise an error of almost any class for objects that it cannot find by name
             raise TypeError(
                 f"the generator, the criterion or the loss cannot be sent to the ranks ({error}); define it "
                 "at the top level of a module"
@@ -317,7 +317,7 @@ class Comparison:
         return replace(self, hidden=self.hidden[at], target=self.target[at], per_token=extra, **changed)
 
     def _scale(self, loss: Tensor | TokenLoss) -> Tensor:
-        """Return the tensor to call `backward()` on: the sum over the tokens of a step, times the ranks of its mean."""
+        """Return the tensor to call `backward()` on: a `TokenLoss` as total x ranks / tokens, as DDP takes the mean."""
         if isinstance(loss, TokenLoss):
             return loss.total * world_size(self.group) / self.tokens
         return loss
@@ -354,16 +354,16 @@ class Comparison:
         return int((~self._is_ignored(target)).sum())
 
     def smallest_failure(self) -> str:
-        """Return the smallest subset of the inputs that fails as well, in words.
+        """Return the smallest subset of the inputs that also fails, in words.
 
-        Nothing inside of several ranks, or where hypothesis looks for a smaller failure itself.
+        Return "" if run in several ranks, or if hypothesis itself looks for a smaller failure.
         """
         if world_size(self.group) > 1 or hypothesis_context() is not None:
             return ""
         for smaller in self._subsets():
-            # A loss that raises an error for so few tokens has a problem of its own with them
+            # A loss that raises an error for so few tokens has a different problem
             with suppress(Exception):
-                # One that divides by a number of its own, the part's or the step's, is right with that one
+                # A loss may divide by the part's number of tokens or the step's: it fails only if it is wrong with both
                 if not (smaller.is_off() and replace(smaller, tokens=self.tokens).is_off()):
                     continue
                 shape = tuple(smaller.hidden.shape)
@@ -395,16 +395,16 @@ class Comparison:
         corners = torch.cartesian_prod(*(torch.arange(1, n + 1) for n in sizes)).reshape(-1, len(sizes)).tolist()
         for corner in [*sorted(corners, key=math.prod)[:SMALLER_TRIES], list(sizes)]:
             part = self._rows(*(slice(n) for n in corner))
-            # The step's number of tokens is not that of a part of it
+            # A part has fewer tokens than the step
             if self.tokens != 1 and corner != list(sizes):
                 part = replace(part, tokens=max(1, part._count(part.target)))
             yield part
 
 
 def in_dtype(modules: nn.ModuleDict, dtype: torch.dtype) -> nn.ModuleDict:
-    """Return the modules, copied if any of their parameters or buffers is of another floating or complex dtype.
+    """Return the modules, copied if any of their parameters or buffers has a different floating or complex dtype.
 
-    In one container, so that a parameter that both have is still one parameter in the copies.
+    They are in one container, so that a parameter they share is still one parameter in the copies.
     """
 
     def wanted(tensor: Tensor) -> torch.dtype:
@@ -422,7 +422,7 @@ def in_dtype(modules: nn.ModuleDict, dtype: torch.dtype) -> nn.ModuleDict:
 
 
 def _name(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters of one of the two modules, under names that say which one."""
+    """Return the parameters of one of the two modules, with names that say which module."""
     return ((f"{key}.{name}", parameter) for name, parameter in head[key].named_parameters())
 
 
@@ -432,5 +432,5 @@ def _times(factor: float, loss: Callable[[], Tensor]) -> Tensor:
 
 
 def _failure_of_a_rank(rank: int, world: int, parts: Sequence[Comparison], with_cause: bool) -> str:
-    """Return what differs in a rank of the default group."""
+    """Return what differs in one rank of the default group."""
     return replace(parts[rank], group=dist.group.WORLD)._say(with_cause)

@@ -1,4 +1,4 @@
-"""The numbers of a wrong loss, from which its cause is inferred, and how they are collected."""
+"""The numbers of a wrong loss that its cause is inferred from, and how they are collected."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Result = tuple[Tensor, Mapping[str, Tensor | None]]
 Uses = Mapping[str, Sequence[tuple[str, Tensor]]]
 """The gradient of each tensor, split by use: the operation and the gradient through it."""
 FACTOR = 0.125
-"""The factor of the loss in the check that gradients follow it; a power of 2, so that it causes no rounding."""
+"""The factor of the loss in the check that gradients scale with it; a power of 2, so that it causes no rounding."""
 SAME = 1e-6
-"""The relative difference up to which two ratios count as equal: mistakes are recognised in float32, too."""
+"""The relative difference up to which two ratios count as equal: mistakes are recognised in float32 too."""
 CALLS = 3
-"""How often the plain loss is computed once more: dropout may well draw the same for a few numbers once."""
+"""How many more times the plain loss is computed: for a few numbers, dropout may well draw the same twice."""
 APART = 1e-9
-"""The least eigenvalue of the correlations of gradients that can be told apart in their sum."""
+"""The smallest eigenvalue of the gradients' correlations at which they can still be told apart in their sum."""
 
 
 class Repeated(NamedTuple):
-    """The plain loss, computed some more times."""
+    """The plain loss, computed a few more times."""
 
     values: Sequence[float] = ()
     seeded: Sequence[float] = ()
-    """The same from one random state: they differ if something else than random numbers changes."""
+    """The loss from one fixed random state: the values differ if something other than random numbers changes."""
     changed: Sequence[str] = ()
     """Attributes that a call changes, such as "criterion.step went from 2 to 3"."""
 
@@ -53,7 +53,7 @@ class Evidence:
     plain_eighth: Result | None = None
     """The plain loss times `FACTOR`."""
     uses: Uses = field(default_factory=dict)
-    """Of the plain gradients; the plain loss computes one rank's tokens after the other's."""
+    """The uses in the plain loss, which computes the ranks' tokens one rank after the other."""
     per_token: frozenset[str] = frozenset()
     """The tensors all of whose dimensions but the last are tokens."""
     tokens: int | None = None
@@ -66,24 +66,24 @@ class Evidence:
     """The number that the plain sum was divided by."""
     rank: int = 0
     counts: Sequence[tuple[int, int]] = ()
-    """The numbers of tokens and of rows of each rank."""
+    """The numbers of tokens and rows of each rank."""
     again: Repeated = NEVER
     imagined: Sequence[tuple[str, Callable[[], Result]]] = ()
-    """Mistakes, and functions that compute the plain loss with each of them; the first has none, and no name."""
+    """Mistakes, and functions that compute the plain loss with each of them; the first has no mistake, and no name."""
     smoothed: Callable[[Convention, float], Result] | None = None
     """Computes the cross-entropy of the same logits with a smoothing convention and eps."""
     smoothing: tuple[str, float] | None = None
-    """The criterion's own convention and eps, where it says so."""
+    """The criterion's own convention and eps, if it states them."""
     parts: Sequence[Mapping[str, Tensor]] = ()
-    """The plain gradient's summands by part of the step: sentences or micro-batches,"""
+    """The plain gradient's summands by part of the step: sentences or micro-batches."""
     weights: Sequence[float] = ()
-    """and what each part has of the step's tokens, 1 in all."""
+    """Each part's share of the step's tokens, 1 in total."""
     micro_batches: int = 1
-    """The number of all ranks' micro-batches."""
+    """The number of micro-batches of all ranks."""
     ranks_differ: bool = False
     """Whether ranks that should have the same gradient have different ones."""
     dtype: torch.dtype = torch.float64
-    """In which the loss under test was computed; some devices lack float64."""
+    """The dtype in which the loss under test was computed; some devices lack float64."""
 
     @property
     def world(self) -> int:
@@ -91,7 +91,7 @@ class Evidence:
         return max(1, len(self.counts))
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""
+        """Yield name, gradient and plain gradient if the plain one is not 0 and the shapes agree."""
         for name, plain in self.expected[1].items():
             if plain is None or not plain.count_nonzero():
                 continue
@@ -102,11 +102,11 @@ class Evidence:
                 yield name, got, plain
 
     def ratios(self) -> dict[str, float | None]:
-        """Return by what each gradient is a multiple of the plain one; None where it is none."""
+        """Return the ratio of each gradient to the plain one; None if it is not a multiple of that."""
         return {name: ratio(got, plain) for name, got, plain in self.pairs()}
 
     def ratio(self) -> float | None:
-        """Return r if all gradients are r times the plain ones, with the same r; else None."""
+        """Return r if all gradients are the same r times the plain ones, else None."""
         first, *others = [*self.ratios().values()] or [None]
         if first and all(close(r, first) for r in others):
             return first
@@ -123,7 +123,7 @@ def ratio(got: Tensor, plain: Tensor) -> float | None:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return the same numbers in a dense layout, as an embedding's gradient may be sparse; complex ones as two real."""
+    """Return the numbers in a dense layout, as an embedding's gradient may be sparse; complex ones as two real."""
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     if gradient.is_complex():
@@ -133,17 +133,17 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 def same(got: Tensor, plain: Tensor) -> bool:
-    """Return whether got is plain."""
+    """Return whether got equals plain."""
     return close(ratio(got, plain), 1)
 
 
 def close(times: float | None, wanted: float) -> bool:
-    """Return whether a ratio is there, and is that number."""
+    """Return whether there is a ratio and it is this number."""
     return times is not None and math.isclose(times, wanted, rel_tol=SAME)
 
 
 def shares_of(got: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
-    """Return c if got is sum_k c_k parts_k with these c alone; a part that is 0 has nan. Else None."""
+    """Return c if got is sum_k c_k parts_k for exactly one c, else None; a part that is 0 gets nan."""
     there = [k for k, part in enumerate(parts) if part.any()]
     if not there:
         return None
@@ -154,18 +154,18 @@ def shares_of(got: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
     gram_KK = units_KN @ units_KN.T
     if torch.linalg.eigvalsh(gram_KK)[0] < APART:
         return None
-    # The least-squares c, of parts of size 1: (P P^T) c = P got
+    # The least-squares c for parts scaled to size 1: (P P^T) c = P got
     scaled_K = torch.linalg.solve(gram_KK, units_KN @ got_N)
     if (got_N - scaled_K @ units_KN).norm() > SAME * got_N.norm():
         return None
-    # What is 0 up to rounding is 0
+    # Set to 0 what is 0 up to rounding
     scaled_K = scaled_K.where(scaled_K.abs() > SAME * got_N.norm(), 0)
     found = dict(zip(there, (scaled_K / sizes_K).tolist(), strict=True))
     return [found.get(k, math.nan) for k in range(len(parts))]
 
 
 def spell(times: float) -> str:
-    """Return a ratio as a fraction if it is a simple one, else as a decimal number."""
+    """Return a ratio as a fraction if it is simple, else as a decimal number."""
     simple = Fraction(times).limit_denominator(1000)
     if math.isclose(simple, times, rel_tol=SAME):
         return str(simple)
@@ -173,14 +173,14 @@ def spell(times: float) -> str:
 
 
 def besides(times: float) -> str:
-    """Return that all gradients are also `times` times too large; nothing if they are not."""
+    """Say that all gradients are also `times` times too large; return "" if they are not."""
     if close(times, 1):
         return ""
     return f"; besides, all gradients are multiplied by {spell(times)}"
 
 
 def repeat_loss(loss: Callable[[], Tensor], modules: Mapping[str, nn.Module] | None = None) -> Repeated:
-    """Return the loss of some more calls, by which one that changes from call to call is recognised."""
+    """Return the loss of a few more calls, to recognise one that changes from call to call."""
     before = _settings(modules or {})
     with torch.no_grad():
         values = [float(loss())]
@@ -191,14 +191,14 @@ def repeat_loss(loss: Callable[[], Tensor], modules: Mapping[str, nn.Module] | N
 
 
 def _from_one_random_state(loss: Callable[[], Tensor]) -> float:
-    """Return the loss with torch's random numbers from a fixed seed, and leave their state as it was."""
+    """Return the loss with torch's random numbers from a fixed seed, leaving their state unchanged."""
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(0)
         return float(loss())
 
 
 def _settings(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the numbers, words and buffers that are attributes of modules, by their full names."""
+    """Return the numbers, strings and buffers that are attributes of modules, by full name."""
     found: dict[str, Any] = {}
     for root, module in modules.items():
         for path, part in module.named_modules(prefix=root):
@@ -208,7 +208,7 @@ def _settings(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a phrase on each attribute that is another one than before."""
+    """Yield a phrase for each attribute that has changed."""
     for name, new in after.items():
         old = before.get(name)
         if isinstance(new, Tensor) and isinstance(old, Tensor):
@@ -223,7 +223,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[st
 
 
 class _Uses(TorchFunctionMode):
-    """Give every operation an alias of its own of each watched tensor, whose gradient is that of this one use."""
+    """Give every operation its own alias of each watched tensor; the alias's gradient is that of this one use."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class _Uses(TorchFunctionMode):
 
 
 def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return the gradient of each tensor through each operation that uses it; their sum is its gradient."""
+    """Return each tensor's gradient through each operation that uses it; they add up to the tensor's gradient."""
     with _Uses(tensors) as watched:
         value = loss()
     # An alias made under no_grad has no gradient to ask for
@@ -267,7 +267,7 @@ def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) 
 
 
 class OtherTanh(TorchFunctionMode):
-    """Compute tanh(x) as another function of x: a softcap that is computed otherwise, or left out."""
+    """Compute a different function in place of tanh(x): a softcap that is computed differently, or left out."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -287,4 +287,4 @@ SOFTCAPS = (
     ),
     ("the softcap is missing: tanh is left out", OtherTanh(lambda x: x)),
 )
-"""Mistakes with a softcap, and the modes under which the plain loss has them."""
+"""Mistakes with a softcap, and the modes under which the plain loss makes them."""

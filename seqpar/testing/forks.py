@@ -6,7 +6,7 @@ from multiprocessing import get_context
 
 
 def autograd_works_in_a_fork() -> bool:
-    """Return whether a backward pass can run in a fork of this process, which a fork finds out.
+    """Return whether a backward pass can run in a fork of this process, by trying it in one.
 
     It cannot if the first backward pass here has started autograd's threads for accelerators. That happens on a machine
     with an accelerator and, in torch's builds for CUDA, on any machine where `torch.compile` or a FakeTensorMode was

@@ -17,10 +17,10 @@ from seqpar.testing.smoothing_causes import OtherSmoothing
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 RTOL = 1e-12
-"""The difference that is allowed, relative to the largest number."""
+"""The allowed difference, relative to the largest number."""
 ROUNDING = 1e-14
-"""The difference of float64 sums that counts as rounding where the reference is 0 or nearly so, relative to the largest
-of the loss, the gradients and 1."""
+"""The difference between float64 sums that counts as rounding if the reference is 0 or nearly so, relative to the
+largest of the loss, the gradients and 1."""
 
 
 def plain_loss(generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, **per_token: Any) -> Tensor:
@@ -47,15 +47,15 @@ def assert_same_gradients(
     *,
     tokens: int | None = None,
 ) -> None:
-    """Assert that two scalar losses are equal, and that their gradients with respect to `tensors` are.
+    """Assert that two scalar losses are equal, and so are their gradients with respect to `tensors`.
 
-    Plain equivalent: compare `torch.autograd.grad` of both. The candidate's gradients are taken by `.backward()`, as a
-    training loop does, with `.grad` set to None before; frozen tensors must not receive a gradient from either.
-    `assert_same_loss` makes both functions from a generator and a criterion.
+    Plain equivalent: compare `torch.autograd.grad` of both. The gradients are computed by `.backward()`, as in a
+    training loop, with `.grad` set to None before; frozen tensors must not receive a gradient from the candidate.
+    `assert_same_loss` creates both functions from a generator and a criterion.
 
     Args:
-        candidate: returns the loss under test; called once, and, if it is wrong, once more to find the cause.
-        reference: returns the plain loss; called once, and, if the candidate is wrong, four times more.
+        candidate: returns the loss under test; called once, and once more to find the cause if it is wrong.
+        reference: returns the plain loss; called once, and several more times if the candidate is wrong.
         tensors: leaves by name; every one that requires a gradient is compared.
         rtol: the largest difference allowed, relative to the reference's largest entry. Differences up to 1e-14 of the
             largest number of all, or of 1, count as rounding: scale up a loss whose numbers are all smaller.
@@ -85,7 +85,7 @@ def assert_same_gradients(
     with proving():
         got = value_and_gradients(candidate, tensors, "candidate")
     refuse_no_gradients(got, expected, tensors)
-    # Both may be right about the rest, so this has to be looked at by itself
+    # Everything else may be right, so this is checked separately
     for name, tensor in tensors.items():
         if not tensor.requires_grad and got[1][name] is not None:
             raise AssertionError(f"{name} is frozen and got a gradient")
@@ -113,7 +113,7 @@ def assert_same_gradients(
 
 @contextmanager
 def proving() -> Iterator[None]:
-    """Compute the loss under test where an adapter that would leave the plain one in place is refused."""
+    """Compute the loss under test in a context that refuses adapters which would leave the plain loss in place."""
     before = PROVED.set(True)
     try:
         yield
@@ -174,12 +174,12 @@ def under(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], mode: Abstr
 
 
 def imagine(compute: Callable[[AbstractContextManager[Any]], Result]) -> list[tuple[str, Callable[[], Result]]]:
-    """Return the mistakes that a mode makes in any loss, in words and computed; the first is none."""
+    """Return the mistakes that a mode makes in any loss, each in words and as a function; the first is no mistake."""
     return [("", lambda: compute(nullcontext())), *((said, partial(compute, mode)) for said, mode in SOFTCAPS)]
 
 
 def check_tolerance(rtol: float) -> None:
-    """Raise ValueError for a tolerance that everything would pass, or nothing."""
+    """Raise ValueError for a tolerance with which everything, or nothing, would pass."""
     check_number(rtol, "rtol", at_least=0)
 
 
@@ -195,7 +195,7 @@ def refuse_no_gradients(got: Result, expected: Result, tensors: Mapping[str, Ten
 
 def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], what: str = "loss") -> Result:
     """Return the loss, and each tensor's `.grad` after one `backward()`; `.grad` is None before and after."""
-    # `backward` adds to `.grad`, whatever is there
+    # Because `backward` adds to whatever is in `.grad`
     for tensor in tensors.values():
         tensor.grad = None
     if not callable(loss):
@@ -225,7 +225,7 @@ def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Resu
 
 
 def check_leaves(tensors: Mapping[str, Tensor]) -> None:
-    """Raise TypeError or ValueError unless they are named leaves, at least one."""
+    """Raise TypeError or ValueError unless this is a dict of at least one named leaf."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a dict of names and tensors")
     if not tensors:
@@ -257,22 +257,22 @@ def size_of(tensor: Tensor) -> float:
 def assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
     """Raise AssertionError unless |got - expected| <= rtol x (the largest expected number) + floor, for each number.
 
-    Without `assert`, to whose message pytest appends the numbers of its expression.
+    It does not use `assert`, because pytest would append the expression's numbers to the message.
     """
     if got.shape != expected.shape:
         raise AssertionError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
     if expected.isnan().any():
         raise AssertionError(f"{what} is off: the reference is nan there, so nothing can be compared with it")
-    # In the wider dtype, so that a large float64 number is not rounded to float32's infinity
+    # In the wider dtype, so that a large float64 number does not become infinite in float32
     wider = torch.promote_types(got.dtype, expected.dtype)
     got = got.to(expected.device, wider)
     expected = expected.to(wider)
-    # inf - inf is nan, so infinities are compared by themselves
+    # inf - inf is nan, so infinities are compared separately
     infinite = expected.isinf()
     if not torch.equal(got[infinite], expected[infinite]):
         raise AssertionError(f"{what} is off where the reference is infinite")
     size = size_of(expected)
-    # Relative to the largest number: a sum's small numbers have the rounding of its large ones
+    # Relative to the largest number: small results of a sum carry the rounding of its large terms
     apart = (got - expected)[~infinite].abs()
     # Not `any(apart > ...)`, which is false for nan
     if not (apart <= rtol * size + floor).all():

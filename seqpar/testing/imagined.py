@@ -1,4 +1,4 @@
-"""Compute the plain loss with a usual mistake in it, to recognise the mistake in another loss's gradients."""
+"""Compute the plain loss with a common mistake in it, to recognise that mistake in another loss's gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shifts() -> Iterator[tuple[str, Mistake]]:
 def with_criterion(
     generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, other: nn.Module, **per_token: Any
 ) -> Tensor:
-    """Return the plain loss by another criterion."""
+    """Return the plain loss with a different criterion."""
     return plain_loss(generator, other, hidden, target, **per_token)
 
 
@@ -40,7 +40,7 @@ def _roll(
 def _shift(
     generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, first: int, **per_token: Any
 ) -> Tensor:
-    """Return the plain loss of all tokens that have a target `first` steps further."""
+    """Return the plain loss of all tokens that have a target `first` steps further on."""
     dim = target.dim() - 1
     steps = target.size(dim) - 1
     here, there = (0, 1) if first > 0 else (1, 0)

@@ -18,12 +18,12 @@ __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Assert that a loss's gradients are the derivatives of its values, by `torch.autograd.gradcheck` in its fast mode.
 
-    It finds what a comparison of two losses cannot: if both use the same operation, whose backward is wrong, both have
-    the same wrong gradient. `assert_same_loss` is such a comparison, because its plain loss uses the generator and the
+    It finds what a comparison of two losses cannot: if both use the same operation with a wrong backward, both have the
+    same wrong gradient. `assert_same_loss` is such a comparison, because its plain loss uses the generator and the
     criterion that it is given.
 
-    For an operator made with `torch.library`, `torch.library.opcheck` checks what neither does: its schema, its shapes
-    for `torch.compile` and the registration of its backward.
+    For an operator made with `torch.library`, `torch.library.opcheck` checks what neither of these does: its schema,
+    its shapes for `torch.compile` and the registration of its backward.
 
     Args:
         loss: returns the loss, a float64 scalar; called a few times for each tensor, each time with one backward, and,
@@ -31,7 +31,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
         tensors: float64 leaves by name; those that require no gradient are left out.
 
     Raises:
-        AssertionError: the message names the tensor and has both numbers, along a random direction.
+        AssertionError: the message names the tensor and gives both numbers, along a random direction.
         ValueError: no tensors, one that is not a leaf, a loss or a tensor that is not float64, or a loss that differs
             from call to call.
         TypeError: a loss that is not a function, or does not return a tensor.
@@ -64,11 +64,11 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
     sizes = {name: size_of(grad) for name, grad in gradients.items() if grad is not None}
     largest = max(sizes.values(), default=0.0)
     for name, tensor in wanted.items():
-        # Of the size of 1, because gradcheck allows a difference of 1e-5 whatever the numbers are
+        # Scaled to a size of about 1, because gradcheck allows a difference of 1e-5 whatever the numbers are
         times = 1 / (sizes.get(name) or largest or abs(float(value)) or 1.0)
 
         def of_one(leaf: Tensor, name: str = name, times: float = times) -> Any:
-            # gradcheck changes the leaf in place, so the loss need not be given it
+            # gradcheck changes the leaf in place, so it need not be passed to the loss
             return _Once.apply(lambda: value_and_gradients(lambda: times * loss(), wanted), name, leaf)
 
         try:
@@ -78,7 +78,7 @@ def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str,
 
 
 class _Once(torch.autograd.Function):
-    """A loss and its gradient as constants, because gradcheck runs backward twice, which not every loss allows."""
+    """A loss with its gradient computed in advance: gradcheck runs backward twice, which not every loss allows."""
 
     @staticmethod
     def forward(ctx: Any, computed: Callable[[], Result], name: str, leaf: Tensor) -> Tensor:

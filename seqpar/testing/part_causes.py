@@ -1,4 +1,4 @@
-"""Recognise mistakes by how often each part of a step, such as a sentence, is in a gradient."""
+"""Recognise mistakes by how many times each part of a step, such as a sentence, is in a gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqpar.testing.evidence import SAME, Evidence, besides, close, shares_of, s
 
 
 def shares_of_parts(gradients: Mapping[str, Tensor | None], parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
-    """Return how often each part is in all gradients together; nothing where that cannot be seen."""
+    """Return how many times each part is in all gradients together; an empty list if that cannot be seen."""
     names = [name for name in parts[0] if gradients.get(name) is not None] if parts else []
     if not names:
         return []
@@ -29,7 +29,7 @@ def unreduced_parts(e: Evidence) -> str | None:
 
 
 def last_only(e: Evidence) -> str | None:
-    """Recognise a step of whose micro-batches only some count, such as the last."""
+    """Recognise a step in which only some micro-batches, such as the last, count."""
     said = _only_some(e)
     if not said:
         return None
@@ -40,7 +40,7 @@ def last_only(e: Evidence) -> str | None:
 
 
 def _only_some(e: Evidence) -> str:
-    """Return in words which parts are in the gradient, where some are not and all others are alike."""
+    """Say which parts are in the gradient, if some are missing and all others have the same factor."""
     shares = shares_of_parts(e.got[1], e.parts)
     there = [times for times in shares if times and not math.isnan(times)]
     if 0 not in shares or not there or not all(close(times, there[0]) for times in there):
@@ -64,7 +64,7 @@ def means_of_parts(e: Evidence) -> str | None:
         weight[near] = weight.get(near, 0.0) + own
     if len(weight) < 2 or not all(times > 0 for times in weight):
         return None
-    # share x weight is the same for every micro-batch, and k times as large where k of them have equally many tokens
+    # share x weight is the same for every micro-batch, and k times as large if k of them have the same share
     each = sum(times * own for times, own in weight.items()) / e.micro_batches
     if not all(close(times * own / each, round(times * own / each)) for times, own in weight.items()):
         return None

@@ -47,7 +47,7 @@ def plain_smoothed_target(
         smoothed_NV = 1 - gold_NV
     if not shares.padding:
         smoothed_NV[:, ignore_index] = 0
-    # Where no class gets a share eps is 0, and 0 / 1 is the share
+    # If no class gets a share, eps is 0, and so is the share 0 / 1
     classes_N1 = smoothed_NV.sum(-1, keepdim=True).clamp(min=1)
     return (1 - label_smoothing) * gold_NV + label_smoothing / classes_N1 * smoothed_NV
 
@@ -98,7 +98,7 @@ def plain_linear_cross_entropy(
 
 
 def plain_rank(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the target's place (N,) among all classes (N, V) in descending order; of equal ones the lower comes first.
+    """Return the target's place (N,) among all classes (N, V) in descending order; in a tie the lower comes first.
 
     Example:
         >>> from seqpar.testing import plain_rank
@@ -120,7 +120,7 @@ def plain_value_and_gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `plain_linear_cross_entropy` and its gradients by name, whether or not the tensors require them.
 
-    The names are hidden, weight and, if given, bias and token_weight. `.grad` of the tensors is left alone.
+    The names are hidden, weight and, if given, bias and token_weight. The tensors' `.grad` is left alone.
 
     Example:
         >>> from seqpar.testing import plain_value_and_gradients

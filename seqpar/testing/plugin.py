@@ -6,8 +6,8 @@
     def test_two_ranks_agree(rank_pool):
         first, second = rank_pool(2, work, x)    # the ranks' results; assert here, in the parent
 
-pytest loads it wherever seqpar is installed. A fixture of your own with that name overrides it. Nothing is imported and
-no process is started before the first test that uses the fixture.
+pytest loads this wherever seqpar is installed. Your own fixture with that name overrides it. Nothing is imported and no
+process is started before the first test that uses the fixture.
 """
 
 from __future__ import annotations

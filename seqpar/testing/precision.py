@@ -1,4 +1,4 @@
-"""State how far a loss may be from the truth: 1e-12 in float64, and else at most twice as far as plain PyTorch."""
+"""State how far a loss may be from the truth: 1e-12 in float64, otherwise at most twice as far as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from seqpar.testing.evidence import Result
 TWICE = 2.0
 """The error allowed to an implementation, relative to that of plain PyTorch in the same dtype."""
 DRAWS = 3
-"""The number of draws over which plain PyTorch's own error is the largest: on one, a number may be right by luck."""
+"""Plain PyTorch's own error is the largest of this many draws: in a single draw, a number may be right by luck."""
 EXACT = 1e-12
 """The relative error allowed in float64."""
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device has float64, which mps has not."""
+    """Return whether a device has float64, which mps does not."""
     try:
         torch.empty(0, dtype=torch.float64, device=device)
     except TypeError:
@@ -28,7 +28,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def error(found: Tensor | None, right: Tensor | None) -> float:
-    """Return |found - right| / |right| in the Euclidean norm; infinite if it is missing or not a number."""
+    """Return |found - right| / |right| in the Euclidean norm; infinite if `found` is missing or the error is nan."""
     assert right is not None
     if found is None:
         return float("inf")
@@ -39,7 +39,7 @@ def error(found: Tensor | None, right: Tensor | None) -> float:
 
 
 def spell_error(name: str, found: Tensor | None, right: Tensor | None) -> str:
-    """Return in words how far a tensor is from the truth, which may be 0 or none."""
+    """Say how far a tensor is from the truth, which may be 0 or None."""
     if found is not None and (right is None or not right.any()):
         return f"{name} has the norm {float(found.norm()):.2g} and should be 0"
     return f"{name} is off by {error(found, right):.2g} of its size"
@@ -48,8 +48,8 @@ def spell_error(name: str, found: Tensor | None, right: Tensor | None) -> str:
 def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result) -> str:
     """Return the first number that is more than twice as far from the truth as plain PyTorch's; empty if none is.
 
-    `plain` are draws of the same numbers, of which the farthest counts. Two units in the last place are always allowed,
-    because of a few tokens plain PyTorch's own sum may be right to the last bit by luck.
+    `plain` holds several draws of the same numbers, of which the farthest counts. Two units in the last place are
+    always allowed, because plain PyTorch's own sum over a few tokens may be right to the last bit by luck.
     """
     right = _name(truth)
     own = [_name(one) for one in plain]
@@ -66,7 +66,7 @@ def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result
 
 
 def _error(found: Tensor | None, right: Tensor | None) -> float:
-    """Return the relative error, in which no gradient is a gradient of 0."""
+    """Return the relative error, treating a missing gradient as 0."""
     if found is None and right is None:
         return 0.0
     if right is None:
@@ -83,6 +83,6 @@ def as_float64(result: Result) -> Result:
 
 
 def _name(result: Result) -> dict[str, Tensor | None]:
-    """Return the loss and its gradients by what a message calls them."""
+    """Return the loss and its gradients by the names that messages use."""
     value, gradients = as_float64(result)
     return {"the loss": value, **{f"the gradient of {name}": g for name, g in gradients.items()}}

@@ -1,4 +1,4 @@
-"""Recognise mistakes by what differs between ranks: their counts, their sums, a rank without a part."""
+"""Recognise mistakes by what differs between ranks: their counts, their sums, or a rank that contributes nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ KINDS = (
     ("token count, without an all-reduce of it", "tokens"),
     ("number of targets, ignored ones counted", "targets"),
 )
-"""What the entries of `Evidence.counts` are, in two sentences."""
+"""What the two entries of `Evidence.counts` are called in two places of a message."""
 
 
 def shares_of_ranks(e: Evidence) -> tuple[str, list[float]]:
-    """Return a gradient's name, and how often it has each rank's tokens; nan where that cannot be seen."""
+    """Return a gradient's name, and how many times it has each rank's tokens; nan if that cannot be seen."""
     for name, got, _ in e.pairs():
         uses = [gradient for _, gradient in e.uses.get(name, ())]
         each = len(uses) // e.world
@@ -27,7 +27,7 @@ def shares_of_ranks(e: Evidence) -> tuple[str, list[float]]:
         shares = shares_of(got, own)
         if shares is not None:
             return name, shares
-    # A per-token gradient shows that of this rank alone
+    # A per-token gradient shows this only for its own rank
     for name, times in e.ratios().items():
         if name in e.per_token and times:
             return name, [times if rank == e.rank else math.nan for rank in range(e.world)]
@@ -40,7 +40,7 @@ def local_count(e: Evidence) -> str | None:
         return None
     name, shares = shares_of_ranks(e)
     seen = {rank: times for rank, times in enumerate(shares) if not math.isnan(times)}
-    # (sum / tokens here, averaged over the ranks) / (sum / divisor), and the same times the ranks
+    # (sum / tokens here, averaged over the ranks) / (sum / divisor), and the same times the number of ranks
     for kind, (what, noun) in enumerate(KINDS):
         for world, factor in ((e.world, f" x {e.world} ranks"), (1, "")):
             own = {rank: e.counts[rank][kind] * world for rank in seen}
@@ -63,7 +63,7 @@ def local_count(e: Evidence) -> str | None:
 
 
 def unequal_reductions(e: Evidence) -> str | None:
-    """Recognise some parameters' gradients that are reduced over the ranks otherwise than all others."""
+    """Recognise parameters whose gradients are reduced over the ranks differently from all others."""
     times = e.ratios()
     off = {name: r for name, r in times.items() if not close(r, 1)}
     first = next(iter(off.values()), None)
@@ -76,14 +76,14 @@ def unequal_reductions(e: Evidence) -> str | None:
 
 
 def contributes_nothing(silent: Sequence[int]) -> str:
-    """Return in words that ranks have no part in a gradient."""
+    """Say that ranks contribute nothing to a gradient."""
     if len(silent) == 1:
         return f"rank {silent[0]} contributes nothing"
     return f"ranks {' and '.join(map(str, silent))} contribute nothing"
 
 
 def silent_ranks(e: Evidence) -> str | None:
-    """Recognise ranks whose loss does not reach the parameters: their gradients are those of the other ranks."""
+    """Recognise ranks whose loss does not reach the parameters, whose gradients are those of the other ranks."""
     if e.world == 1:
         return None
     name, shares = shares_of_ranks(e)
@@ -95,10 +95,10 @@ def silent_ranks(e: Evidence) -> str | None:
 
 
 def world_size(e: Evidence) -> str | None:
-    """Recognise the number of ranks as a factor too many or too few."""
+    """Recognise gradients that are multiplied or divided by the number of ranks once too often."""
     times = e.ratio()
     if e.world > 1 and times:
-        # DDP averages over the ranks: without the factor world, gradients are 1/world; with it twice, world times
+        # DDP averages over the ranks: without the factor world, gradients are 1/world as large; with two, world times
         for exponent, what in ((-1, "averaged over the ranks"), (1, "multiplied by the number of ranks")):
             if math.isclose(times, e.world**exponent, rel_tol=SAME):
                 return f"the world size: all gradients are {spell(times)} times the plain ones, {what} once too often"

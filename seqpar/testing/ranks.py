@@ -4,9 +4,9 @@
     results = ranks(2, work, x)            # [rank 0's, rank 1's]
 
 All assertions belong in the parent process. If a rank fails or does not answer in time, all processes of the pool are
-ended, because a rank's next collective could be matched with an earlier one of another rank; the next call starts new
-ones. A rank sees the modules that could be imported when it was forked. Warnings are ignored, shown or raised in it as
-in the parent at the time of the call. On a machine with an accelerator, or where autograd would refuse to work in a
+killed, because a rank's next collective could be matched with an earlier one of a different rank; the next call starts
+new processes. A rank sees the modules that could be imported when it was forked. It ignores, shows or raises warnings
+as the parent does at the time of the call. On a machine with an accelerator, or if autograd would refuse to work in a
 fork, the ranks are forked from a server process, so that a script needs the usual `if __name__ == "__main__":` around
 its calls.
 
@@ -31,19 +31,19 @@ from typing import Any
 from seqpar.testing.forks import autograd_works_in_a_fork
 
 TIMEOUT = 60.0
-"""The longest time in seconds between two answers of a call."""
+"""The longest time in seconds between two answers to a call."""
 COLLECTIVE_TIMEOUT = 20.0
-"""The longest time in seconds of a collective; shorter, so that its own error message arrives before the call's."""
+"""The longest time in seconds for a collective; shorter, so that its own error message arrives before the call's."""
 START = b"start"
 """The message after which a rank calls the function that it has loaded."""
 
 
 class RankError(AssertionError):
-    """A rank raised an error; the message has every failed rank's traceback."""
+    """A rank raised an error; the message contains every failed rank's traceback."""
 
 
 def unequal_cuts(length: int, world: int) -> list[int]:
-    """Return where a length is cut into a part for each rank: all have one, and of the others rank r a share of r.
+    """Return where to cut a length into a part for each rank r: 1 each, plus a share of the rest proportional to r.
 
     Example:
         >>> from seqpar.testing.ranks import unequal_cuts
@@ -75,7 +75,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, world, self.folder.name, theirs), daemon=True)
             process.start()
-            # With its last copy in the rank, the pipe ends when the rank does
+            # With its last copy in the rank, the pipe closes when the rank ends
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -84,8 +84,8 @@ class Pool:
         """Call `function(rank, world, *arguments, **keywords)` in every rank; return the results in rank order."""
         # Pickled once, so that all ranks get the same bytes and an error is raised before any of them starts
         message = pickle.dumps((function, arguments, keywords, warnings.filters))
-        # A rank loads the function's modules first. None starts before all have: on a busy machine one may need longer
-        # than another one's collective waits for it
+        # Each rank first loads the function's modules, and none starts before all have: on a busy machine one may need
+        # longer for this than another rank's collective would wait
         self._answers(message)
         return self._answers(START)
 
@@ -111,7 +111,7 @@ class Pool:
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for process in self.processes:
             process.kill()
         for pipe in self.pipes:
@@ -120,7 +120,7 @@ class Pool:
 
 
 def _context() -> Any:
-    """Return how to start the ranks: by forking this process or, where a fork could not work, one without threads.
+    """Return how to start the ranks: by forking this process or, if a fork could not work, one without threads.
 
     CUDA refuses a fork of a process that has used it, and so may autograd.
     """
@@ -143,7 +143,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    # As torchrun does; accelerate warns where nobody has
+    # As torchrun does; accelerate warns if it is not set
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     store = FileStore(f"{folder}/store", world)
     dist.init_process_group(
@@ -154,7 +154,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         try:
             message = pipe.recv_bytes()
         except EOFError:
-            # Without the exit handlers of the parent, such as pytest's, which the fork has copied
+            # Skip the parent's exit handlers, such as pytest's, which the fork has copied
             os._exit(0)
         try:
             result = None
@@ -167,7 +167,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
             else:
                 loaded = pickle.loads(message)
             answer = pickle.dumps((True, result))
-        # SystemExit and KeyboardInterrupt as well: the parent must hear of any end of the call
+        # SystemExit and KeyboardInterrupt too: the parent must be told however the call ends
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
@@ -179,7 +179,7 @@ _pools: dict[int, Pool] = {}
 def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
     """Return `[function(rank, world, *arguments, **keywords) for rank in range(world)]`, each from its own process.
 
-    The processes are one gloo group (`torch.distributed` is initialised in each) and stay alive between calls.
+    The processes form one gloo group (`torch.distributed` is initialised in each) and stay alive between calls.
 
     Args:
         world: the number of ranks.
@@ -187,8 +187,8 @@ def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords:
         arguments, keywords: its arguments. They must be picklable, and so must its result.
 
     Raises:
-        RankError: a rank raised an error (the message has every failed rank's traceback), died, or did not answer for
-            `TIMEOUT` seconds.
+        RankError: a rank raised an error (the message contains every failed rank's traceback), died, or did not answer
+            for `TIMEOUT` seconds.
 
     Example:
         >>> import operator
@@ -207,7 +207,7 @@ def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords:
 
 @atexit.register
 def close_all() -> None:
-    """End every pool."""
+    """Close every pool."""
     for pool in _pools.values():
         with contextlib.suppress(Exception):
             pool.close()

@@ -11,16 +11,16 @@ from torch import Tensor
 from seqpar.testing.evidence import SAME, Evidence, close, ratio, spell
 
 MOST_ALIKE = 16
-"""How many parts of equally many tokens, of the rarest size, are recognised."""
+"""The maximum number of parts with the rarest number of tokens that is recognised."""
 
 MOST_KINDS = 3
-"""How many kinds of rows, such as the right ones, are described."""
+"""The maximum number of kinds of rows, such as the right ones, that are described."""
 MOST_RUNS = 4
-"""How many runs of rows are written out."""
+"""The maximum number of runs of rows that are written out."""
 
 
 class RowRatios(NamedTuple):
-    """The ratio of each row's gradient, or each time step's, to the plain one, where there is a plain one."""
+    """The ratio of each row's or time step's gradient to the plain one, if the plain one is not 0."""
 
     name: str
     what: str
@@ -50,7 +50,7 @@ def rows_of(e: Evidence) -> list[RowRatios]:
 
 
 def dropped_rows(e: Evidence) -> str | None:
-    """Recognise a chunk that is never computed, by its zeros."""
+    """Recognise by its zeros a chunk that is never computed."""
     for rows in rows_of(e):
         for odd, others in _pairs_of_ratios(rows):
             if odd == 0 and (where := _one_run(rows, odd)):
@@ -64,7 +64,7 @@ def dropped_rows(e: Evidence) -> str | None:
 
 
 def repeated_rows(e: Evidence) -> str | None:
-    """Recognise a chunk that is computed more than once where the others are right."""
+    """Recognise a chunk that is computed more than once while the others are right."""
     for rows in rows_of(e):
         for odd, others in _pairs_of_ratios(rows):
             whole = odd > 1.5 and math.isclose(odd, round(odd), rel_tol=SAME)
@@ -77,7 +77,7 @@ def repeated_rows(e: Evidence) -> str | None:
 
 
 def where_off(e: Evidence, name: str) -> str:
-    """Return in which rows a tensor's gradient is off, and by how much; empty if its rows are all alike."""
+    """Say in which rows a tensor's gradient is off, and by how much; return "" if its rows are all alike."""
     got, plain = (of[1][name] for of in (e.got, e.expected))
     if name not in e.per_token or got is None or plain is None:
         return ""
@@ -93,7 +93,7 @@ def where_off(e: Evidence, name: str) -> str:
 
 
 def difference(got: Tensor, plain: Tensor) -> str:
-    """Return in words how a gradient differs from the plain one."""
+    """Say how a gradient differs from the plain one."""
     if not plain.any():
         return "not 0, as the plain one is,"
     times = ratio(got, plain)
@@ -105,7 +105,7 @@ def difference(got: Tensor, plain: Tensor) -> str:
 
 
 def _spans(rows: Sequence[int]) -> str:
-    """Return the positions of rows in words, runs of them by their ends."""
+    """Return the positions of rows in words, with runs given by their ends."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and row == runs[-1][-1] + 1:
@@ -120,14 +120,14 @@ def _spans(rows: Sequence[int]) -> str:
 
 
 def _multiple(r: float) -> str:
-    """Return in words how a gradient that is r times the plain one is."""
+    """Describe a gradient that is r times the plain one."""
     if close(r, 1):
         return "the right one"
     return f"{spell(r)} times the plain one"
 
 
 def _pairs_of_ratios(rows: RowRatios) -> list[tuple[float, float]]:
-    """Return the two ratios that the rows have, in both orders, if they have two."""
+    """Return the two ratios that the rows have, in both orders, if they have exactly two."""
     kinds: list[float] = []
     for r in rows.ratios:
         if not any(r == known or close(r, known) for known in kinds):
@@ -138,7 +138,7 @@ def _pairs_of_ratios(rows: RowRatios) -> list[tuple[float, float]]:
 
 
 def _one_run(rows: RowRatios, odd: float) -> tuple[str, str] | None:
-    """Return where the rows with that ratio are, if they are a run as a chunk is: first, last or between, and which."""
+    """Return where the rows with this ratio are (first, last or between) and which they are, if they form one run."""
     found = [i for i, r in zip(rows.at, rows.ratios, strict=True) if r == odd or close(r, odd)]
     # The engine cuts rows or time steps, so a chunk is a run of one of these
     if any(found[0] < i < found[-1] for i in set(rows.at) - set(found)):
@@ -153,8 +153,8 @@ def _one_run(rows: RowRatios, odd: float) -> tuple[str, str] | None:
 def mean_of_means(e: Evidence) -> str | None:
     """Recognise parts of the tokens that are each divided by their own number.
 
-    sum_c (1/C) mean_c has in part c, of n_c tokens, divisor / (C n_c) times the plain gradient: ratio x count is the
-    same for every part, and k times as large where k parts, as sentences often do, have equally many tokens.
+    In part c, with n_c tokens, sum_c (1/C) mean_c has divisor / (C n_c) times the plain gradient: ratio x count is the
+    same for every part, and k times as large if k parts, such as sentences, have the same number of tokens.
     """
     if e.tokens is None or e.world > 1:
         return None
@@ -174,9 +174,9 @@ def mean_of_means(e: Evidence) -> str | None:
 
 
 def _are_parts(counts: Mapping[float, int], fewest: int, divisor: float) -> bool:
-    """Return whether rows with one ratio are k parts of equally many rows; `fewest` is the smallest k of all ratios.
+    """Return whether the rows with each ratio can be k equal parts; `fewest` is the smallest k of all ratios.
 
-    Their means are added up, or the mean of them is taken.
+    The parts' means are either added up or averaged.
     """
     smallest = min(r * n for r, n in counts.items())
     total = 0
@@ -203,7 +203,7 @@ def counted_padding(e: Evidence) -> str | None:
             return (
                 f"ignored padding is counted, it seems: {name} has a gradient in {count} rows where the plain one is 0"
             )
-        # The plain gradient of a row may be 0 for another reason, such as its class's weight
+        # A row's plain gradient may be 0 for a different reason, such as its class's weight
         if not (extra.cpu() & ~e.ignored.cpu()).any():
             return f"ignored padding is counted: {name} has a gradient in {count} rows whose target is ignored"
     return None

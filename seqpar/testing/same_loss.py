@@ -1,4 +1,4 @@
-"""Compare a user's generator, criterion and way to compute their loss with the plain single-device computation."""
+"""Compare a user's generator, criterion and way of computing their loss with the plain single-device computation."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ def assert_same_loss(
     """Assert that a loss and its gradients equal those of the plain single-device computation, in float64.
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten()) / tokens` on the tokens of all
-    ranks at once, and its gradients by autograd. They are compared as they are and times 1/8, because a factor on the
-    loss must reach every gradient. Both losses use the generator's and the criterion's own backward:
-    `assert_numerical_gradients` checks whether a custom one is right. Over two ranks:
+    ranks at once, and its gradients by autograd. Both losses are compared as they are and times 1/8, because a factor
+    on the loss must reach every gradient. Both use the generator's and the criterion's own backward:
+    `assert_numerical_gradients` checks whether a custom backward is right. Over two ranks:
 
         assert_same_loss(generator, criterion, hidden, target, loss=my_loss, ranks=2, tokens=count)
 
     Args:
         generator, criterion: as in `seqpar.LossCompute`. If either is not float64, float64 copies of both are used. In
-            training mode dropout would draw other numbers in every call: call `.eval()` before. On a device without
+            training mode dropout would draw different numbers in every call: call `.eval()` first. On a device without
             float64, such as mps, the loss is computed in float32; it is compared with the plain one in float64 on the
             CPU, and may be at most twice as far from it as plain PyTorch is in float32 on that device.
-        hidden: `(N, D)` or `(B, T, D)`; a float64 leaf is made of it (on mps a float32 one).
+        hidden: `(N, D)` or `(B, T, D)`; it is turned into a float64 leaf (on mps a float32 one).
         target: hidden's leading shape.
         loss: the function under test, `loss(generator, criterion, hidden, target, **per_token)`. It returns the tensor
             that `backward()` is called on, or a `TokenLoss`, whose total is divided by `tokens` (and multiplied by the
-            world size), and which must count the targets that are not ignored. It must use the modules that it is
-            given. None is seqpar's engine, with `devices`, `chunk_tokens` and `chunk_size` as for `LossCompute`.
+            world size) and which must count the targets that are not ignored. It must use the modules that it is given.
+            None means seqpar's engine, with `devices`, `chunk_tokens` and `chunk_size` as for `LossCompute`.
         tokens: the number that the step's sum is divided by; 1 leaves the sum as it is.
-        group: the ranks among which the step is divided; each of them calls this with its own hidden and target, and
-            gradients of parameters are averaged over them, as DDP does.
-        ranks: call it once, outside any group, and the first dimension of these tensors is divided, unequally, among
-            this many new processes over gloo (`seqpar.testing.ranks`): each of them computes the loss of its own part,
-            and `torch.distributed`'s default group is theirs. Modules and loss must be picklable, so the loss is a
-            function at the top level of a module.
+        group: the ranks that the step is divided among; each calls this with its own hidden and target, and gradients
+            of parameters are averaged over them, as in DDP.
+        ranks: instead of calling this in every rank, call it once, outside any group: the first dimension of these
+            tensors is then divided, unequally, among this many new processes over gloo (`seqpar.testing.ranks`), which
+            form `torch.distributed`'s default group and each compute the loss of their own part. Modules and loss must
+            be picklable, so the loss must be a function at the top level of a module.
         rtol: as in `assert_same_gradients`; on a device without float64 it has no effect.
         per_token: further tensors for the generator, whose first dimensions are target's; floating ones are
             differentiated.
 
     Raises:
         AssertionError: on every rank; the message says what differs and by how much, the likely cause, and the smallest
-            subset of these inputs that also fails (inside a hypothesis test it is hypothesis that looks for it).
+            subset of these inputs that also fails (inside a hypothesis test, hypothesis itself looks for that).
         ValueError: `loss` together with arguments of seqpar's engine, `ranks` together with `group`, a number out of
             its range, no gradient on either side (`torch.no_grad`), or ranks that all have the same number of tokens.
-        TypeError: an argument of a wrong type, or one that cannot be sent to the ranks.
+        TypeError: an argument of the wrong type, or one that cannot be sent to the ranks.
 
     Example:
         >>> from seqpar.testing import assert_same_loss
@@ -108,7 +108,7 @@ def assert_same_loss(
     given_tokens = hidden.detach().to(dtype), target, per_token | floating
     trial = Comparison(head, loss, *given_tokens, tokens, group, rtol, own, layout, ranks)
     with _unchanged(head):
-        # Gathered, so that all ranks raise the same error instead of waiting for one that did
+        # Gathered, so that all ranks raise the same error instead of waiting for the one that did
         failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
         if failures:
             rank, message = next(iter(failures.items()))
@@ -119,7 +119,7 @@ def assert_same_loss(
 
 @contextlib.contextmanager
 def _unchanged(head: nn.Module) -> Iterator[None]:
-    """Give the parameters back their gradients after the block, and the buffers their numbers."""
+    """Restore the parameters' gradients and the buffers' values after the block."""
     gradients = [(p, p.grad) for p in head.parameters()]
     numbers = [(b, b.detach().clone()) for b in head.buffers()]
     try:
@@ -152,7 +152,7 @@ def _check_arguments(
 
 
 class _EnginesLoss:
-    """The engine as a function that takes its modules as arguments, too; it already has them."""
+    """The engine as a function that also takes the modules, which it already has."""
 
     def __init__(self, engine: LossCompute) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Compare one step of any trainer, in each layout, with that of one process that has the whole batch."""
+"""Compare one step of any trainer, in each layout, with the step of a single process that has the whole batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from seqpar.testing.step_run import Layout, Ran, Run, Trainer, alone, run
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FROZEN = 1e-9
-"""The relative difference up to which the losses of other sentences and weights are the same."""
+"""The relative difference up to which losses of different sentences and weights count as the same."""
 MOST_TOKENS = 10_000
-"""The largest number of a step's tokens that is found out from the shares of its sentences."""
+"""The largest number of tokens in a step that is inferred from the shares of its sentences."""
 TIMES = 10
-"""How many times sqrt(rtol) of its update, and how many roundings, a parameter may be off after the step."""
+"""A parameter may be off after the step by this many times sqrt(rtol) of its update, plus this many roundings."""
 AFTER = "after the step"
 UNMOVED = "is not changed by the step"
 DIGITS = 4
@@ -43,10 +43,10 @@ def assert_same_step(
 ) -> None:
     """Assert that a trainer's step is, in each layout, the step of one process with all its sentences at once.
 
-    Plain equivalent: train for one step in each layout with the same model and sentences, and compare the loss that is
-    reported, every gradient, the optimizer's state, and every parameter after the step. Any trainer will do; where no
-    `torch.optim.Optimizer.step`, which is watched, has a gradient, updates are compared in place of gradients. These
-    are compared as they are before `torch.nn.utils` clips them, because clipping would hide a factor.
+    Plain equivalent: train for one step in each layout with the same model and sentences, and compare the reported
+    loss, every gradient, the optimizer's state, and every parameter after the step. Any trainer will do. Gradients are
+    read at `torch.optim.Optimizer.step`; if none is seen there, updates are compared instead. Gradients are compared
+    as they are before `torch.nn.utils` clips them, because clipping would hide a factor.
 
         def make_trainer(layout):
             model = ...                                       # in layout.dtype; torch's seed is the same in every call
@@ -58,21 +58,21 @@ def assert_same_step(
 
     Args:
         make_trainer: builds model and trainer for a layout, and returns the model and a function that trains it for one
-            step. That returns the reported loss, or None in ranks that report none. Both run in new processes, over
-            gloo on the CPU, in which `torch.distributed` is ready where there are several ranks. Switch off dropout.
-        layouts: what to compare. Each rank may take other sentences, or all the same (`kind="tensor parallel"`), as
-            your trainer does. Take sentences of different lengths: with equal ones a mean of means is right.
+            step and returns the reported loss, or None in ranks that report none. Both run in new processes, over gloo
+            on the CPU; with several ranks `torch.distributed` is already initialised. Switch off dropout.
+        layouts: what to compare. Ranks may take different sentences, or all the same (`kind="tensor parallel"`), as
+            in your trainer. Use sentences of different lengths: with equal ones a mean of means is right.
         rtol: the largest difference allowed in float64, relative to the largest entry of the reference. Decoder-only
             models of transformers cast their logits to float32: 1e-5 for them.
-        dtype: `layout.dtype`. In another one than float64 a step may be at most twice as far from that of one process
-            in float64 as the step of one process in this dtype is.
+        dtype: `layout.dtype`. In a dtype other than float64, a step may be at most twice as far from one process's
+            step in float64 as one process's step in this dtype is.
 
     Raises:
         AssertionError: a step that differs; the message names the likely cause, what differs and by how much, the first
-            module that does, and the call that shows it. Also a step that trains nothing: all gradients 0, parameters
-            as before, or a loss that is the same whatever the weights and the sentences are. And gradients whose norm
-            is the same whatever these are, as after a clipping of your own.
-        ValueError, TypeError: arguments of a wrong kind, or a trainer that does more or less than one step.
+            module that does, and the call that shows it. Also a step that trains nothing: all gradients 0, unchanged
+            parameters, or a loss that is the same whatever the weights and the sentences are. Also gradients whose norm
+            is the same whatever the weights and the sentences are, as after clipping by your own code.
+        ValueError, TypeError: invalid arguments, or a trainer that does more or less than one step.
 
     Example:
         >>> from seqpar.testing import Layout, assert_same_step
@@ -117,7 +117,7 @@ def assert_same_step(
 
 
 def _check_layouts(layouts: object) -> None:
-    """Raise TypeError or ValueError unless they are layouts, at least one."""
+    """Raise TypeError or ValueError unless this is a sequence of at least one layout."""
     if not isinstance(layouts, Sequence) or not all(isinstance(one, Layout) for one in layouts):
         raise TypeError(f"layouts is {layouts!r:.80}; it must be a list such as [Layout(accumulation=4)]")
     if not layouts:
@@ -125,7 +125,7 @@ def _check_layouts(layouts: object) -> None:
 
 
 def _refuse_untrained(layout: Layout, ranks: Sequence[Ran]) -> None:
-    """Raise AssertionError where a step trains nothing, and ValueError where it reports nothing."""
+    """Raise AssertionError if a step trains nothing, ValueError if it reports no loss."""
     if all(one.loss is None for one in ranks):
         raise ValueError(f"{layout}: the step returned no loss; return the loss that the trainer reports")
     moved = {name for one in ranks for name, p in one.after.items() if not torch.equal(p, one.before[name])}
@@ -140,9 +140,9 @@ def _refuse_untrained(layout: Layout, ranks: Sequence[Ran]) -> None:
 
 
 def _refuse_frozen(runs: Sequence[Ran]) -> None:
-    """Raise AssertionError where the loss is the same with other weights, and for one sentence as for all.
+    """Raise AssertionError if the loss is the same with different weights, and for one sentence as for all.
 
-    Not where it is 0, as that of GRPO is in a first step, whose advantages add up to 0.
+    A loss of 0 is exempt: GRPO's is 0 in its first step, where the advantages add up to 0.
     """
     losses = [float(one.loss) for one in runs]
     if abs(losses[0]) > SAME and all(math.isclose(loss, losses[0], rel_tol=FROZEN) for loss in losses):
@@ -153,7 +153,7 @@ def _refuse_frozen(runs: Sequence[Ran]) -> None:
 
 
 def _refuse_normalised(runs: Sequence[Ran]) -> None:
-    """Raise AssertionError where gradients have the same norm with other weights, and for one sentence as for all."""
+    """Raise AssertionError if gradients have the same norm with different weights, and for one sentence as for all."""
     norms = [math.hypot(*(float(g.double().norm()) for g in one.gradients.values())) for one in runs]
     is_alike = all(math.isclose(norm, norms[0], rel_tol=FROZEN) for norm in norms)
     if runs[0].sentences > 1 and norms[0] > 0 and is_alike:
@@ -165,7 +165,7 @@ def _refuse_normalised(runs: Sequence[Ran]) -> None:
 
 
 class _Trial:
-    """A layout's step beside that of one process."""
+    """A layout's step, compared with that of one process."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Trial:
         self.reference, self.truth, self.rtol = reference, truth, rtol
 
     def differences(self) -> dict[str, tuple[int, str]]:
-        """Return what differs in which rank, and how, by the name of the parameter; the loss has none."""
+        """Return, by parameter name, the rank in which it differs and how; the loss has the name ""."""
         found: dict[str, tuple[int, str]] = {}
         for rank, one in enumerate(self.ranks):
             if one.loss is not None and (off := self._loss_off(float(one.loss))):
@@ -190,23 +190,23 @@ class _Trial:
             compared = {"the update of ": _updates}
         for kind, of in compared.items():
             for what, rank, off in self._tensors_off(kind, of):
-                # "exp_avg of head.weight" is of a parameter
+                # "exp_avg of head.weight" belongs to a parameter
                 found.setdefault(what.rpartition(" of ")[2], (rank, off))
         for name, rank, off in self._weights_off():
             found.setdefault(name, (rank, off))
         return found
 
     def _tensors_off(self, kind: str, of: Callable[[Ran], Mapping[str, Tensor]]) -> Iterator[tuple[str, int, str]]:
-        """Yield what differs, in which rank, and how, in the order of the model."""
+        """Yield what differs, in which rank, and how, in the model's order."""
         right, plainly = of(self.truth), of(self.reference)
-        # Of all gradients, or of all "exp_avg of ..."
+        # The largest number in all gradients, or in all "exp_avg of ..."
         largest: dict[str, float] = {}
         for what, tensor in right.items():
             alike = what.rpartition(" of ")[0]
             largest[alike] = max(size_of(tensor), largest.get(alike, 0.0))
         for what, expected in right.items():
             got = {rank: of(one)[what] for rank, one in enumerate(self.ranks) if what in of(one)}
-            # A rank of a pipeline has only its own layers
+            # A pipeline rank has only its own layers
             if not got and expected.any():
                 yield what, 0, f"{kind}{what} is missing in every rank"
             size = largest[what.rpartition(" of ")[0]]
@@ -214,7 +214,7 @@ class _Trial:
             yield from [(what, rank, said) for rank, said in off.items() if said][:1]
 
     def _weights_off(self) -> Iterator[tuple[str, int, str]]:
-        """Yield the parameters that are others after the step, in which rank, and how, in the order of the model."""
+        """Yield the parameters that differ after the step, in which rank, and how, in the model's order."""
         for name in self.truth.after:
             there = [(rank, one) for rank, one in enumerate(self.ranks) if name in one.after]
             for rank, one in there:
@@ -233,40 +233,40 @@ class _Trial:
         return max((size_of(update) for update in _updates(self.truth).values()), default=0.0)
 
     def _weight_off(self, name: str, one: Ran, first: Ran) -> str:
-        """Return in words how a parameter differs after the step from that of one process; empty if it does not.
+        """Say how a parameter differs after the step from that of one process; return "" if it does not.
 
         Args:
-            first: the first rank that has it.
+            first: the run of the first rank that has the parameter.
         """
         mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
         if self.truth.gradients and grad is None and mine is not None and mine.any():
             return f"has a gradient and differs {AFTER}, and in one process it has none"
         mine_after, first_after = one.after[name], first.after[name]
-        # Where little else can be told: steps of the same gradient are the same
+        # In low precision little else can be checked: steps with the same gradient are the same
         is_same_gradient = mine is None or other is None or torch.equal(mine, other)
         is_comparable = self.truth is not self.reference and mine_after.shape == first_after.shape
         if is_comparable and is_same_gradient and not torch.equal(mine_after, first_after):
             return f"differs from that of the first rank {AFTER}"
-        # A frozen one may be of whole numbers
+        # A frozen parameter may have an integer dtype
         got, right, before, plain = (
             p.double()
             for p in (mine_after, self.truth.after[name], self.truth.before[name], self.reference.after[name])
         )
-        # A plain slice of a larger one is compared by nothing
+        # A plain slice of a larger parameter cannot be compared
         if got.shape != right.shape:
             return ""
         dtype = mine_after.dtype
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        # Relative to an update: in a lower precision its gradient has the roundings of one
+        # Relative to the update: in low precision its gradient has that precision's rounding
         share = TIMES * max(math.sqrt(self.rtol), eps if self.truth is not self.reference else 0.0)
         noise = torch.zeros_like(right, dtype=torch.bool)
         if grad is not None:
-            # Adam divides a gradient by its size, so that the noise of one that is nearly 0 becomes large
+            # Adam divides a gradient by its size, so the noise of a gradient near 0 becomes large
             least = share / TIMES * self._largest_gradient
             noise = (grad.abs() <= least) & ((grad != 0) | (mine is not None) & (grad != mine))
         update = size_of(right - before)
         rounding = TIMES * eps * size_of(right) + TWICE * size_of(plain - right)
-        # Noise moves a parameter one way or the other
+        # Noise may move a parameter either way
         allowed = torch.where(noise, TWICE * self._largest_update, share * update) + rounding
         apart = (got - right).abs()
         # Not `any(apart > ...)`, which is false for nan
@@ -275,7 +275,7 @@ class _Trial:
         return f"is off by {apart.max().item():.3g} {AFTER}, whose update is {update:.3g} large"
 
     def _off(self, what: str, got: Tensor, right: Tensor, plainly: Tensor | None, largest: float) -> str:
-        """Return in words how a tensor differs; empty if it does not."""
+        """Say how a tensor differs; return "" if it does not."""
         if self.truth is self.reference or got.shape != right.shape:
             try:
                 assert_close(what, got, right, self.rtol, ROUNDING * largest)
@@ -292,7 +292,7 @@ class _Trial:
         return f"{spell_error(what, got.double(), right)}, where one process in this dtype is off by {own:.2g}"
 
     def _loss_off(self, loss: float) -> str:
-        """Return in words how a reported loss differs; empty if it does not."""
+        """Say how a reported loss differs; return "" if it does not."""
         right, plainly = float(self.truth.loss), float(self.reference.loss)
         allowed = max(self.rtol * abs(right), *(_unit(n) * (2 + self.layout.parts) for n in (loss, plainly)))
         if self.truth is not self.reference:
@@ -304,7 +304,7 @@ class _Trial:
         return f"the loss is reported as {loss:.8g} where {right:.8g} is right"
 
     def message(self, differences: Mapping[str, tuple[int, str]]) -> str:
-        """Return the likely cause, what differs, the first module that does, and the call that shows it."""
+        """Return the likely cause, what differs, the first module that differs, and the call that shows it."""
         order = [name for name in self.truth.after if name in differences]
         rank, off = differences[""] if "" in differences and not order else differences[order[0]]
         said = [f"{self.layout}: {off}" + f", in rank {rank}" * (self.layout.ranks > 1)]
@@ -332,7 +332,7 @@ class _Trial:
         return likely_cause(self._evidence(rank))
 
     def _call(self) -> str:
-        """Return the lines that show this failure alone."""
+        """Return the lines of code that reproduce this failure alone."""
         given = {"ranks": self.layout.ranks, "accumulation": self.layout.accumulation, "kind": self.layout.kind}
         layout = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != getattr(Layout(), name))
         options = f", dtype={self.layout.dtype}" * (self.layout.dtype != torch.float64)
@@ -348,14 +348,14 @@ class _Trial:
         return "\n".join(lines)
 
     def _evidence(self, rank: int) -> Evidence:
-        """Return the numbers of a rank from which the cause is inferred."""
+        """Return a rank's numbers, from which the cause is inferred."""
         got, right = (_result(one) for one in (self.ranks[rank], self.truth))
         if self.ranks[rank].loss is None:
             got = (right[0] if "" not in self.differences() else got[0], got[1])
         *means, other = self._other_runs()
         parts, weights = _parts(right[1], [mean.gradients for mean in means])
         again = NEVER
-        # In the dtype of both: what is rounded is not random
+        # Both in the same dtype, because rounding is not randomness
         if not math.isclose(float(other.loss), float(self.reference.loss), rel_tol=SAME, abs_tol=SAME):
             again = Repeated([float(other.loss)], [float(self.truth.loss)])
         first = [self.ranks[0].gradients, self.ranks[rank].gradients, self.ranks[-1].gradients]
@@ -374,7 +374,7 @@ class _Trial:
         )
 
     def _other_runs(self) -> list[Ran]:
-        """Return one process's steps with each sentence alone, and last with other random numbers."""
+        """Return one process's steps with each sentence alone, then one with different random numbers."""
         sentences = range(self.truth.sentences)
         runs = [Run(alone(Layout(), sentence)) for sentence in sentences]
         plain = Layout(dtype=self.layout.dtype)
@@ -384,9 +384,9 @@ class _Trial:
 def _parts(
     whole: Mapping[str, Tensor | None], means: Sequence[Mapping[str, Tensor]]
 ) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Return what each sentence adds to the gradient, and its share of the step; nothing where they do not add up.
+    """Return what each sentence adds to the gradient, and its share of the step; nothing if they do not add up.
 
-    The gradient of a sentence alone is that of its own mean, so its share is what makes their sum the whole.
+    The gradient of a sentence alone is that of its own mean; its share is the weight that makes their sum the whole.
     """
     weights = shares_of_parts(whole, means)
     if len(weights) < 2 or not all(weight > SAME for weight in weights):
@@ -406,7 +406,7 @@ def _states(ran: Ran) -> Mapping[str, Tensor]:
 
 
 def _updates(ran: Ran) -> dict[str, Tensor]:
-    """Return by how much each parameter changes; one of whole numbers in float64."""
+    """Return by how much each parameter changes; in float64 for integer parameters."""
     pairs = {name: (after, ran.before[name]) for name, after in ran.after.items()}
     return {
         name: after - before if after.is_floating_point() else after.double() - before.double()
@@ -415,19 +415,19 @@ def _updates(ran: Ran) -> dict[str, Tensor]:
 
 
 def _result(ran: Ran) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return loss and gradients, or where no optimizer was seen the updates, in float64."""
+    """Return the loss and the gradients (the updates if no optimizer was seen) in float64."""
     found = ran.gradients or _updates(ran)
     loss = math.nan if ran.loss is None else float(ran.loss)
     return torch.tensor(loss, dtype=torch.float64), {name: g.double() for name, g in found.items()}
 
 
 def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Return whether two ranks have different gradients of a parameter that both have whole."""
+    """Return whether two ranks have different gradients for a parameter that both hold in full."""
     return any(not torch.allclose(one[n], other[n], rtol=SAME, atol=0) for n in one if n in other)
 
 
 def _unit(loss: float) -> float:
-    """Return the unit in the last place of a loss that its trainer keeps in float32, or rounds to some decimals."""
+    """Return the unit in the last place of a loss that its trainer keeps in float32 or rounds to a few decimals."""
     if round(loss, DIGITS) == loss:
         return 10.0**-DIGITS
     if float(torch.tensor(loss, dtype=torch.float32)) == loss:

@@ -1,4 +1,4 @@
-"""Recognise another label smoothing by its gradient, which is linear in eps: g(eps) = g(0) + eps (g(1) - g(0))."""
+"""Recognise a different label smoothing by its gradient, which is linear in eps: g(eps) = g(0) + eps (g(1) - g(0))."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from seqpar.rows.criteria import LabelSmoothing
 from seqpar.testing.evidence import SAME, Evidence, Result, besides, shares_of
 
 HALF = 0.5
-"""The eps, besides 0, at which the gradient in a convention is computed."""
+"""The eps, besides 0, at which a convention's gradient is computed."""
 DIGITS = 3
-"""The most decimal places of an eps that somebody would choose."""
+"""The largest number of decimal places of an eps that somebody would choose."""
 
 
 class Smoothing(NamedTuple):
-    """What gradients are multiples of: those of the smoothed cross-entropy."""
+    """A smoothed cross-entropy, and the factor by which its gradients are the gradients in question."""
 
     convention: str
     eps: float
@@ -34,12 +34,12 @@ class Smoothing(NamedTuple):
         return f"label smoothing of {self.eps:.6g} in the convention {self.convention!r}"
 
     def is_same(self, other: Smoothing) -> bool:
-        """Return whether both smooth alike."""
+        """Return whether both smooth in the same way."""
         return str(self) == str(other)
 
 
 def other_smoothing(e: Evidence) -> str | None:
-    """Recognise the cross-entropy of the same logits with another convention, another eps, or none."""
+    """Recognise the cross-entropy of the same logits with a different convention or eps, or without smoothing."""
     theirs = _smoothings(e, e.got)
     if not theirs:
         return None
@@ -58,12 +58,12 @@ def other_smoothing(e: Evidence) -> str | None:
 
 
 def _smoothings(e: Evidence, result: Result) -> list[Smoothing]:
-    """Return the smoothings with which the gradients would be these; in two conventions, two eps may do the same."""
+    """Return the smoothings that give these gradients; an eps in one convention may equal another eps in a second."""
     found: list[Smoothing] = []
     if e.smoothed is None:
         return found
     for convention in CONVENTIONS:
-        # A convention that these classes are too few for
+        # There may be too few classes for a convention
         with suppress(Exception):
             none, half = (_flat(e.smoothed(convention, eps), result) for eps in (0.0, HALF))
             shares = shares_of(_flat(result, result), [none, (half - none) / HALF])
@@ -73,13 +73,13 @@ def _smoothings(e: Evidence, result: Result) -> list[Smoothing]:
 
 
 def _flat(of: Result, like: Result) -> Tensor:
-    """Return all gradients in one dimension; one that is missing is 0."""
+    """Return all gradients in one dimension; a missing one counts as 0."""
     pairs = [(of[1][name], g) for name, g in like[1].items() if g is not None]
     return torch.cat([(torch.zeros_like(g) if own is None else own).flatten() for own, g in pairs])
 
 
 def _choose(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothing | None:
-    """Return the likeliest: the known one, one with its eps, one with an eps that somebody would choose, or any."""
+    """Return the likeliest: the known one, else one with its eps, else one with a round eps, else any."""
 
     def unlikely(one: Smoothing) -> tuple[bool, bool, bool]:
         convention, eps = known or ("torch", math.nan)
@@ -90,7 +90,7 @@ def _choose(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothin
 
 
 class OtherSmoothing(TorchFunctionMode):
-    """Compute every `F.cross_entropy` without class weights by a smoothing convention and eps."""
+    """Compute every `F.cross_entropy` without class weights with this smoothing convention and eps."""
 
     def __init__(self, convention: Convention, eps: float) -> None:
         super().__init__()

@@ -25,19 +25,19 @@ from seqpar.testing.evidence import dense
 from seqpar.testing.ranks import Pool, RankError
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"})
-"""What wrappers such as DDP and `torch.compile` add to the names of parameters."""
+"""What wrappers such as DDP and `torch.compile` add to parameter names."""
 GROUP = "_group_tensors_by_device_and_dtype"
-"""What the functions that clip gradients call with them before they change any."""
+"""The function to which gradient clipping passes the gradients before it changes any."""
 CLIPPING = ("_clip_grads_with_norm_", "clip_grad_value_")
-"""Those of `torch.nn.utils`, by the names of their code."""
+"""The clipping functions of `torch.nn.utils`, by the names of their code objects."""
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp")
-"""What torch loads with the first optimizer, or the first sharded module: a second, in every new process."""
+"""Modules that torch loads with the first optimizer or sharded module, which would take a second in every process."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SEED = 0
 SHAKE = 0.1
 Sentence = TypeVar("Sentence")
 Trainer = tuple[nn.Module, Callable[[], Any]]
-"""A model, and a function that trains it for one step and returns the loss that is reported."""
+"""A model, and a function that trains it for one step and returns the reported loss."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Layout:
     """How one step's sentences are divided; `Layout()` is one process with all of them at once.
 
     Args:
-        ranks: the number of processes, one gloo group with the usual variables of torchrun.
+        ranks: the number of processes, which form one gloo group with torchrun's usual variables.
         accumulation: the number of micro-batches of each rank.
-        kind: any word for `make_trainer`, such as "fsdp2".
-        dtype: of the model; float64 unless `assert_same_step` is given another.
-        only: one sentence, which is all that is trained on when the cause of a failure is looked for.
+        kind: any word that `make_trainer` understands, such as "fsdp2".
+        dtype: the model's dtype; float64 unless `assert_same_step` is given a different one.
+        only: the only sentence to train on, while looking for the cause of a failure.
 
     Example:
         >>> from seqpar.testing import Layout
@@ -80,14 +80,14 @@ class Layout:
         return self.ranks * self.accumulation
 
     def step(self, sentences: Sequence[Sentence]) -> list[Sentence]:
-        """Return the sentences of the step: all, or the one by which the cause of a failure is found."""
+        """Return the sentences of the step: all, or just one while looking for the cause of a failure."""
         _given.append(len(sentences))
         if self.only is None:
             return [*sentences]
         return [sentences[self.only]]
 
     def micro_batches(self, sentences: Sequence[Sentence]) -> list[list[Sentence]]:
-        """Return this rank's micro-batches of the step: neighbours, as equally many as can be."""
+        """Return this rank's micro-batches of the step: adjacent sentences, in numbers as equal as possible."""
         mine = self.step(sentences)
         rank = int(os.environ.get("RANK", 0))
         cuts = [len(mine) * part // self.parts for part in range(self.parts + 1)]
@@ -96,38 +96,38 @@ class Layout:
 
 
 _given: list[int] = []
-"""How many sentences a layout was asked to divide, in the process that trains."""
+"""The numbers of sentences that a layout was asked to divide in the process that trains."""
 
 
 class Ran(NamedTuple):
     """What one rank's step did."""
 
     loss: Any
-    """None where this rank reports none."""
+    """The reported loss; None if this rank reports none."""
     gradients: dict[str, Tensor]
-    """As the optimizer was given them, before any clipping by `torch.nn.utils`."""
+    """The gradients that the optimizer was given, as they were before any clipping by `torch.nn.utils`."""
     state: dict[str, Tensor]
     """The optimizer's state and settings by parameter, such as "exp_avg of head.weight"."""
     before: dict[str, Tensor]
-    """All parameters before the step,"""
+    """All parameters before the step."""
     after: dict[str, Tensor]
-    """and after it."""
+    """All parameters after the step."""
     sentences: int
-    """The number of sentences; 0 where the trainer did not ask the layout for them."""
+    """The number of sentences; 0 if the trainer did not ask the layout for them."""
 
 
 class Watch:
-    """Keep each parameter's gradient and state in the steps of all torch optimizers."""
+    """Record each parameter's gradient and state in the steps of all torch optimizers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.unclipped: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a gradient itself, which is held so that no other one has it, and a copy of before."""
+        """By id, each gradient itself (kept, so that no other tensor gets its id) and a copy from before clipping."""
         self.gradients: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.stepped: set[str] = set()
         self.depth = 0
-        """How many optimizers are stepping: one may step another, as ZeroRedundancyOptimizer, SAM and Lookahead do."""
+        """How many optimizers are stepping: one may step another, as in ZeroRedundancyOptimizer, SAM and Lookahead."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -135,10 +135,10 @@ class Watch:
         group = getattr(clip_grad, GROUP)
 
         def keep_and_group(tensors: Any, *arguments: Any, **keywords: Any) -> Any:
-            # It is called for the norm of gradients, too, perhaps before all have been added up
+            # This is also called for the norm of gradients, possibly before all have been added up
             if sys._getframe(1).f_code.co_name in CLIPPING:
                 for gradient in tensors[0]:
-                    # The first time counts: what is clipped once more is clipped already
+                    # Only the first time counts: later on the gradient has already been clipped
                     if id(gradient) not in self.unclipped:
                         self.unclipped[id(gradient)] = gradient, _whole(gradient)
             return group(tensors, *arguments, **keywords)
@@ -156,7 +156,7 @@ class Watch:
                 hook.remove()
 
     def _name(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        """Yield name, parameter and group of what an optimizer trains."""
+        """Yield the name and the group of each parameter that an optimizer trains, with the parameter."""
         names = {id(p): name for name, p in named_parameters(self.model)}
         group: dict[str, Any]
         for group in optimizer.param_groups:
@@ -169,7 +169,7 @@ class Watch:
                 yield names[id(parameter)], parameter, group
 
     def _before(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Keep the gradients that an optimizer is about to use, unless a closure is still to compute them."""
+        """Record the gradients that an optimizer is about to use, unless a closure has yet to compute them."""
         has_closure = any(callable(one) for one in (*arguments[1:], *keywords.values()))
         self.depth += 1
         for name, parameter, _ in self._name(optimizer):
@@ -180,14 +180,14 @@ class Watch:
                 self._keep(name, parameter)
 
     def _keep(self, name: str, parameter: nn.Parameter) -> None:
-        """Keep a gradient, if there is one and it has not been kept."""
+        """Record a gradient if there is one and it has not been recorded."""
         gradient = parameter.grad
         if gradient is not None and name not in self.gradients:
             before = self.unclipped.get(id(gradient))
             self.gradients[name] = _whole(gradient) if before is None else before[1]
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep an optimizer's state and settings, and gradients of a closure, in which Lightning runs backward."""
+        """Record an optimizer's state and settings, and gradients from a closure, in which Lightning runs backward."""
         self.depth -= 1
         for name, parameter, settings in self._name(optimizer):
             self._keep(name, parameter)
@@ -202,19 +202,19 @@ class Watch:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yield the numbers of a setting such as Adam's betas; nothing for any other."""
+    """Yield the numbers of a setting such as Adam's betas; nothing for other kinds of settings."""
     if isinstance(value, tuple | list):
         yield from (number for number in value if isinstance(number, float | int))
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a model's parameters under the names that they have without wrappers."""
+    """Yield a model's parameters with the names that they have without wrappers."""
     for name, parameter in model.named_parameters():
         yield ".".join(part for part in name.split(".") if part not in WRAPPERS), parameter
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, of all rows where FSDP2 or a plan has divided them; every rank must call it."""
+    """Return a copy on the CPU, with all rows if FSDP2 or a plan has split them; every rank must call this."""
     return dense(whole_tensor(tensor.detach()).to("cpu", copy=True))
 
 
@@ -223,13 +223,13 @@ class Run(NamedTuple):
 
     layout: Layout
     other_random_numbers: bool = False
-    """Whether all operations draw other random numbers than usual."""
+    """Whether all operations draw different random numbers than usual."""
     other_weights: bool = False
-    """Whether the weights are others when the step begins."""
+    """Whether the step begins with different weights."""
 
 
 def run(make_trainer: Callable[[Layout], Trainer], *runs: Run) -> list[list[Ran]]:
-    """Return what every rank did in some runs of as many ranks, one after the other in one set of new processes."""
+    """Return what every rank did in each run; runs have equally many ranks and share one set of new processes."""
     _making[:] = [make_trainer]
     for module in PRELOADED:
         importlib.import_module(module)
@@ -243,15 +243,15 @@ def run(make_trainer: Callable[[Layout], Trainer], *runs: Run) -> list[list[Ran]
 
 
 _making: list[Callable[[Layout], Trainer]] = []
-"""What builds the trainer; a fork inherits it, also where another process could not find it by its name."""
+"""The function that builds the trainer; a fork inherits it even if other processes could not find it by name."""
 
 
 def _send(make_trainer: Callable[[Layout], Trainer]) -> Callable[[Layout], Trainer] | None:
-    """Return what builds the trainer, if it can be sent to another process."""
+    """Return the function that builds the trainer if it can be sent to another process, else None."""
     try:
         pickle.dumps(make_trainer)
     except Exception:
-        # pickle raises an error of almost any class for what it cannot find by name
+        # pickle may raise an error of almost any class for objects that it cannot find by name
         return None
     return make_trainer
 
@@ -265,7 +265,7 @@ def _train_step(rank: int, world: int, sent: Callable[[Layout], Trainer] | None,
             "cannot run autograd (on a machine with an accelerator, or after torch.compile in torch's builds for CUDA)"
         )
     _forget_the_parent(world)
-    # A trainer may collect garbage in every step, and need not look through what this process has inherited
+    # A trainer may collect garbage in every step; freezing spares it the objects that this process has inherited
     gc.freeze()
     _given.clear()
     torch.manual_seed(SEED)
@@ -284,7 +284,7 @@ def _train_step(rank: int, world: int, sent: Callable[[Layout], Trainer] | None,
 
 
 def _check(made: Any) -> Trainer:
-    """Return a model and its step, as make_trainer is asked for."""
+    """Return a model and its step; raise TypeError unless make_trainer returned just that."""
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise TypeError(
             f"make_trainer returned a {type(made).__name__}; it must return two things: the model, and a function that "
@@ -302,12 +302,12 @@ def _shake(model: nn.Module) -> None:
 
 
 def _forget_the_parent(world: int) -> None:
-    """Leave behind what a fork has of other trainers: accelerate keeps one state for a process and all its trainers."""
+    """Drop what a fork has inherited of other trainers: accelerate keeps one state for all trainers of a process."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-    # One process is no group of one: DDP and the Trainer would take it for several
+    # A single process must not be a group of one, which DDP and the Trainer would take for several
     if world == 1 and dist.is_initialized():
         dist.destroy_process_group()
         for name in OF_RANKS:
@@ -315,7 +315,7 @@ def _forget_the_parent(world: int) -> None:
 
 
 class _OtherRandomNumbers(TorchFunctionMode):
-    """Draw a number before every operation, so that those which draw some, such as dropout, draw others."""
+    """Reseed before every operation, so that those that draw random numbers, such as dropout, draw different ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         torch.default_generator.manual_seed(torch.default_generator.initial_seed() + 1)

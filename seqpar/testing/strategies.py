@@ -1,6 +1,6 @@
-"""Draw small cases of a chunked, multi-device loss with hypothesis, odd and tiny sizes included.
+"""Draw small cases of a chunked, multi-device loss with hypothesis, including odd and tiny sizes.
 
-A test takes whole cases, or pieces of them for a model of its own:
+A test takes whole cases, or pieces of them for its own model:
 
     @given(cases())                          # everything at once
     def test_my_loss(case): ...
@@ -12,8 +12,8 @@ A test takes whole cases, or pieces of them for a model of its own:
         assert_same_loss(generator, data.draw(criteria(11, padding=0)), hidden, target,
                          devices=data.draw(device_lists()), **data.draw(chunkings(*shape)))
 
-With `ranks=2`, `shapes`, `targets` and `cases` draw what `assert_same_loss(..., ranks=2)` can divide: as many sentences
-as ranks, which do not all get equally many tokens.
+With `ranks=2`, `shapes`, `targets` and `cases` draw what `assert_same_loss(..., ranks=2)` can divide: at least as many
+sentences as ranks, with ranks that do not all get the same number of tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MOST_BATCH = 7
 MOST_TIME = 9
 MOST_DEVICES = 9
 PADDING_FRACTIONS = [0.0, 0.3, 0.8, 1.0]
-"""The fractions of tokens that are padding."""
+"""The possible fractions of tokens that are padding."""
 SEEDS = st.integers(0, 2**16)
 
 
 class Chunking(TypedDict):
-    """The two settings that cut an engine's rows into chunks; at most one of them is not None."""
+    """The two settings that cut an engine's rows into chunks; at most one is not None."""
 
     chunk_tokens: int | None
     chunk_size: int | None
@@ -48,7 +48,7 @@ class Chunking(TypedDict):
 def shapes(
     most_batch: int = MOST_BATCH, most_time: int = MOST_TIME, ranks: int = 1
 ) -> st.SearchStrategy[tuple[int, int]]:
-    """Draw the shape (batch, time) of the tokens, from (1, 1) on, or with a sentence for each rank.
+    """Draw the shape (batch, time) of the tokens, from (1, 1) up, with at least one sentence for each rank.
 
     Example:
         >>> from hypothesis import find
@@ -92,7 +92,7 @@ def masks(draw: st.DrawFn, shape: tuple[int, int]) -> Tensor:
 def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: int = -100, ranks: int = 1) -> Tensor:
     """Draw int64 targets (batch, time) in [0, vocab_size), equal to `padding` exactly where a drawn mask is False.
 
-    With several ranks one more target may be padding, or none, so that not all ranks have equally many tokens.
+    With several ranks one target may be changed, so that not all ranks have the same number of tokens.
 
     Example:
         >>> from hypothesis import find
@@ -104,7 +104,7 @@ def targets(draw: st.DrawFn, shape: tuple[int, int], vocab_size: int, padding: i
 
 
 def device_lists(device: str = "cpu", most: int = MOST_DEVICES) -> st.SearchStrategy[list[str] | None]:
-    """Draw a list with the device repeated up to `most` times, which may exceed the rows; or None, no device list.
+    """Draw a list with the device repeated up to `most` times, possibly more than there are rows, or None for no list.
 
     Example:
         >>> from hypothesis import find
@@ -117,7 +117,7 @@ def device_lists(device: str = "cpu", most: int = MOST_DEVICES) -> st.SearchStra
 
 @st.composite
 def chunkings(draw: st.DrawFn, batch: int, time: int) -> Chunking:
-    """Draw a chunk size in tokens, in time steps, or neither; from 1 to more than there are.
+    """Draw a chunk size in tokens, in time steps, or neither, from 1 to more than there are.
 
     Example:
         >>> from hypothesis import find
@@ -136,7 +136,7 @@ def chunkings(draw: st.DrawFn, batch: int, time: int) -> Chunking:
 
 @st.composite
 def vocabulary_splits(draw: st.DrawFn, vocab_size: int, world: int, least: Literal[0, 1] = 0) -> list[int]:
-    """Draw how many classes each of `world` ranks has: different numbers, and with `least` 0 also none.
+    """Draw how many classes each of `world` ranks has; the numbers may differ and, if `least` is 0, may be 0.
 
     Example:
         >>> from hypothesis import find
@@ -144,7 +144,7 @@ def vocabulary_splits(draw: st.DrawFn, vocab_size: int, world: int, least: Liter
         >>> find(vocabulary_splits(7, world=2), lambda split: split[0] > 2)
         [3, 4]
     """
-    # Rank r has the classes from cut r to cut r + 1; equal cuts leave it none
+    # Rank r has the classes from cut r to cut r + 1; if these are equal it has none
     cut = st.integers(least, vocab_size - least)
     cuts = sorted(draw(st.lists(cut, min_size=world - 1, max_size=world - 1, unique=bool(least))))
     return [b - a for a, b in zip([0, *cuts], [*cuts, vocab_size], strict=True)]
@@ -154,7 +154,7 @@ def vocabulary_splits(draw: st.DrawFn, vocab_size: int, world: int, least: Liter
 def criteria(draw: st.DrawFn, vocab_size: int, padding: int = -100) -> nn.Module:
     """Draw a summing criterion that ignores `padding`: cross-entropy, a smoothing convention, or torch's.
 
-    A convention is drawn where these classes are enough for it and it may exclude the padding.
+    A convention is drawn only if there are enough classes for it and it can exclude the padding.
 
     Example:
         >>> from hypothesis import find
@@ -196,7 +196,7 @@ class Case:
     """The ignored target."""
     padding_share: float
     devices: int
-    """The number of times the device is listed; 0 is no device list."""
+    """How many times the device is listed; 0 means no device list."""
     chunk_tokens: int | None
     chunk_size: int | None
     upstream: float
@@ -206,7 +206,7 @@ class Case:
     """How many ranks the targets can be divided among."""
 
     def targets(self) -> Tensor:
-        """Return targets (batch, time) in [0, vocab_size), of which a fraction of `padding_share` is ignored."""
+        """Return targets (batch, time) in [0, vocab_size), a fraction `padding_share` of which is ignored."""
         shape = (self.batch, self.time)
         drawn = _pad(shape, self.vocab_size, self.padding, self.seed)
         mask = torch.rand(shape, generator=_random(self.seed + 2)) >= self.padding_share
@@ -224,7 +224,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: bool = False, ranks: int = 1) -> Case:
-    """Draw a case of at most 7 x 9 tokens, 2 to 13 classes (at least 3 if padding is one) and `max_devices`.
+    """Draw a case of at most 7 x 9 tokens, 2 to 13 classes (at least 3 if padding is a class) and `max_devices`.
 
     Example:
         >>> from hypothesis import find
@@ -233,7 +233,7 @@ def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: 
         ['cpu', 'cpu']
     """
     batch, time = draw(shapes(ranks=ranks))
-    # Two classes besides the padding, so that a target has an alternative
+    # At least two classes besides the padding, so that a target has an alternative
     fewest = 2
     if padding_is_a_class:
         fewest = 3
@@ -258,12 +258,12 @@ def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: 
 
 
 def _random(seed: int) -> torch.Generator:
-    """Return a generator of its own, which leaves torch's global random state alone."""
+    """Return a separate generator, which leaves torch's global random state alone."""
     return torch.Generator().manual_seed(seed)
 
 
 def _unequal(drawn: Tensor, mask: Tensor, padding: int, ranks: int) -> Tensor:
-    """Return the targets with padding where the mask is False; one is changed if all ranks had equally many others."""
+    """Return the targets with padding where the mask is False; change one if all ranks have equally many tokens."""
     if ranks > 1:
         counts = {int(mask[first:end].sum()) for first, end in itertools.pairwise(unequal_cuts(len(mask), ranks))}
         mask[-1, -1] ^= len(counts) == 1
