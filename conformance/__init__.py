@@ -1,12 +1,12 @@
-"""Run the same checks on anybody's linear + cross-entropy; a failure comes with the lines that repeat it.
+"""Run the same checks on anybody's linear + cross-entropy; a failure comes with the lines that reproduce it.
 
     python -m conformance losses torch seqpar my_module:my_adapter
     python -m conformance scores torch seqpar my_module:my_score_adapter
     python -m conformance layouts torch seqpar my_module:my_layout_adapter
 
-The first part checks a loss, which an `Adapter` describes; the second the scores of tokens (log-probability, entropy,
-top-k), a `ScoreAdapter`; the third a training step over several ranks, a `LayoutAdapter`. `PARTS` has the checks and
-the known implementations of each, and `run` runs any.
+The first part checks a loss, which an `Adapter` describes; the second token scores (log-probability, entropy, top-k),
+described by a `ScoreAdapter`; the third a training step over several ranks, described by a `LayoutAdapter`. `PARTS` has
+the checks and the known implementations for each part, and `run` runs the checks of any adapter.
 """
 
 from conformance.adapter import ALL_SCORES, EVERYTHING, Adapter, Options, ScoreAdapter

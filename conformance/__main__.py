@@ -17,7 +17,7 @@ from conformance.parts import PARTS, adapter_of, run
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print versions, the table, notes and reproductions; exit with 1 if a named implementation could not run."""
     given = _parse(arguments)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts products says when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts products reports each start and stop
     sys.path.insert(0, os.getcwd())  # where module:object is looked for
     try:
         if given.part == "page":
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         adapters = [adapter_of(given.part, name) for name in given.names or part.known]
     except (ValueError, OSError) as error:
         sys.exit(f"conformance: {error}")
-    # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
+    # All of them first, Liger's before others: its interpreter must be chosen before a package loads Triton
     for adapter in sorted(adapters, key=lambda adapter: adapter.package != "liger-kernel"):
         adapter.why_not()
     print(_report(given.part, adapters, given.json))
@@ -53,7 +53,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _report(part: str, adapters: Sequence[Implementation], path: Path | None) -> str:
-    """Return the report of one part; with a path, the verdicts of all that the file has."""
+    """Return the report of one part; with a path, the verdicts of all implementations in the file."""
     findings: dict[str, dict[str, Finding]] = {}
     for adapter in adapters:
         print(f"[{part}: {adapter.spec}]", file=sys.stderr)

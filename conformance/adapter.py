@@ -17,22 +17,22 @@ from torch import Tensor
 DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 LOW = DTYPES - {"float64"}
 EVERYTHING = DTYPES | {"bias", "chunks", "smoothing", "softcap", "sum", "mean", "CPU memory"}
-"""What a loss may have."""
+"""The features that a loss may have."""
 ALL_SCORES = (
     DTYPES
     | {"bias", "chunks", "gradients", "ignored", "entropy", "entropy gradient", "given classes", "top-k", "ties"}
     | {"temperature", "token temperature", "softcap", "CPU memory"}
 )
-"""What scores may have."""
+"""The features that scores may have."""
 DEVICE = "cpu"
-"""Where all tensors of the checks are: on the GPU if there is one, because there the kernels are."""
+"""The device of all tensors in the checks: the GPU if there is one, since that is where the kernels run."""
 if torch.cuda.is_available():
     DEVICE = "cuda"
 Returned = TypeVar("Returned")
 
 
 def call_of(x: Any) -> str:
-    """Return the call that makes a dataclass's object, without what is at its default."""
+    """Return the call that makes a dataclass's object, without fields at their defaults."""
     given = [(f.name, repr(getattr(x, f.name))) for f in fields(x) if repr(getattr(x, f.name)) != repr(f.default)]
     return f"{type(x).__name__}({', '.join(f'{name}={value}' for name, value in given)})"
 
@@ -42,26 +42,26 @@ class Options:
     """The options of one call of a loss or of scores; each is used only if the adapter offers its feature."""
 
     ignore_index: int = -100
-    """Tokens with this target are in no loss, and have scores of 0 and no gradient ("ignored")."""
+    """Tokens with this target do not count in a loss, and have scores of 0 and no gradient ("ignored")."""
     softcap: float | None = None
     """softcap tanh(z / softcap) in place of the logits z."""
     chunk: int | None = None
-    """The size of a chunk, in rows or in classes, as the implementation cuts; None leaves it to the implementation."""
+    """The chunk size, in rows or classes, whichever the implementation cuts; None leaves it to the implementation."""
     dtype: torch.dtype = torch.float32
     """The dtype of hidden, weight and bias, for calls that take it as an argument."""
     label_smoothing: float = 0.0
-    """Of a loss: eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
+    """For a loss: eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
     reduction: Literal["sum", "mean"] = "sum"
-    """Of a loss; the mean is over the targets that are not ignored."""
+    """For a loss; the mean is over the targets that are not ignored."""
     temperature: float | Tensor = 1.0
-    """Of scores: divides the logits, after softcap; a number ("temperature"), or one for each token ("token
+    """For scores: divides the logits, after softcap; a number ("temperature"), or one for each token ("token
     temperature")."""
     entropy: bool = False
-    """Of scores."""
+    """For scores."""
     top_k: int | None = None
-    """Of scores; "ties": of equally likely classes the lower comes first."""
+    """For scores; "ties": among equally likely classes the lower one comes first."""
     ids: Tensor | None = None
-    """Of scores: (N, J) classes whose log-probabilities are wanted too ("given classes")."""
+    """For scores: (N, J) classes whose log-probabilities are also wanted ("given classes")."""
 
     __repr__ = call_of
 
@@ -73,11 +73,11 @@ class Implementation:
     Args:
         name: the heading of its column.
         function: the function under test.
-        offers: the features that it has; checks of the others report "not offered".
+        offers: the features that it has; checks for other features report "not offered".
         package: the package whose version is reported, by its name in the package index; empty for none.
         why_not: returns why it cannot run here; empty if it can.
         note: one line below the table; empty for the function's docstring.
-        where: the `module:object` it was loaded from, by which another process finds it; empty for the known ones.
+        where: the `module:object` it was loaded from, so that another process can find it; empty for known ones.
     """
 
     part: ClassVar[str]
@@ -101,11 +101,11 @@ class Implementation:
         return self.where or self.name
 
     def __repr__(self) -> str:
-        """Return the call that finds it."""
+        """Return the call that finds the adapter."""
         return f"adapter_of({self.part!r}, {self.spec!r})"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        """Let another process find it by its name, because a function may be one that only this process has."""
+        """Let another process find the adapter by name, since its function may exist only in this process."""
         return found, (self.part, self.spec)
 
 
@@ -116,9 +116,9 @@ class Adapter(Implementation):
         adapter = Adapter("mine", my_loss, offers=EVERYTHING - {"float64"})
 
     The tensors have shapes (N, D), (V, D), (N,), (V,); weight and bias are `nn.Parameter`s, and `backward()` is called
-    on the loss. "chunks" in `offers`: it obeys `options.chunk`; "sum" and "mean": the reductions it has; "CPU memory":
-    its memory can be measured as this process's peak. `python -m conformance losses my_module:adapter` then shows its
-    column.
+    on the loss. In `offers`, "chunks" means that it obeys `options.chunk`; "sum" and "mean" are the reductions that it
+    has; "CPU memory" means that its memory can be measured as this process's peak. `python -m conformance losses
+    my_module:adapter` then shows its column.
     """
 
     part: ClassVar[str] = "losses"
@@ -141,8 +141,8 @@ class ScoreAdapter(Implementation):
 
         adapter = ScoreAdapter("mine", scores, offers=frozenset({"float32", "gradients"}))
 
-    The scores are tensors of shape (N,), (N, top_k) or ids'; what the options do not ask for may be None. "gradients"
-    in `offers`: backward goes through log_prob; "entropy gradient": through the entropy too.
+    The scores are tensors with shape (N,), (N, top_k) or that of ids; scores that the options do not ask for may be
+    None. In `offers`, "gradients" means that backward goes through log_prob; "entropy gradient", also through entropy.
     """
 
     part: ClassVar[str] = "scores"
@@ -150,7 +150,7 @@ class ScoreAdapter(Implementation):
 
 
 def found(part: str, name: str) -> Any:
-    """Return what `conformance.adapter_of` does; the parts know the adapters, which know this file."""
+    """Return what `conformance.adapter_of` returns; it is imported here, since it imports this module indirectly."""
     return load("conformance:adapter_of")(part, name)  # type: ignore[operator]
 
 
@@ -164,7 +164,7 @@ def load(name: str) -> object:
 
 
 class Package:
-    """A module of a peer, imported when something in it is first used."""
+    """A peer's module, imported when something in it is first used."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -174,7 +174,7 @@ class Package:
 
 
 def why_missing(module: str) -> str:
-    """Return why that module cannot be imported here; empty if it can."""
+    """Return why a module cannot be imported here; empty if it can."""
     try:
         quietly(lambda: importlib.import_module(module))
     except ModuleNotFoundError as error:
@@ -183,14 +183,14 @@ def why_missing(module: str) -> str:
             return "not installed"
         return f"not installed: it needs {missing}"
     except Exception as error:
-        # A package may raise anything at import
+        # A package may raise anything when it is imported
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"cannot be imported: {reason[0].strip()}"
     return ""
 
 
 def why_no_nemo_rl() -> str:
-    """Return why NeMo-RL cannot be imported here; empty if it can. The package index has a placeholder of its name."""
+    """Return why NeMo-RL cannot be imported here; empty if it can. The package index only has a placeholder for it."""
     why = why_missing("nemo_rl.distributed.model_utils")
     if why == "not installed":
         return f"{why}: clone https://github.com/NVIDIA-NeMo/RL and put it on PYTHONPATH"
@@ -198,7 +198,7 @@ def why_no_nemo_rl() -> str:
 
 
 def quietly(action: Callable[[], Returned]) -> Returned:
-    """Return the action's result, without packages' messages and warnings, and with the environment restored."""
+    """Return the action's result, suppressing packages' messages and warnings, and restore the environment."""
     try:
         logging.disable(logging.WARNING)
         with warnings.catch_warnings(), patch.dict(os.environ):

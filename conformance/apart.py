@@ -1,4 +1,4 @@
-"""Call a function in a process of its own: it may end that process, or have its peak measured."""
+"""Call a function in a process of its own, which it may end, or whose peak memory is measured."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 class EndedError(Exception):
-    """The process has no result; the message says what became of it."""
+    """The process returned no result; the message says what became of it."""
 
 
 def apart(function: Callable[..., Any], x: Any, *, is_fork: bool = False, silence: float | None = None) -> Any:
-    """Return `function(x)` of a fork, or of a new process, which finds an implementation by its name.
+    """Return `function(x)` from a fork, or from a new process, which finds an implementation by its name.
 
-    Raises EndedError if the process ends without a result, or is silent for so many seconds.
+    Raises EndedError if the process ends without a result, or is silent for `silence` seconds.
     """
-    # The fork server has computed nothing, and has imported torch once for all new processes
+    # The fork server has computed nothing yet, and has imported torch once for all new processes
     context: Any = multiprocessing.get_context("fork" if is_fork else "forkserver")
     if not is_fork:
         context.set_forkserver_preload(["conformance"])
@@ -48,7 +48,7 @@ def apart(function: Callable[..., Any], x: Any, *, is_fork: bool = False, silenc
 
 
 def _call(pipe: Connection, sent: Any) -> None:
-    """Say that everything was found, and then send the result."""
+    """Report that everything was found, then send the result."""
     function, x = pickle.loads(sent) if isinstance(sent, bytes) else sent
     pipe.send("found")
     pipe.send(function(x))

@@ -1,4 +1,4 @@
-"""Check that a target which is no class raises an error, in a process of its own, which may not survive it."""
+"""Check that a target that is not a class raises an error, in a process of its own, since it may not survive this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SILENCE = 60
 
 def out_of_range(x: Problem) -> Finding:
     """Check that a target of V, V + 7 or -1 raises an error."""
-    # Forking spares the imports. But a fork cannot use CUDA, nor always autograd, whose error would pass for an answer
+    # Forking saves the imports, but a fork cannot use CUDA, nor always autograd, whose error would look like a pass
     is_fork = DEVICE == "cpu" and autograd_works_in_a_fork()
     try:
         outcome = apart(_outcome, x, is_fork=is_fork, silence=SILENCE)
@@ -29,7 +29,7 @@ def out_of_range(x: Problem) -> Finding:
 
 
 def _outcome(x: Problem) -> str:
-    """Return what comes of one forward and backward."""
+    """Return the outcome of one forward and backward."""
     # The parent's thread pool did not survive the fork
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
-"""Check losses and token scores: a row for each claim, and the claims that take more than a comparison.
+"""Check losses and token scores: a row for each claim, and judges for the claims that need more than a comparison.
 
-A judge takes a problem and returns a finding. Every score in a loss has a random factor for each token.
+A judge takes a problem and returns a finding. Scores are differentiated with a random factor for each token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HALF = 0.6
 BOTH = ("log_prob", "entropy")
 Judge = Callable[[Problem], Finding]
 Settings = Mapping[str, Any]
-"""What `asked` is given; and "feature", without which an adapter is not asked."""
+"""Arguments of `asked`; and "feature", which an adapter must offer to be asked."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -51,7 +51,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def compare(x: Problem) -> Finding:
-    """Check the worst number or gradient, relative to what is allowed."""
+    """Check the worst number or gradient, relative to its allowed error."""
     return verdict(x, deviations(x)[0])
 
 
@@ -78,15 +78,15 @@ def of_dtype(x: Problem) -> Finding:
 
 def second_backward(x: Problem) -> Finding:
     """Check that `backward()` after `backward(retain_graph=True)` raises an error or gives twice the gradient."""
-    # With a factor, which an implementation that stores its gradients may apply to them once more
+    # With a factor, since an implementation that stores its gradients may apply the factor to them a second time
     x = replace(x, factor=FACTOR)
     tensors = x.made()
     result = x.run(tensors)
     try:
         x.backward(result, tensors, retain_graph=True)
-    except RaisedError as raised:  # refused at once, as by a compiled graph that reuses what it stored
+    except RaisedError as raised:  # refused at once, as by a compiled graph that reuses its buffers
         again = x.made()
-        x.backward(x.run(again), again)  # an error here is one of backward itself
+        x.backward(x.run(again), again)  # raises if even a single backward fails
         return _refused(raised)
     first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
     if not first:
@@ -95,7 +95,7 @@ def second_backward(x: Problem) -> Finding:
         x.backward(result, tensors)
     except RaisedError as raised:  # whatever its author chose to raise
         return _refused(raised)
-    # 2 g: `.grad` has the first gradient already and should have the same once more
+    # 2 g: `.grad` already has the first gradient, and the second should add the same
     off = {name: error(tensors[name].grad, 2 * g) for name, g in first.items()}
     name = max(off, key=lambda n: off[n])
     if off[name] <= ROUNDING:
@@ -109,13 +109,13 @@ def _refused(raised: RaisedError) -> Finding:
 
 
 def of_chunk(x: Problem) -> Finding:
-    """Check value and gradients with chunks of that size."""
+    """Check value and gradients with this chunk size."""
     finding = compare(x)
     return replace(finding, figure=f"{x.options.chunk} rows, {name_of(x.options.dtype)}: {finding.figure}")
 
 
 def upstream(x: Problem) -> Finding:
-    """Check that an eighth of the loss has an eighth of every gradient."""
+    """Check that an eighth of the loss gives an eighth of every gradient."""
     off = factor_errors(x)
     name = max(off, key=lambda n: off[n], default="")
     if not name:
@@ -126,14 +126,14 @@ def upstream(x: Problem) -> Finding:
 
 
 def factor_errors(x: Problem) -> dict[str, float]:
-    """Return, by name, how far the gradients of an eighth of the loss are from an eighth of the loss's gradients."""
+    """Return by name how far the gradients of an eighth of the loss are from an eighth of the loss's gradients."""
     once = x.answer()
     eighth = replace(x, factor=FACTOR).answer()
     return {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
 
 
 def accumulation(x: Problem) -> Finding:
-    """Check that two losses, and then both backwards into one `.grad`, give the sum of both gradients."""
+    """Check that computing two losses, then both backwards into the same `.grad`, gives the sum of both gradients."""
 
     def both(x: Problem) -> Answer:
         tensors = x.made()
@@ -153,9 +153,9 @@ def accumulation(x: Problem) -> Finding:
 
 
 def no_target(x: Problem) -> Finding:
-    """Check that without any target that counts all numbers and gradients are 0, and backward works.
+    """Check that all numbers and gradients are 0, and that backward works, if no target counts.
 
-    The mean, which is nan in torch, is reported.
+    The mean, which is nan in torch, is only reported.
     """
     found = x.answer()
     figure = "0"
@@ -172,7 +172,7 @@ def no_target(x: Problem) -> Finding:
 
 
 def padding_cost(x: Problem) -> Finding:
-    """Check that with half of the rows ignored half of the matrix products' work is left; counted, not timed."""
+    """Check that ignoring half of the rows halves the work in matrix products, which is counted, not timed."""
     work = [products(replace(x, change=change)) for change in ("", "every second target is -100")]
     fraction = 1.0
     if work[0]:
@@ -181,8 +181,8 @@ def padding_cost(x: Problem) -> Finding:
 
 
 def products(x: Problem) -> int:
-    """Return the multiplications in the matrix products of one forward and backward, as torch's profiler sees them."""
-    # So that compilation, if any, is over
+    """Return the multiplications in the matrix products of one forward and backward, according to torch's profiler."""
+    # So that any compilation is done
     x.answer()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         x.answer()
@@ -190,7 +190,7 @@ def products(x: Problem) -> int:
     total = 0
     for event in record.events() or []:
         if event.name in PRODUCTS:
-            # The first operand of addmm is the matrix it adds to; `out` would come last
+            # The first operand of addmm is the matrix that it adds to; `out` would come last
             first = int("add" in event.name)
             left, right = event.input_shapes[first : first + 2]
             total += math.prod(left) * right[-1]
@@ -210,7 +210,7 @@ def top(x: Problem) -> Finding:
 
 
 def in_any_batch(x: Problem) -> Finding:
-    """Check eight tokens alone, among others, and beside tokens with logits 40 times as large."""
+    """Check eight tokens alone, among others, and next to tokens with logits 40 times as large."""
     changes = ("", "40 x the hidden states of all but the first 8", "the first 8 alone")
     answer = _quiet(Problem.answer)
     cases = [replace(x, change=change) for change in changes]
@@ -223,7 +223,7 @@ def in_any_batch(x: Problem) -> Finding:
 
 
 def _quiet(measured: Callable[[Problem], Answer]) -> Callable[[Problem], Answer]:
-    """Return a function that measures the first tokens alone: their scores, and the gradient of their hidden states."""
+    """Return a function that measures only the first tokens: their scores, and the gradient of their hidden states."""
 
     def first_rows(x: Problem) -> Answer:
         found = measured(x)
@@ -239,7 +239,7 @@ def _same(one: Answer, other: Answer) -> bool:
 
 
 def signs(x: Problem) -> Finding:
-    """Check that no log-probability is above 0 and no entropy below it, where the target is almost certain."""
+    """Check that no log-probability is above 0 and no entropy below 0 if the target is almost certain."""
     scores = x.run(x.made())
     extremes = {"log_prob": scores.log_prob.max()}
     if "entropy" in x.wanted:
@@ -257,18 +257,18 @@ ENTROPY = ("gradients", "entropy", "entropy gradient")
 def row(
     name: str, *settings: Settings, needs: Iterable[str] = (), judge: Judge = compare, is_cost: bool = False
 ) -> Check:
-    """Return a row of a table: what is asked of an adapter with these features, and how the answers are judged."""
+    """Return a row of a table: the problems for an adapter with these features, and how its answers are judged."""
     return Check(name, partial(worst, judge, settings or ({},)), frozenset(needs), is_cost)
 
 
 def worst(judge: Judge, settings: Sequence[Settings], adapter: Implementation) -> Finding:
-    """Return the finding of the problem that is farthest off, with the lines that repeat a failure."""
+    """Return the finding for the problem that is farthest off, with the lines that reproduce a failure."""
     found = [_judged(judge, x) for x in problems(settings, adapter)]
     return max(found, key=lambda finding: (finding.verdict == "fail", finding.of_allowed))
 
 
 def problems(settings: Sequence[Settings], adapter: Implementation) -> list[Problem]:
-    """Return the problems with these settings; without those in a dtype, or of a feature, that is not offered."""
+    """Return the problems with these settings, except those with a dtype or a feature that is not offered."""
     made = []
     for how in settings:
         needs = {how.get("feature", ""), name_of(how["dtype"]) if "dtype" in how else ""} - {""}
@@ -278,7 +278,7 @@ def problems(settings: Sequence[Settings], adapter: Implementation) -> list[Prob
 
 
 def _judged(judge: Judge, x: Problem) -> Finding:
-    """Return the finding of one problem."""
+    """Return the finding for one problem."""
     try:
         finding = judge(x)
     except RaisedError as raised:
@@ -319,12 +319,12 @@ CHECKS: tuple[Check, ...] = (
         judge=of_chunk,
     ),
     row("upstream factor", judge=upstream),
-    # Hidden needs no gradient but the weight does, as in training the head alone; and the reverse
+    # Hidden needs no gradient but the weight does, as in training only the head; and the reverse
     row("frozen trunk", TRUNK),
     row("frozen head", HEAD),
     row("second backward", judge=second_backward),
     row("accumulation", judge=accumulation),
-    # A third of the targets, -100 or a class, is in no loss and no gradient
+    # A third of the targets, -100 or a class, must not count in the loss or in gradients
     row("ignored targets", *IGNORING),
     # The mean is over the targets that are not ignored, wherever these are
     row("mean of kept targets", {"reduction": "mean", "change": "the first 50 targets are -100"}, needs={"mean"}),
@@ -332,7 +332,7 @@ CHECKS: tuple[Check, ...] = (
     row("target out of range", *({"change": f"target 5 is {t}"} for t in ("V", "V + 7", "-1")), judge=out_of_range),
     # As `torch.nn.CrossEntropyLoss` defines it
     row("label smoothing", {"label_smoothing": 0.1}, needs={"smoothing"}),
-    # A softcap that most logits feel: softcap tanh(z / softcap) in place of z
+    # A softcap that affects most logits: softcap tanh(z / softcap) in place of z
     row("softcap", {"softcap": 2.0}, needs={"softcap"}),
     row("padding is not projected", LARGE, judge=padding_cost, is_cost=True),
     MEMORY,
@@ -340,14 +340,14 @@ CHECKS: tuple[Check, ...] = (
 """All checks of a loss, in the order of the table."""
 SCORE_CHECKS: tuple[Check, ...] = (
     *of_dtypes(rows=256, vocab_size=1003),
-    # Where nothing else is asked for
+    # With nothing else asked for
     row("log-probability", {"names": ("log_prob",)}),
     row("entropy gradient", {"names": BOTH, "used": ("entropy",)}, needs=ENTROPY),
     row("both gradients", {"names": BOTH}, needs=ENTROPY),
-    # Three for each token, with their gradient alone
+    # Three for each token, with only their gradient
     row("given classes", {"names": ("log_prob", "log_probs_at"), "used": ("log_probs_at",)}, needs={"given classes"}),
     row("top-k", {"names": ("log_prob",), "top_k": 5}, needs={"top-k"}, judge=top),
-    # Of equally likely classes, of which whole logits have many, the lower comes first
+    # Among equally likely classes, of which whole-number logits have many, the lower one comes first
     row(
         "ties in top-k",
         *({"names": ("log_prob",), "change": "whole logits", "top_k": k} for k in (1, 5)),
@@ -356,9 +356,9 @@ SCORE_CHECKS: tuple[Check, ...] = (
     ),
     row("temperature", {"temperature": 0.7}, needs={"temperature"}),
     row("temperature per token", {"token_temperature": True}, needs={"token temperature"}),
-    # That most logits feel, alone and before a temperature
+    # A softcap that affects most logits, alone and before a temperature
     row("softcap", CAPPED, CAPPED | {"temperature": 0.7}, needs={"softcap"}),
-    # Classes with a bias of -inf have no part in entropy and gradients, and both are finite
+    # Classes with a bias of -inf do not count in entropy and gradients, and both are finite
     row("masked classes", {"names": BOTH, "change": "a bias of -inf for one class of three"}, needs={"bias"}),
     row("ignored tokens", *IGNORING, needs={"ignored"}),
     # The second of three responses of 32 tokens
@@ -372,9 +372,9 @@ SCORE_CHECKS: tuple[Check, ...] = (
     row("frozen head", HEAD, HEAD | OPTIONS, HEAD | OPTIONS | FEW, needs={"gradients"}),
     row("second backward", needs={"gradients"}, judge=second_backward),
     row("signs", *(CERTAIN | {"dtype": kind} for kind in KINDS[1:]), judge=signs),
-    # In the thousands; and whole logits about 512, of which nothing but the scores is rounded
+    # Logits in the thousands; and whole-number logits near 512, so that only the scores are rounded
     row("extreme logits", {"change": "1000 x the hidden states"}, {"change": "whole logits about 512"}),
-    # No tile size divides these vocabularies, and a tile that is padded with 0 shows
+    # No tile size divides these vocabularies, so that padding a tile with 0 would show
     row("last tile", SMALL | {"vocab_size": 129}, SMALL | {"vocab_size": 4099}),
     MEMORY,
 )

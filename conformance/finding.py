@@ -1,4 +1,4 @@
-"""What a check is, and what it finds: a verdict, a figure, and the lines that repeat a failure."""
+"""What a check is, and what it finds: a verdict, a figure, and the lines that reproduce a failure."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Finding:
     reproduction: str = ""
     """Lines of Python that judge the same problem again, and print the failure."""
     is_raised: bool = False
-    """Whether the failure is an error, or ranks that hang, which nobody overlooks."""
+    """Whether the failure is an error, or ranks that hang, which cannot go unnoticed."""
     of_allowed: float = field(default=0.0, compare=False)
-    """The error relative to the allowed one, by which the worst of several findings is known."""
+    """The error relative to the allowed one, which determines the worst of several findings."""
 
     def __str__(self) -> str:
         return ": ".join(filter(None, [self.verdict, self.figure]))
@@ -45,21 +45,21 @@ class Check:
     """Whether it is about memory or work; all others are about numbers."""
 
     def __call__(self, adapter: Implementation) -> Finding:
-        """Return the finding; an exception of the implementation is a failure."""
+        """Return the finding; an exception from the implementation is a failure."""
         missing = sorted(self.needs - adapter.offers)
         if missing:
-            # Memory is not a feature of the function: it has some, which cannot be measured in this way
+            # Memory is not a feature: the function uses some, but it cannot be measured in this way
             if missing == ["CPU memory"]:
                 return Finding("not measured")
             return Finding("not offered")
-        # Dynamo stops compiling a function after a few settings of its arguments
+        # Dynamo stops compiling a function after a few different settings of its arguments
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         return quietly(lambda: self.run(adapter))
 
 
 def shown(judge: Callable[..., object], *given: object) -> str:
-    """Return the lines that judge the same again; each of the given objects is written as the call that makes it."""
+    """Return the lines that repeat a judgement; each of the given objects is written as the call that makes it."""
     module = judge.__module__.rpartition(".")[2]
     call = f"{module}.{judge.__name__}({', '.join(map(repr, given))})"
     return f"import torch\nfrom conformance import Case, Options, Problem, adapter_of, {module}\nprint({call})"

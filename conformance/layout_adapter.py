@@ -14,28 +14,28 @@ from conformance.adapter import Implementation
 
 
 class Row(NamedTuple):
-    """How the ranks of a layout share out a step: rank = ((group x outer + place) x near + place) x inner + place."""
+    """How the ranks of a layout divide a step: rank = ((group x outer + place) x near + place) x inner + place."""
 
     sizes: tuple[tuple[int, int], ...]
-    """How many ranks there are, and how many of them have other tokens."""
+    """Numbers of ranks, each with the number of ranks that have different tokens."""
     wrap: str = "ddp"
-    """What reduces the gradients of ranks with other tokens: "ddp", "fsdp2", "hsdp" or "zero3"."""
+    """What reduces the gradients of ranks with different tokens: "ddp", "fsdp2", "hsdp" or "zero3"."""
     inner: str = ""
-    """What ranks with the same tokens share: "classes", "time and classes", "layers" or "halves of layers"; or what
-    neighbours with other tokens do: "experts"."""
+    """What ranks with the same tokens divide among them: "classes", "time and classes", "DTensor classes", "layers" or
+    "halves of layers"; or what neighbours with different tokens do: "experts"."""
     is_time: bool = False
-    """Whether neighbours have other time steps of the same sentences."""
+    """Whether neighbours have different time steps of the same sentences."""
     outer: int = 1
-    """In how many rows the ranks with other tokens stand."""
+    """In how many rows the ranks with different tokens are arranged."""
     micro_batches: int = 1
     is_alone: bool = False
-    """Whether each rank is a group, with a step of its own."""
+    """Whether each rank is a group of its own, with its own step."""
     loses_one: bool = False
-    """Whether the last rank goes away in the step."""
+    """Whether the last rank goes away during the step."""
 
     @property
     def splits_classes(self) -> bool:
-        """Return whether ranks have other classes."""
+        """Return whether ranks have different classes."""
         return self.inner.endswith("classes")
 
 
@@ -63,60 +63,61 @@ ROWS: dict[str, Row] = {
     "a replica that goes away": Row(LINE, "", loses_one=True),
     "DiLoCo's inner step": Row(SAME_TOKENS, is_alone=True),
 }
-"""The layouts of the table. In "sequence x vocabulary", Megatron's sequence parallelism, the ranks of a vocabulary run
-the model on their own time steps, and the loss on all of them."""
+"""The layouts in the table. In "sequence x vocabulary", Megatron's sequence parallelism, the ranks that split a
+vocabulary run the model on their own time steps, and the loss on all of them."""
 LAYOUTS = tuple(ROWS)
 EVERY_LAYOUT: frozenset[str] = frozenset({*LAYOUTS, "float64", "smoothing", "uneven vocabulary", "mean"})
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank is given for a training step."""
+    """What a rank is given for a training step."""
 
     layout: str
     model: Any
-    """`hidden = model(tokens)` of shape (B, t, D), and the generator `model.head`, an `nn.Linear` without a bias, whose
-    weight may be the embedding's. With a split vocabulary `model.head` has only this rank's classes, and with split
-    experts `model.experts` is a `conformance.layout_experts.Experts`."""
+    """`hidden = model(tokens)` with shape (B, t, D), and the generator `model.head`, an `nn.Linear` without a bias,
+    whose weight may be the embedding's. With a split vocabulary `model.head` has only this rank's classes, and with
+    split experts `model.experts` is a `conformance.layout_experts.Experts`."""
     micro_batches: list[tuple[Tensor, Tensor]]
     """This rank's (tokens, target), (B, t) each; a target is the token's class or `ignore_index`."""
     vocab_size: int
-    """The number of all ranks' classes."""
+    """The number of classes on all ranks together."""
     label_smoothing: float
     """eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
     loss_scale: float
-    """Multiplies the loss before its backward; the gradients keep it."""
+    """Multiplies the loss before its backward; the gradients stay scaled."""
     reduction: Literal["sum", "mean"]
-    """"mean" ("mean" in `offers`): differentiate the implementation's own mean of this rank's tokens, by `backward()`,
-    under DDP. It must be an error, or the gradient of the whole step's mean."""
+    """"mean" (if "mean" is in `offers`): differentiate the implementation's own mean over this rank's tokens, with
+    `backward()`, under DDP. This must raise an error, or give the gradient of the whole step's mean."""
     start: int = 0
     """This rank's first class."""
     token_group: ProcessGroup | None = None
-    """The ranks that have other tokens, over which gradients are reduced; None is this rank alone, and so for the next
-    ones."""
+    """The ranks that have different tokens, over which gradients are reduced. In all groups, None means only this
+    rank."""
     data_group: ProcessGroup | None = None
-    """The ranks that have other sentences;"""
+    """The ranks that have different sentences."""
     sequence_group: ProcessGroup | None = None
-    """and those that have other time steps of the same ones."""
+    """The ranks that have different time steps of the same sentences."""
     token_mesh: DeviceMesh | None = None
-    """The ranks with other tokens in rows and columns, for HSDP."""
+    """The ranks with different tokens in rows and columns, for HSDP."""
     expert_group: ProcessGroup | None = None
-    """The ranks that have other experts of the same layer, and other tokens; those with the same are `data_group`."""
+    """The ranks with different experts of the same layer and different tokens; `data_group` has the same experts."""
     vocab_group: ProcessGroup | None = None
-    """The ranks that have other classes, and the same sentences."""
+    """The ranks that have different classes and the same sentences."""
     pipeline_group: ProcessGroup | None = None
-    """The ranks that have other layers."""
+    """The ranks that have different layers."""
     stages: Mapping[int, nn.Module] = field(default_factory=dict)
-    """This rank's parts of the model in a pipeline, by their number; the last one of all returns hidden states and has
-    the generator as `head`."""
+    """This rank's stages of the model in a pipeline, by number; the last stage returns hidden states and has the
+    generator as `head`."""
     stage_count: int = 0
     survivors: Callable[[], ProcessGroup] | None = None
-    """Returns the ranks with other tokens that are still there; to be called after backward, by none that has gone."""
+    """Returns the ranks with different tokens that remain. Every rank calls it after backward; on the rank that goes
+    away it raises an error."""
     ignore_index: int = -100
 
     @property
     def row(self) -> Row:
-        """Return how the ranks share out the step."""
+        """Return how the ranks divide the step among them."""
         return ROWS[self.layout]
 
 
@@ -127,8 +128,8 @@ class LayoutAdapter(Implementation):
         adapter = LayoutAdapter("mine", my_step, offers=frozenset({"data parallel", "float64"}))
 
     It runs forward, backward and the reduction of gradients, which it leaves in `.grad`, and returns the mean loss over
-    the tokens of the whole step; in a pipeline only the last rank's counts. It may wrap `work.model` in DDP, or call
-    `fully_shard` on it. Without "float64" in `offers` its numbers may be off by float32's rounding.
+    the tokens of the whole step; in a pipeline only the loss from the last stage counts. It may wrap `work.model` in
+    DDP, or call `fully_shard` on it. Without "float64" in `offers` its numbers may be off by float32's rounding.
     """
 
     part: ClassVar[str] = "layouts"

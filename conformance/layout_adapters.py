@@ -30,7 +30,7 @@ from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
-# Importing them takes as long as all the rest of the suite
+# Importing these takes as long as the rest of the suite
 fsdp = Package("torch.distributed.fsdp")
 dtensor = Package("torch.distributed.tensor")
 pipelining = Package("torch.distributed.pipelining")
@@ -38,7 +38,7 @@ tensor_parallel = Package("torch.distributed.tensor.parallel")
 
 
 def wrapped(both: nn.Module, work: Work) -> nn.Module:
-    """Return the module whose call reduces the gradients of the ranks that have other tokens; itself without any."""
+    """Return the module wrapped so that the gradients of ranks with different tokens are reduced, if there are any."""
     group = work.token_group
     if group is None or not work.row.wrap:
         return both
@@ -53,12 +53,12 @@ def wrapped(both: nn.Module, work: Work) -> nn.Module:
 class FlatShards(nn.Module):
     """A module whose parameters are one flat tensor, of which each rank has a part, gathered for the forward (ZeRO-3).
 
-    Backward leaves each rank the mean over the ranks of its part of the gradient, which is gathered to be looked at.
+    Backward leaves each rank its part of the gradient's mean over the ranks, which is then gathered for inspection.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
-        # Not among the parameters of this module
+        # In a dict, so that its parameters are not this module's
         self.whole, self.group = {"module": module}, group
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         flat = torch.cat([p.detach().flatten() for p in self.trained.values()])
@@ -67,12 +67,12 @@ class FlatShards(nn.Module):
         self.part.register_post_accumulate_grad_hook(self.look)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the parameters, or their gradients, in a flat tensor."""
+        """Split a flat tensor into the parameters, or their gradients, by name."""
         parts = flat.split([p.numel() for p in self.trained.values()])
         return {name: part.view_as(p) for part, (name, p) in zip(parts, self.trained.items(), strict=True)}
 
     def look(self, part: Tensor) -> None:
-        """Leave every parameter its whole gradient."""
+        """Give every parameter its whole gradient."""
         assert part.grad is not None
         whole = join_from_group(part.grad, self.sizes, 0, self.group) / world_size(self.group)
         for name, gradient in self.named(whole).items():
@@ -84,7 +84,7 @@ class FlatShards(nn.Module):
 
 
 class OwnTime(nn.Module):
-    """A model that runs on this rank's time steps, and whose hidden states are those of all ranks."""
+    """A model that runs on this rank's time steps, and returns the hidden states of all ranks."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class OwnTime(nn.Module):
         most = parts[0].size(1)
         padded = F.pad(own.detach(), (0, 0, 0, most - own.size(1)))
         all_ranks = [t[:, : part.size(1)] for t, part in zip(group_gather(padded, self.group), parts, strict=True)]
-        # The loss sums the hidden gradient over the ranks, of which each takes its own time steps
+        # The loss sums the hidden gradient over the ranks, and each rank uses that of its own time steps
         all_ranks[rank_in(self.group)] = own
         return torch.cat(all_ranks, 1)
 
 
 def as_dtensor(tensor: Tensor, group: ProcessGroup | None, rows: int | None = None) -> Any:
-    """Return a tensor as a DTensor, whole on every rank, or this rank's rows of so many."""
+    """Return a tensor as a DTensor: whole on every rank, or as this rank's part of `rows` rows."""
     assert group is not None
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     if rows is None:
@@ -112,7 +112,7 @@ def as_dtensor(tensor: Tensor, group: ProcessGroup | None, rows: int | None = No
 
 
 class AsDTensor(nn.Module):
-    """A model whose parameters are DTensors, the generator's rows divided, all others whole."""
+    """A model whose parameters are DTensors: the generator's rows are sharded, all others replicated."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def trunk(work: Work) -> nn.Module:
 
 
 def sum_over_time(work: Work) -> None:
-    """Add up what each rank's own time steps give the parameters below the generator."""
+    """Sum over the ranks what their own time steps contribute to the gradients below the generator."""
     if work.row.inner == "time and classes":
         for parameter in work.model.parameters():
             if parameter.grad is not None and parameter is not work.model.head.weight:
@@ -148,7 +148,7 @@ def sum_over_time(work: Work) -> None:
 
 
 def over_survivors(work: Work, total: Tensor, count: Tensor) -> Tensor:
-    """Return the mean loss of the ranks that are still there, and turn gradients of sums into its gradient."""
+    """Return the mean loss over the ranks that are still there, and turn gradients of sums into its gradient."""
     assert work.survivors is not None
     group = work.survivors()
     count = group_sum(count, group).clamp(min=1)
@@ -159,7 +159,7 @@ def over_survivors(work: Work, total: Tensor, count: Tensor) -> Tensor:
 
 
 class Loss(nn.Module):
-    """The summed loss of a model's generator: a function of the work, the hidden states and the target."""
+    """The summed loss of a model's generator, as a function of the work, the hidden states and the target."""
 
     def __init__(self, work: Work, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Loss(nn.Module):
 def seqpar_loss(work: Work, hidden: Tensor, target: Tensor) -> TokenLoss:
     """Return the `linear_cross_entropy` of a model's generator."""
     weight, vocab = work.model.head.weight, None
-    # A DTensor says itself which rows a rank has
+    # A DTensor itself knows which rows a rank has
     if work.vocab_group is not None and work.row.inner != "DTensor classes":
         vocab = VocabShard(work.vocab_group, work.start, work.vocab_size)
     how: dict[str, Any] = {"label_smoothing": work.label_smoothing, "vocab": vocab}
@@ -190,7 +190,7 @@ def seqpar_step(work: Work) -> Tensor | float | None:
         tokens, target = work.micro_batches[0]
         both(tokens, target=target).mean.backward()
         return None
-    # Of the sum, where only later it is known by what to divide it; and of a mean over the ranks
+    # Undo the division if the divisor is known only later, or if ZeRO-3 takes a mean over the ranks
     factor = counted(work) if work.row.loses_one else world_size(work.token_group) if work.row.wrap == "zero3" else 1
     is_reduced = isinstance(both, DistributedDataParallel) or "fsdp" in work.row.wrap or work.row.wrap == "hsdp"
     done = accumulate_gradients(
@@ -229,9 +229,10 @@ def torch_step(work: Work) -> Tensor | float | None:
 
 
 def with_experts(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the step's mean loss and its router's, and leave their gradient.
+    """Return the sum of the step's mean loss and the router's loss, and leave its gradient.
 
-    An expert's gradient has the tokens of all ranks that sent it some, so it is summed over `data_group` alone.
+    An expert's gradient already includes the tokens of all ranks that sent it some, so it is summed only over
+    `data_group`.
     """
     ((tokens, target),) = work.micro_batches
     count = group_sum(counted(work), work.token_group).clamp(min=1).double()
@@ -273,8 +274,8 @@ def accumulated(work: Work, both: nn.Module) -> Tensor:
     """Return the step's mean loss, and leave its gradients: sums of micro-batches, divided by all ranks' tokens."""
     group = work.token_group
     count = group_sum(counted(work), group).clamp(min=1)
-    # DDP and FSDP2 take the mean over the ranks, so that of `ranks` times the sum is the sum
-    # The quotient of two whole numbers would be in float32
+    # DDP and FSDP2 take the mean over the ranks, so the sum is multiplied by their number
+    # In double, since the quotient of two integers would be in float32
     total = run_micro_batches(work, both, world_size(group) / count.double())
     sum_over_time(work)
     return group_sum(total, group) / count
@@ -293,9 +294,9 @@ def run_micro_batches(work: Work, both: nn.Module, factor: Tensor | float = 1.0)
 
 
 def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
-    """Return the step's mean loss where the last stage is, whose loss is divided by the step's tokens.
+    """Return the step's mean loss on the rank with the last stage, whose loss is divided by the step's tokens.
 
-    By GPipe, or with two stages a rank, down the ranks and up again, by ZBV, which runs backward in two halves.
+    The schedule is GPipe or, with two stages per rank, down the ranks and up again, ZBV, which splits backward in two.
     """
     group, last = work.pipeline_group, work.stage_count - 1
     assert group is not None
@@ -320,7 +321,7 @@ def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor 
 
 
 def parallel_loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
-    """Return the same of DTensor logits, of a generator whose rows are a DTensor."""
+    """Return the summed `F.cross_entropy` of DTensor logits, from a generator whose rows are a DTensor."""
     weight = as_dtensor(work.model.head.weight, work.vocab_group, work.vocab_size)
     logits = F.linear(as_dtensor(hidden.flatten(0, -2), work.vocab_group), weight)
     loss: Any = F.cross_entropy(logits, target.flatten(), reduction="sum")
@@ -329,6 +330,6 @@ def parallel_loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
 
 def loss_parallel_step(work: Work) -> Tensor:
     """Sum `F.cross_entropy` of DTensor logits under `loss_parallel`, under DDP where there are data ranks."""
-    # Around forward and backward: its context changes what both of them do
+    # Around both forward and backward, since the context changes what both do
     with tensor_parallel.loss_parallel():
         return train(work, parallel_loss)

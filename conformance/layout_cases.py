@@ -1,4 +1,4 @@
-"""Draw a training step for the ranks of a layout, and compute its loss and gradients in one process, plainly.
+"""Draw a training step for the ranks of a layout, and compute its loss and gradients plainly in one process.
 
 Shape suffixes: B batch, t this rank's time steps, D hidden, V vocabulary.
 """
@@ -24,11 +24,11 @@ from conformance.layout_experts import Experts
 from seqpar.distributed.collectives import sum_from_group
 
 SHAPE = (2, 3)
-"""Sentences and time steps of a micro-batch on one rank."""
+"""Number of sentences and time steps of a micro-batch on one rank."""
 WIDTH = 4
 IGNORED = -100
 UNTIED = ("layers", "halves of layers", "time and classes", "DTensor classes")
-"""Where the embedding and the generator are on different ranks, or divided in different ways."""
+"""Where the embedding and the generator are on different ranks, or are divided in different ways."""
 
 
 Batch = tuple[Tensor, Tensor]
@@ -39,12 +39,12 @@ class Answer(NamedTuple):
     """The mean loss of a step, and its gradients by the names of the parameters."""
 
     loss: float
-    """Not a number where none was returned."""
+    """nan if none was returned."""
     gradients: dict[str, Tensor]
 
 
 class Model(nn.Module):
-    """A decoder in small, of one token each: an embedding, layers, and a generator."""
+    """A tiny decoder without context: an embedding, layers, and a generator."""
 
     def __init__(self, vocab_size: int, layers: int, tied: bool, has_experts: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Model(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """An embedding of the classes that a rank has, the same parameter as its generator's, summed over the ranks."""
+    """An embedding that shares a rank's rows of the generator's weight, and is summed over the ranks."""
 
     def __init__(self, weight: Tensor, start: int, group: Any) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Stage(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if hasattr(self, "embed"):
             hidden = self.embed(hidden)
-        # The last one hands its input on as hidden states; a view, because a stage must not return its input itself
+        # The last stage returns its input as hidden states; as a view, since a stage must not return its input itself
         if hasattr(self, "head"):
             return hidden.view_as(hidden)
         return torch.tanh(self.layer(hidden))
@@ -111,31 +111,31 @@ class Case:
     layout: str
     ranks: int
     tokens: tuple[tuple[int, ...], ...]
-    """How many targets count, for each rank that has other tokens, in each of its micro-batches; 6 at most."""
+    """How many targets count in each micro-batch, at most 6, for each of the ranks with different tokens."""
     vocab_size: int = 8
     tied: bool = False
     frozen_head: bool = False
     few_classes: bool = False
-    """All targets are in the first rank's classes."""
+    """Whether all targets are among the first rank's classes."""
     whole_head: bool = False
-    """Every rank of a split vocabulary has the whole generator, as if its logits had been gathered."""
+    """Whether every rank of a split vocabulary has the whole generator, as if its logits had been gathered."""
     label_smoothing: float = 0.0
     loss_scale: float = 1.0
     reduction: str = "sum"
     groups: int = 1
-    """How many groups of ranks have a step of their own; with 2, the group is not the world."""
+    """How many groups of ranks there are, each with its own step; with 2, a group is not the world."""
     seed: int = 0
 
     __repr__ = call_of
 
     @property
     def row(self) -> Row:
-        """Return how the ranks share out the step."""
+        """Return how the ranks divide the step among them."""
         return ROWS[self.layout]
 
     @property
     def mesh(self) -> tuple[int, int, int]:
-        """Return the sizes of groups x ranks with other tokens x ranks with other classes or layers."""
+        """Return the sizes of groups x ranks with different tokens x ranks with different classes or layers."""
         return self.groups, len(self.tokens), self.ranks // self.groups // len(self.tokens)
 
     @property
@@ -145,28 +145,28 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Return the number of the step's targets that count."""
+        """Return how many of the step's targets count."""
         return sum(map(sum, self.tokens[: self.staying]))
 
     @property
     def near(self) -> int:
-        """Return the number of neighbours with other tokens."""
+        """Return the number of neighbours with different tokens."""
         return len(self.tokens) // self.row.outer
 
     @property
     def staying(self) -> int:
-        """Return how many of the ranks with other tokens stay until the step is over."""
+        """Return how many of the ranks with different tokens stay until the step is over."""
         return len(self.tokens) - self.row.loses_one
 
     @property
     def stage_count(self) -> int:
-        """Return the number of stages of a pipeline."""
+        """Return the number of pipeline stages."""
         return {"layers": self.inner, "halves of layers": 2 * self.inner}.get(self.row.inner, 0)
 
     def model(self, group: int = 0) -> Model:
         """Return the same model wherever it is called."""
         layers = max(1, self.stage_count - 1)
-        # On the CPU, and without a change to the random numbers of accelerators
+        # On the CPU, and without changing the random state of accelerators
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(self.seed + 7919 * group)
             model = Model(self.vocab_size, layers, self.tied, self.row.inner == "experts").double()
@@ -174,7 +174,7 @@ class Case:
         return model
 
     def part(self, group: int, place: int) -> list[Batch]:
-        """Return the micro-batches of the rank at a place among those that have other tokens."""
+        """Return the micro-batches of the rank at a place among those with different tokens."""
         made = []
         for index, count in enumerate(self.tokens[place]):
             g = torch.Generator().manual_seed(1_000_003 * group + 997 * self.seed + 31 * place + index)
@@ -188,11 +188,11 @@ class Case:
         return made
 
     def parts(self, group: int) -> list[list[Batch]]:
-        """Return the micro-batches of all ranks that have other tokens."""
+        """Return the micro-batches of all ranks with different tokens."""
         return [self.part(group, place) for place in range(len(self.tokens))]
 
     def rows_of(self, place: int) -> tuple[int, int]:
-        """Return the first class of a rank and the one after its last: even parts, rounded up, as DTensor's."""
+        """Return a rank's first class and the one after its last: even parts, rounded up, as DTensor divides them."""
         most = -(-self.vocab_size // self.inner)
         return min(place * most, self.vocab_size), min((place + 1) * most, self.vocab_size)
 
@@ -202,25 +202,25 @@ class Case:
         return F.cross_entropy(logits.flatten(0, -2), target.flatten(), label_smoothing=eps, reduction="sum")
 
     def summed(self, model: Model, batches: Sequence[Batch], auxiliary: float = 1.0) -> Tensor:
-        """Return the plain summed loss of micro-batches, and so many times the router's of all of them together."""
+        """Return the plain summed loss of micro-batches, plus `auxiliary` times the router's loss of all together."""
         if self.row.inner != "experts":
             losses = [self.loss(model.head(model(tokens)), target) for tokens, target in batches]
             return torch.stack(losses).sum()
-        # One batch, because the router's loss is that of the step
+        # One batch, because the router's loss is defined over the whole step
         tokens, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
         total = self.loss(model.head(model(tokens)), target)
         of_router = model.experts.auxiliary(target.numel(), None)
         return total + auxiliary * of_router * max(1, self.count)
 
     def right(self, group: int = 0) -> Answer:
-        """Return the mean of the plain loss of all tokens in one process, in float64, and its gradients."""
+        """Return the plain loss's mean over all tokens, in one process and in float64, and its gradients."""
         model = self.model(group)
         batches = [batch for part in self.parts(group)[: self.staying] for batch in part]
         loss = self.summed(model, batches) / max(1, self.count)
         return Answer(float(loss.detach()), gradients(loss * self.loss_scale, model))
 
     def work(self, rank: int) -> tuple[Work, nn.Module]:
-        """Return what a rank is given, and the model whose gradients are asked for; every rank must call it."""
+        """Return what a rank is given, and the model whose gradients are compared; every rank must call this."""
         _, data, inner = self.mesh
         group, place, inner_place = rank // (data * inner), rank // inner % data, rank % inner
         model = self.model(group)
@@ -244,7 +244,7 @@ class Case:
         return Work(self.layout, model, self.part(group, place), self.vocab_size, **given), model
 
     def _groups(self) -> dict[str, Any]:
-        """Return the groups of this rank, by what `Work` calls them."""
+        """Return the groups of this rank, by their names in `Work`."""
         groups, data, inner = self.mesh
         given: dict[str, Any] = {}
         lines = _mesh(("groups", groups), ("tokens", data), ("inner", inner))
@@ -271,7 +271,7 @@ class GoneError(Exception):
 
 
 def _still_there(data: int, inner: int, groups: int) -> ProcessGroup:
-    """Return this rank's group without its last rank, which goes away instead."""
+    """Return this rank's group without its last rank, on which GoneError is raised instead."""
     mine: ProcessGroup | None = None
     rank = dist.get_rank()
     for group in range(groups):
@@ -285,14 +285,14 @@ def _still_there(data: int, inner: int, groups: int) -> ProcessGroup:
 
 @functools.cache
 def _group(members: tuple[int, ...]) -> ProcessGroup:
-    """Return the group of some ranks; every rank must call it."""
+    """Return the group of some ranks; every rank must call this."""
     made: ProcessGroup = dist.new_group([*members])
     return made
 
 
 @functools.cache
 def _mesh(*sizes: tuple[str, int]) -> DeviceMesh:
-    """Return the ranks as a mesh, once in each rank."""
+    """Return the ranks as a mesh, which is made once on each rank."""
     names, shape = zip(*sizes, strict=True)
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -307,7 +307,7 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 def cases(layout: str, seed: int = 0) -> dict[str, list[Case]]:
     """Return the cases of a layout by name, those over fewer ranks first."""
     made: dict[str, list[Case]] = {}
-    # Schedules of older torch end at any autograd.Function
+    # In older torch these schedules cannot go through an autograd.Function
     if layout == "zero bubble" and TorchVersion(torch.__version__) < "2.13":
         return made
     for ranks, data in ROWS[layout].sizes:
@@ -317,11 +317,11 @@ def cases(layout: str, seed: int = 0) -> dict[str, list[Case]]:
 
 
 def _over(layout: str, ranks: int, data: int, seed: int) -> Iterator[tuple[str, Case]]:
-    """Yield the cases of a layout over that many ranks, of which `data` have other tokens."""
+    """Yield the cases of a layout over this many ranks, of which `data` have different tokens."""
     row = ROWS[layout]
     g = torch.Generator().manual_seed(seed)
     drawn = torch.randint(1, 7, (data, row.micro_batches), generator=g)
-    # At least two that differ, whatever was drawn; 5 where there is only one micro-batch
+    # At least two that differ, whatever was drawn; 5 if there is only one micro-batch
     drawn[-1, -1] = 2
     drawn[0, 0] = 5
     groups = ranks if row.is_alone else 1
@@ -358,8 +358,8 @@ NEEDS: Mapping[str, str] = {
     "odd vocabulary": "uneven vocabulary",
     "mean differentiated": "mean",
 }
-"""The feature that a case needs beside its layout."""
+"""The feature that a case needs besides its layout."""
 MAY_RAISE = ("the whole head passed as a shard", "mean differentiated")
-"""The cases in which an error is right, because a number would hardly be."""
+"""The cases in which an error is the right response, because a number could hardly be right."""
 NAMES: dict[str, tuple[str, ...]] = {layout: tuple(cases(layout)) for layout in LAYOUTS}
 """The names of the cases of each layout."""

@@ -1,4 +1,4 @@
-"""Name the likely cause of a wrong training step over several ranks: the mistakes that `seqpar.testing` has to try.
+"""Name the likely cause of a wrong training step over several ranks, from mistakes that `seqpar.testing` tries out.
 
 Shape suffixes: N tokens of all ranks that count, V vocabulary.
 """
@@ -21,12 +21,12 @@ from seqpar.testing.precision import EXACT, error
 
 Gradients = dict[str, Tensor]
 Mistakes = Iterator[tuple[str, Callable[[], Result]]]
-"""Sentences, and functions that compute the answer of a rank that makes this mistake."""
+"""Sentences that describe a mistake, and functions that compute the answer of a rank that makes it."""
 
 
 def cause_of(case: Case, group: int, got: Sequence[Answer], right: Answer) -> str:
-    """Return the name of the mistake whose numbers are those of the first rank that is wrong."""
-    # A mean that is differentiated is not returned
+    """Return the name of the mistake that gives the numbers of the first wrong rank."""
+    # With the mean differentiated, no loss is returned
     losses = [right.loss if case.reduction == "mean" else answer.loss for answer in got]
     off = [[error(answer.gradients[name], g) for name, g in right.gradients.items()] for answer in got]
     wrong = [k for k, each in enumerate(off) if not max(each) <= EXACT]
@@ -43,7 +43,7 @@ def cause_of(case: Case, group: int, got: Sequence[Answer], right: Answer) -> st
     step = Step(case, group, rank, right, ranks_differ)
     parts = [_scaled(step.summed(part), 1 / case.count) for part in case.parts(group)]
     rows = SHAPE[0] * SHAPE[1] * len(case.tokens[0])
-    # Of ranks with the same tokens the first stands for all
+    # Among ranks with the same tokens the first stands for all
     firsts = [k // case.inner if k % case.inner == 0 else None for k in range(len(got))]
     nothing = _scaled(right.gradients, 0)
     evidence = Evidence(
@@ -61,7 +61,7 @@ def cause_of(case: Case, group: int, got: Sequence[Answer], right: Answer) -> st
 
 
 class Step(NamedTuple):
-    """A step of one group of ranks, and one of its ranks, whose numbers are wrong."""
+    """A step of one group of ranks, and the one of its ranks whose numbers are wrong."""
 
     case: Case
     group: int
@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Return the rank's place among those with other tokens."""
+        """Return the rank's place among those with different tokens."""
         return self.rank // self.case.inner
 
     @property
@@ -85,11 +85,11 @@ class Step(NamedTuple):
         return gradients(self.case.summed(model, batches) * self.case.loss_scale, model)
 
     def with_gradients(self, found: Gradients) -> Result:
-        """Return the right answer but for these gradients."""
+        """Return the right answer except for these gradients."""
         return torch.tensor(self.right.loss, dtype=torch.float64), self.right.gradients | found
 
     def weighted(self, weight: Callable[[int, int], float]) -> Result:
-        """Return the answer where `weight(place, micro_batch)` says what is added up."""
+        """Return the answer if micro-batches are summed with the weights `weight(place, micro_batch)`."""
         total = {name: torch.zeros_like(g) for name, g in self.right.gradients.items()}
         for place, part in enumerate(self.case.parts(self.group)):
             for number, batch in enumerate(part):
@@ -112,7 +112,7 @@ NOT_FINITE = "a number that is not finite, such as 0 / 0 tokens"
 
 
 def _mistakes(step: Step) -> Mistakes:
-    """Yield the mistakes of a layout, the most specific first, after the right step, which has no name."""
+    """Yield the mistakes that a layout can have, the most specific first, after the right step, which has no name."""
     yield "", lambda: step.with_gradients({})
     for name, values in factors(step.case).items():
         for times in filter(lambda times: times != 1, values):
@@ -128,7 +128,7 @@ def _mistakes(step: Step) -> Mistakes:
 
 
 def _elsewhere(step: Step) -> Mistakes:
-    """Yield the mistakes of routers, of time steps, of ties and of shards."""
+    """Yield the mistakes that concern routers, time steps, ties and shards."""
     if step.case.row.inner == "experts":
         yield from _of_the_router(step)
     if step.case.row.inner == "time and classes":
@@ -153,7 +153,7 @@ def _elsewhere(step: Step) -> Mistakes:
 
 
 def factors(case: Case) -> dict[str, list[float]]:
-    """Return by what each mistake with a divisor multiplies all gradients."""
+    """Return the factors by which each mistake with a divisor multiplies all gradients."""
     n, lost = case.count, sum(map(sum, case.tokens))
     ranks, batches = len(case.tokens), len(case.tokens[0])
     rows = SHAPE[0] * SHAPE[1] * batches
@@ -170,7 +170,7 @@ def factors(case: Case) -> dict[str, list[float]]:
 
 
 def _weights(step: Step) -> Iterator[tuple[str, Callable[[int, int], float]]]:
-    """Yield the mistakes by which micro-batches have other weights than 1 / all tokens."""
+    """Yield the mistakes that give micro-batches weights other than 1 / all tokens."""
     case, mine = step.case, step.place
     each = [[max(1, count) for count in part] for part in case.tokens]
     own = [max(1, sum(part)) for part in case.tokens]
@@ -186,7 +186,7 @@ def _weights(step: Step) -> Iterator[tuple[str, Callable[[int, int], float]]]:
     rows = "mean of means: ranks divide by the tokens of their row of the mesh"
     yield rows, lambda p, m: 1 / of_row[p] / case.row.outer
     yield of_batches, lambda p, m: 1 / each[p][m] / (len(own) * len(each[p]))
-    # As a loss that is normalised by its own targets, such as the next but one, and weighted by the others
+    # As of a loss that is normalised by its own targets, such as the next but one, and weighted by the usual ones
     shifted = [sum(int((t[:, 1:] != IGNORED).sum()) for _, t in part) for part in case.parts(step.group)]
     ratios = "each rank's loss is scaled by a ratio of its own counts, not by that of the step's"
     yield ratios, lambda p, m: own[p] / max(1, shifted[p]) / case.count
@@ -196,7 +196,7 @@ def _weights(step: Step) -> Iterator[tuple[str, Callable[[int, int], float]]]:
 
 
 def _of_the_router(step: Step) -> Mistakes:
-    """Yield the mistakes by which the router's loss is another one."""
+    """Yield the mistakes that change the router's loss."""
     case = step.case
 
     def answer(times: float) -> Result:
@@ -216,7 +216,7 @@ def _own_loss(step: Step) -> Result:
 
 
 def _of_another(step: Step, what: str) -> Result:
-    """Return the answer where the next rank's activations, or its padding, stand in for a rank's own."""
+    """Return the answer if each rank uses the next rank's activations, or its padding, instead of its own."""
     parts, batches = step.case.parts(step.group), []
     for part, others in zip(parts, [*parts[1:], parts[0]], strict=True):
         for (tokens, target), (their_tokens, their_target) in zip(part, others, strict=True):
@@ -229,7 +229,7 @@ def _of_another(step: Step, what: str) -> Result:
 
 
 def _first_layer(step: Step) -> Result:
-    """Return the answer where every stage has the first layer's weights."""
+    """Return the answer if every stage has the first layer's weights."""
     model = step.case.model(step.group)
     for layer in model.layers:
         layer.load_state_dict(model.layers[0].state_dict())
@@ -238,7 +238,7 @@ def _first_layer(step: Step) -> Result:
 
 
 def _own_time(step: Step, name: str = "") -> Result:
-    """Return the answer of a rank that keeps the gradient of its own time steps, of one parameter or of all."""
+    """Return the answer of a rank that keeps the gradient from its own time steps, for one parameter or for all."""
     model, losses = step.case.model(step.group), []
     for tokens, target in step.batches:
         parts = [*model(tokens).tensor_split(step.case.inner, 1)]
@@ -249,7 +249,7 @@ def _own_time(step: Step, name: str = "") -> Result:
 
 
 def _untied(step: Step, use: str) -> Result:
-    """Return the answer where the shared weight has the gradient of one use alone."""
+    """Return the answer if the shared weight has the gradient of only one of its uses."""
     model = step.case.model(step.group)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     found = gradients(step.case.summed(model, step.batches) * step.case.loss_scale / step.case.count, model)
@@ -257,7 +257,7 @@ def _untied(step: Step, use: str) -> Result:
 
 
 def _own_rows(step: Step, times: float) -> Result:
-    """Return the answer where each rank's rows of the generator have the gradient of this rank's tokens alone."""
+    """Return the answer if each rank's rows of the generator have the gradient of only this rank's tokens."""
     parts = [step.summed(part)["head.weight"] for part in step.case.parts(step.group)]
     rows = torch.arange(len(parts[0])).chunk(len(parts))
     own = torch.cat([part[r] for part, r in zip(parts, rows, strict=True)])
@@ -265,14 +265,14 @@ def _own_rows(step: Step, times: float) -> Result:
 
 
 def _shifted(step: Step) -> Result:
-    """Return the answer where targets, which are the next tokens already, are shifted once more."""
+    """Return the answer if the targets, which are already the next tokens, are shifted once more."""
     shifted = [(tokens, F.pad(target[:, 1:], (0, 1), value=IGNORED)) for tokens, target in step.batches]
     count = sum(int((target != IGNORED).sum()) for _, target in shifted)
     return step.with_gradients(_scaled(step.summed(shifted), 1 / max(1, count)))
 
 
 def _split(step: Step, mistake: int) -> Result:
-    """Return the answer of a rank of a split vocabulary that makes a mistake; its generator's rows are joined."""
+    """Return the answer of a rank that makes a mistake with a split vocabulary; the generator's rows are joined."""
     case, answers = step.case, []
     for number in range(case.inner):
         model = case.model(step.group)
@@ -296,16 +296,16 @@ MISSING = "gradient of one rank's classes missing"
 REACHES = f"{MISSING}: a token reaches only the classes of the rank that has its target"
 LOG_RANKS = "off by log(ranks): gathered logits are taken for shards, which adds the log of their number to the loss"
 SUMMED = 2
-"""The mistake with which the hidden gradient is summed over the vocabulary's ranks, as it should be."""
+"""The index of the mistake in which the hidden gradient is summed over the vocabulary's ranks, as it should be."""
 
 
 def splittings(case: Case, number: int, logits_NV: Tensor, target_N: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the mistakes of a rank on a split vocabulary, and the losses with each of them."""
+    """Return the mistakes that a rank can make with a split vocabulary, and the losses with each of them."""
     first, end = case.rows_of(number)
     mine_V = (torch.arange(case.vocab_size) >= first) & (torch.arange(case.vocab_size) < end)
     owned_N = mine_V[target_N]
     eps, mine_NV, missing = case.label_smoothing, logits_NV[:, mine_V], -case.vocab_size % case.inner
-    # A share eps v / (v - 1) of v local classes is meant for those other than the target
+    # A share eps v / (v - 1) over v local classes is intended for those other than the target
     sizes = [v / (v - 1) for v in (end - first, case.vocab_size) if v > 1]
 
     def losses(of: Tensor = logits_NV, share: float = eps, **other: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def splittings(case: Case, number: int, logits_NV: Tensor, target_N: Tensor) -> 
 
 
 def _found_unevenly(case: Case, logits_NV: Tensor, target_N: Tensor) -> Tensor:
-    """Return the targets' logits where each rank's classes begin at its number times how many it has itself."""
+    """Return the targets' logits if each rank's classes begin at its number times the number of its own classes."""
     picked_N = torch.zeros_like(logits_NV[:, 0])
     for number in range(case.inner):
         first, end = case.rows_of(number)

@@ -1,4 +1,4 @@
-"""Run an implementation's training step in the ranks of a layout, and compare it with the plain loss of one process."""
+"""Run an implementation's training step on the ranks of a layout, and compare it with the plain loss in one process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from seqpar.testing.precision import EXACT, error
 from seqpar.testing.ranks import RankError, ranks
 
 FLOAT32 = 1e-5
-"""The relative error allowed to an implementation that computes in float32."""
+"""The relative error allowed for an implementation that computes in float32."""
 HANGS = re.compile("Timed out|were silent")
-"""What a `RankError` says of ranks that wait for others which never come."""
+"""What a `RankError` says about ranks that wait for others that never come."""
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
-"""What torch loads where it is first needed."""
+"""Modules that torch loads only when they are first needed."""
 ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
-"""How the line of a traceback begins that says which error it is."""
+"""How the line of a traceback that names the error begins."""
 
 
 class Fault(NamedTuple):
@@ -42,7 +42,7 @@ class Fault(NamedTuple):
 
 
 def layout_check(adapter: LayoutAdapter, layout: str, name: str, seed: int = 0) -> Finding:
-    """Return the finding of one case of a layout, over 2 and over 4 ranks; a failure is made smaller."""
+    """Return the finding for one case of a layout, over each of its numbers of ranks; a failure is made smaller."""
     for case in cases(layout, seed)[name]:
         try:
             found = fault(adapter, case)
@@ -82,19 +82,19 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
 
 def answers(adapter: LayoutAdapter, case: Case) -> list[Answer]:
     """Return the loss and the gradients of each rank; a split generator's rows are joined."""
-    # Before the ranks are forked from this process, because each of them would take a second for it
+    # Load before the ranks are forked from this process, because each of them would take a second for it
     _load(0, case.ranks, found_by_name(adapter.part, adapter.spec))
-    # And in ranks that were there before, while none waits for another: on a busy machine this outlasts a collective
+    # Also in ranks that already exist, while none waits for another: on a busy machine it may outlast a time-out
     ranks(case.ranks, _load, adapter)
     found = ranks(case.ranks, _step, adapter, case)
     return [_joined(found, rank, case) for rank in range(case.ranks)]
 
 
 def _load(rank: int, world: int, adapter: LayoutAdapter) -> None:
-    """Load in one rank what a step may need."""
+    """Load what a step may need into one rank."""
     for module in PRELOADED:
         importlib.import_module(module)
-    # Which imports its package
+    # This imports the adapter's package
     adapter.why_not()
 
 
@@ -103,7 +103,7 @@ def _step(rank: int, world: int, adapter: LayoutAdapter, case: Case) -> tuple[fl
     torch.manual_seed(rank)
     work, model = case.work(rank)
     loss = None
-    # Of a rank that goes away in the step nothing is asked
+    # A rank that goes away during the step need not return anything
     with contextlib.suppress(GoneError):
         loss = adapter.function(work)
     trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -112,7 +112,7 @@ def _step(rank: int, world: int, adapter: LayoutAdapter, case: Case) -> tuple[fl
 
 
 def _joined(found: list[tuple[float, dict[str, Tensor | None]]], rank: int, case: Case) -> Answer:
-    """Return a rank's answer, completed by those that have other classes or layers of the same tokens."""
+    """Return a rank's answer, completed from ranks that have other classes, layers or experts."""
     first = rank - rank % case.inner
     together = found[first : first + case.inner]
     loss, own = found[rank]
@@ -139,23 +139,23 @@ def _joined(found: list[tuple[float, dict[str, Tensor | None]]], rank: int, case
 
 
 def _smallest(adapter: LayoutAdapter, case: Case, found: Fault) -> tuple[Case, Fault]:
-    """Return the smallest case that fails for the same reason: with few tokens, and first with one micro-batch."""
+    """Return the smallest case that fails for the same reason: few tokens, and if possible only one micro-batch."""
     few = [tuple(min(2 - (place > 0), n) for n in part) for place, part in enumerate(case.tokens)]
     smaller = [replace(case, tokens=tuple(few))]
     if not case.stage_count:
         smaller.insert(0, replace(case, tokens=tuple(part[:1] for part in few)))
     for one in smaller:
-        # An error for so few tokens is another problem
+        # An error with so few tokens is a different problem
         with contextlib.suppress(RankError):
             again = fault(adapter, one)
-            # The number of times that a gradient is too large is another for fewer tokens
+            # The factor by which gradients are too large may differ with fewer tokens
             if again and again.cause.partition(": all")[0] == found.cause.partition(": all")[0]:
                 return one, again
     return case, found
 
 
 def _ended(message: str) -> str:
-    """Return in a line which rank raised which error, or that the step hangs."""
+    """Return a line that says which rank raised which error, or that the step hangs."""
     said = {}
     for text in message.split("\nrank "):
         rank = text.removeprefix("rank ").partition(":")[0]
@@ -175,4 +175,4 @@ LAYOUT_CHECKS = tuple(
     for layout in LAYOUTS
     for name in NAMES[layout]
 )
-"""All checks of layouts, in the order of the table."""
+"""All layout checks, in the order of the table."""

@@ -1,6 +1,6 @@
-"""A layer of experts, in one process or with some of them on each rank, and the auxiliary loss of its router.
+"""A layer of experts, in one process or with some of them on each rank, and its router's auxiliary loss.
 
-Shape suffixes: N tokens of this rank, M tokens of all ranks with other experts, D hidden, E experts.
+Shape suffixes: N tokens of this rank, M tokens of all ranks that share the experts, D hidden, E experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUXILIARY = 0.5
 
 
 class Experts(nn.Module):
-    """A router that sends each token to the likeliest expert, and an expert for all tokens beside them."""
+    """A router that sends each token to its most probable expert, and a shared expert for all tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         self.routed_E = self.probs_E = torch.empty(0)
 
     def keep_own(self, group: ProcessGroup | None) -> None:
-        """Leave this rank its own experts."""
+        """Keep only this rank's own experts."""
         ranks = world_size(group)
         own = range(rank_in(group) * EXPERTS // ranks, (rank_in(group) + 1) * EXPERTS // ranks)
         self.experts = nn.ModuleDict({number: e for number, e in self.experts.items() if int(number) in own})
@@ -56,15 +56,15 @@ class Experts(nn.Module):
         done_MD = torch.zeros_like(sent_MD)
         for number, expert in self.experts.items():
             done_MD = done_MD + expert(sent_MD) * (chosen_M == int(number)).unsqueeze(1)
-        # Each rank uses its own tokens of the sum, so the sum's gradient is that of all ranks
+        # Each rank uses only its own tokens from the sum, so the sum's gradient must be added up over all ranks
         done_MD = copy_to_group(sum_from_group(done_MD, self.group), self.group)
         done_ND = done_MD[start : start + len(hidden_ND)] * weight_N.unsqueeze(1)
         return torch.tanh(done_ND + self.shared(hidden_ND)).view_as(hidden)
 
     def auxiliary(self, rows: int, group: ProcessGroup | None) -> Tensor:
-        """Return what this rank's tokens add to the router's loss of a step of so many rows (Fedus et al. 2021).
+        """Return what this rank's tokens add to the router's loss, for a step with `rows` rows (Fedus et al. 2021).
 
-        a E sum_e f_e P_e, with f_e the share of the step's tokens that expert e has, and P_e its mean probability.
+        a E sum_e f_e P_e, with f_e the share of the step's tokens that expert e gets, and P_e its mean probability.
         """
         share_E = group_sum(self.routed_E, group) / rows
         loss: Tensor = AUXILIARY * EXPERTS * (share_E * self.probs_E).sum() / rows

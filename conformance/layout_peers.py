@@ -1,4 +1,4 @@
-"""Train one step over several ranks with other projects' losses, as these document it; imported before they run."""
+"""Train one step over several ranks with other projects' losses, as their documentation describes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Step = Callable[[Work], Any]
 
 
 def over_vocabulary(loss: Callable[..., Any]) -> Step:
-    """Return the step with a loss over a split vocabulary, under DDP where there are data ranks."""
+    """Return the step with a loss over a split vocabulary, under DDP if there are data ranks."""
 
     @wraps(loss)
     def step(work: Work) -> Tensor:
@@ -60,7 +60,7 @@ def over_vocabulary(loss: Callable[..., Any]) -> Step:
 
 
 def by_megatron(losses: Callable[..., Any]) -> Step:
-    """Return the step with each token's loss of logits that are split as by Megatron's linear layers."""
+    """Return the step with per-token losses of logits that are split as in Megatron's linear layers."""
 
     @wraps(losses)
     def loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
@@ -129,7 +129,7 @@ def deepspeed_step(work: Work) -> Tensor:
     both = Both(work.model.float(), Loss(work, torch_loss))
     trained = [p for p in both.parameters() if p.requires_grad]
     with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"} | launched):
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it would be compiled first
         engine, *_ = deepspeed.initialize(model=both, optimizer=torch.optim.SGD(trained, 0.1), config=config)
     ((tokens, target),) = work.micro_batches
     count = group_sum(counted(work), work.token_group).clamp(min=1)
@@ -139,7 +139,7 @@ def deepspeed_step(work: Work) -> Tensor:
     gradient = deepspeed.utils.safe_get_full_grad
     found = {name: gradient(p).clone() for name, p in work.model.named_parameters() if p.requires_grad}
     engine.destroy()
-    # Of what it has divided and released, nothing but the gradients is looked at
+    # The engine has partitioned and released the parameters: replace them, to hold the gradients that are compared
     for name, whole in found.items():
         path, _, last = name.rpartition(".")
         parameter = nn.Parameter(torch.zeros_like(whole))
@@ -149,12 +149,12 @@ def deepspeed_step(work: Work) -> Tensor:
 
 
 def by_nemo_rl(log_probs: Callable[..., Any]) -> Step:
-    """Return the step with the log-probability of each token but the first of a sentence."""
+    """Return the step with the log-probability of each token except a sentence's first."""
 
     @wraps(log_probs)
     def loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
         kept = target != work.ignore_index
-        # The token before the first target, and a last position, which has none
+        # Add a token before the first target, and a last position without a target
         tokens, longer = F.pad(target.where(kept, 0), (1, 0)), F.pad(hidden, (0, 0, 0, 1))
         rows = work.start, work.start + len(work.model.head.weight)
         return -(log_probs(work, copy_to_group(longer, work.vocab_group), tokens, *rows) * kept).sum()
@@ -211,7 +211,7 @@ def titan_step(work: Work) -> Tensor:
     model, mesh = work.model, DeviceMesh.from_group(group, "cpu")
     fsdp.fully_shard(tied_modules(model), mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
-    # As its trainer: gradients are summed over the ranks, and the loss is divided by all tokens before
+    # As in its trainer: gradients are summed over the ranks, and the loss is already divided by all tokens
     for unit in (model.head, model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -228,7 +228,7 @@ def titan_step(work: Work) -> Tensor:
 
 
 class CausalModel(nn.Module):
-    """What TRL asks of a model of transformers, and no more."""
+    """The parts of a transformers model that TRL needs, and nothing else."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class CausalModel(nn.Module):
         return lambda tokens, use_cache: SimpleNamespace(last_hidden_state=self.backbone(tokens))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits, as without TRL's head."""
+        """Return the logits, as the model would without TRL's head."""
         logits: Tensor = self.backbone.head(self.backbone(tokens))
         return logits
 

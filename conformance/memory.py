@@ -1,4 +1,4 @@
-"""Measure how the peak memory of one forward and backward grows with the rows, each in a process of its own."""
+"""Measure how the peak memory of one forward and backward grows with the rows; each peak is from a new process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Growth:
 
     small: int
     large: int
-    # More than a chunk of ours at VOCAB classes
+    # More rows than one of seqpar's chunks has at VOCAB classes
     ROWS: ClassVar[int] = 1024 if DEVICE == "cpu" else 16_384
     WIDTH: ClassVar[int] = 64
     VOCAB: ClassVar[int] = 8192
@@ -28,8 +28,8 @@ class Growth:
 
     @property
     def of_logits(self) -> float:
-        """Return the growth of the peak, less hidden's gradient, relative to that of one float32 copy of the logits."""
-        # Of one float32 column of the rows added: growth / (3 x ROWS x V x 4 bytes), without hidden's gradient
+        """Return the peak's growth, minus hidden's gradient, relative to the growth of a float32 copy of the logits."""
+        # The bytes of one float32 column of the added rows; logits have V of them, and hidden's gradient WIDTH
         more_bytes = (TIMES - 1) * self.ROWS * 4
         return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
@@ -51,7 +51,7 @@ def _peak(x: Problem) -> int:
 
 
 def memory_growth(x: Problem) -> Finding:
-    """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist."""
+    """Check, by new processes' peaks with few rows and with 4 x as many, that all rows' logits never exist at once."""
     found = growth(x)
     if isinstance(found, str):
         return Finding("not measured", found)

@@ -32,10 +32,10 @@ PARTS = {
 
 
 def adapter_of(part: str, name: str) -> Any:
-    """Return a part's known implementation of that name, or the one at `module:object`.
+    """Return a part's known implementation with this name, or the one at `module:object`.
 
     Raises:
-        ValueError: there is no such adapter; the message lists the known ones.
+        ValueError: if there is no such adapter; the message lists the known ones.
     """
     known, kind = PARTS[part].known, PARTS[part].kind
     if name in known:

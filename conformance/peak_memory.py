@@ -1,8 +1,8 @@
 """Measure the peak memory of a call, above the memory in use before it.
 
-On a CPU the figure is the resident memory that Linux counts for this process, without pages of files, such as code that
-a busy system had dropped and the call reads again; on an accelerator, the memory allocated through torch. What is
-compiled at first use counts as well: run the call once before measuring it.
+On a CPU the figure is the resident memory that Linux counts for this process, without file pages, such as code that a
+busy system had dropped and the call reads again; on an accelerator, the memory allocated through torch. Whatever is
+compiled at first use also counts, so run the call once before measuring it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESET = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 FORGET_PEAK = "5"
 M_MMAP_THRESHOLD = -3
-"""The number by which glibc's mallopt knows the size from which on a block goes back to the system when it is freed."""
+"""glibc's number for the mallopt option with the size from which freed blocks are returned to the system."""
 RELEASE_FROM = 2**20
 
 
@@ -31,12 +31,12 @@ def can_measure_cpu() -> bool:
 
 def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     """Return the peak of one call in bytes, above the memory in use by this process (or on the device) before it."""
-    # A garbage cycle that is freed during the call would hide as much of its peak
+    # A reference cycle that is freed during the call would hide as much of the peak
     gc.collect()
     if device != "cpu":
         return _allocated_peak(call)
-    # Return freed memory to the system, or its reuse would not show as a rise of the peak, and what is freed during the
-    # call would; only glibc can
+    # Return freed memory to the system, now and during the call: otherwise its reuse would not raise the peak, and
+    # memory freed during the call would still count. Only glibc can do this
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RELEASE_FROM)
         ctypes.CDLL(None).malloc_trim(0)
@@ -48,19 +48,19 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
 
 
 def process_peak_bytes() -> int:
-    """Return the most bytes this process has had resident, since it began or since the peak was last reset."""
+    """Return the most bytes this process has had resident since it began, or since the peak was last reset."""
     return _status_bytes("VmHWM")
 
 
 def _status_bytes(name: str) -> int:
-    """Return what Linux says of this process by that name."""
+    """Return the bytes that Linux reports for this process under a name."""
     lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _allocated_peak(call: Callable[[], object]) -> int:
     """Return the peak of the memory allocated through torch on the current CUDA device."""
-    # Kernels run later than the host's code, and what they use may be freed only then
+    # Kernels run later than the host's code, and the memory they use may be freed only then
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Call the known losses and token scores as their projects document it. None of them is imported before it runs."""
+"""Call the known losses and token scores as their projects document. None of them is imported before it runs."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ verl_experimental = Package("verl.utils.experimental.torch_functional")
 CPU = DEVICE == "cpu"
 CUT_BY = "torch_compile" if CPU else "cce"
 TRL_CHUNK = 32768
-"""The classes in a chunk where TRL's own trainers call it."""
+"""The number of classes in a chunk in TRL's own trainers."""
 NEMO_CHUNK = 256
-"""The tokens in a chunk where NeMo-RL's own examples set them."""
+"""The number of tokens in a chunk in NeMo-RL's own examples."""
 
 
 def usual(options: Options) -> dict[str, Any]:
-    """Return the keywords that most losses share with `F.cross_entropy`, without those at their defaults."""
+    """Return the keywords that most losses share with `F.cross_entropy`, except those at their defaults."""
     given = {name: getattr(options, name) for name in ("ignore_index", "label_smoothing", "softcap")}
     changed = {name: value for name, value in given.items() if value != getattr(Options, name)}
     return {"reduction": options.reduction} | changed
@@ -77,7 +77,7 @@ def torch_accurate(*given: Any) -> Any:
 
 
 def why_no_torch_chunked() -> str:
-    """Return why torch has no chunked loss here; empty if it has."""
+    """Return why torch has no chunked loss here; empty if it has one."""
     if hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
         return ""
     return f"not in torch {torch.__version__}"
@@ -95,7 +95,7 @@ def liger_float32(*given: Any) -> Any:
 
 
 def choose_interpreter() -> None:
-    """Let Triton's interpreter run Liger's kernels where there is no GPU."""
+    """Let Triton's interpreter run Liger's kernels if there is no GPU."""
     if CPU:
         os.environ["TRITON_INTERPRET"] = "1"
 
@@ -154,7 +154,7 @@ def engine(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, 
 
 
 class Projection(nn.Linear):
-    """A projection of its own class, for which the engine has no closed form of the gradient."""
+    """A projection of a class for which the engine has no closed-form gradient."""
 
     softcap: float | None = None
 
@@ -256,7 +256,7 @@ def verl_fused(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
 
 @cache
 def group_of_one() -> Any:
-    """Return a group of this process alone."""
+    """Return a group of only this process."""
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # type: ignore[attr-defined, call-arg]
 
 
@@ -273,13 +273,13 @@ def nemo(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, op
 
 def nemo_fused(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
     """Call `ChunkedDistributedHiddenStatesToLogprobs`; float64 is computed in float32."""
-    # Of shapes (N, 1, D), time first, and (1, N)
+    # With shapes (N, 1, D), time first, and (1, N)
     given = hidden[:, None], target[None], weight, 0, len(weight), options.chunk or NEMO_CHUNK, group_of_one()
     log_prob = nemo_utils.ChunkedDistributedHiddenStatesToLogprobs.apply(*given)[0]
     return masked(log_prob, None, target, options)
 
 
-# Triton's interpreter gives Liger's kernel a Python float, of which the kernel asks what only a Triton value has
+# For the softcap, Triton's interpreter gives Liger's kernel a Python float where it needs a Triton value
 LIGER = LOW | {"bias", "smoothing", "sum", "mean"} | (frozenset() if CPU else {"softcap"})
 CUT = LOW | {"softcap", "sum", "mean", "CPU memory"}
 TUNE = LOW | {"bias", "mean", "CPU memory"}

@@ -1,4 +1,4 @@
-"""The loss and the scores of tokens as they are usually written in PyTorch: what every implementation is held against.
+"""The loss and token scores as they are usually written in PyTorch, with which every implementation is compared.
 
 Shape suffixes: N rows, V vocabulary, J given classes.
 """
@@ -43,7 +43,7 @@ def usual_scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
 
 
 def plain_scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> TokenScores:
-    """Return the same with 0 log 0 = 0, for classes that a bias of -inf excludes, and the lower class first in ties."""
+    """Return the same, but with 0 log 0 = 0 for classes with a bias of -inf, and the lower class first in ties."""
     log_p_NV = torch.log_softmax(logits_of(hidden, weight, bias, options), -1)
     # exp(-1e4) is 0 in every dtype
     return _scores(
@@ -52,7 +52,7 @@ def plain_scores(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
 
 
 def _scores(log_p_NV: Tensor, finite_NV: Tensor, top: object, target: Tensor, options: Options) -> TokenScores:
-    """Return the scores that are asked for, of log-probabilities."""
+    """Return the requested scores, computed from log-probabilities."""
     picked = log_p_NV.gather(1, target.clamp(min=0)[:, None])[:, 0]
     entropy = values = classes = at_NJ = None
     if options.entropy:

@@ -23,7 +23,7 @@ from seqpar.testing.precision import DRAWS, EXACT, TWICE, error
 
 GRADIENTS = ("hidden", "weight", "bias")
 FACTORS = {"log_prob": "u", "entropy": "h", "log_probs_at": "g"}
-"""The upstream factor of each score that has a gradient, one for each of its numbers."""
+"""The upstream factors of each score that has a gradient, one for each of its numbers."""
 NEEDED = {
     "entropy": "entropy",
     "log_probs_at": "given classes",
@@ -34,30 +34,30 @@ NEEDED = {
 }
 """The feature that a score, an option or a field of a problem needs."""
 QUIET = 8
-"""The number of tokens whose scores are looked at while the rest of the batch changes."""
+"""The number of tokens whose scores are compared while the rest of the batch changes."""
 
 Answer = dict[str, Tensor | None]
 """The results and the gradients, by name, in float64; None for a tensor without a gradient."""
 Change = Callable[[SimpleNamespace], object]
-"""Changes the tensors of a problem, its attributes, in place."""
+"""Changes a problem's tensors, which are the argument's attributes, in place."""
 
 
 def _make_whole(t: SimpleNamespace) -> None:
-    """Round the tensors, so that all logits are whole numbers."""
+    """Round the tensors so that all logits are whole numbers."""
     t.weight.data.mul_(2)
     for name in vars(t).keys() & {*GRADIENTS}:
         getattr(t, name).data.round_()
 
 
 def _raise_logits(t: SimpleNamespace) -> None:
-    """Make all logits whole numbers about 512."""
+    """Make all logits whole numbers near 512."""
     _make_whole(t)
     t.hidden.data[:, 0] = 32
     t.weight.data[:, 0] = 16
 
 
 def _exclude_classes(t: SimpleNamespace) -> None:
-    """Leave two classes of three, which have all targets."""
+    """Exclude every third class, and move all targets to classes that remain."""
     t.bias.data[1::3] = -torch.inf
     t.target -= t.target % 3
 
@@ -69,7 +69,7 @@ def _make_certain(t: SimpleNamespace) -> None:
 
 
 def _leave_quiet(t: SimpleNamespace) -> None:
-    """Leave the first tokens alone in the batch."""
+    """Leave only the first tokens in the batch."""
     for name in vars(t).keys() & {"hidden", "target", "ids", *FACTORS.values()}:
         setattr(t, name, getattr(t, name).detach()[:QUIET])
     t.hidden.requires_grad_()
@@ -99,28 +99,28 @@ CHANGES: Mapping[str, Change] = {
     "a bias of -inf for one class of three": _exclude_classes,
     "targets that are almost certain": _make_certain,
 }
-"""What the checks change in a problem's tensors."""
+"""What the checks can change in a problem's tensors."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, options of the call, what is differentiated, and what is changed in the tensors."""
+    """Sizes, the call's options, what is differentiated, and what is changed in the tensors."""
 
     adapter: Implementation
     rows: int = 96
     width: int = 16
     vocab_size: int = 128
     options: Options = Options()  # noqa: RUF009 - frozen
-    """`temperature` and `ids` are filled in where `token_temperature` and `given` ask for tensors."""
+    """`temperature` and `ids` are filled in if `token_temperature` and `given` ask for tensors."""
     change: str | Change = ""
-    """One of `CHANGES`, by its name, or your own."""
+    """The name of one of `CHANGES`, or your own."""
     frozen: tuple[str, ...] = ()
     token_temperature: bool = False
     """Whether each token has a temperature of its own."""
     given: int = 0
-    """J."""
+    """J, the number of given classes for each token."""
     used: tuple[str, ...] = ("loss",)
-    """What is differentiated: the loss, or scores, each times its factors; only those with a gradient."""
+    """What is differentiated: the loss, or those scores that have a gradient, each times its factors."""
     factor: float = 1.0
     """Multiplies what is differentiated."""
     seed: int = 0
@@ -130,7 +130,7 @@ class Problem:
 
     @property
     def is_loss(self) -> bool:
-        """Return whether the result is a loss, and not scores."""
+        """Return whether the result is a loss rather than scores."""
         return self.adapter.part == "losses"
 
     def made(self) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ class Problem:
         return vars(t)
 
     def options_of(self, tensors: dict[str, Tensor]) -> Options:
-        """Return the options with the tensors in them."""
+        """Return the options with the tensors filled in."""
         given = {name: tensors[name] for name in ("temperature", "ids") if name in tensors}
         return replace(self.options, **given)  # type: ignore[arg-type]
 
@@ -180,7 +180,7 @@ class Problem:
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """Return the numbers that are asked for, with their sizes for each token."""
+        """Return the names of the requested numbers, with their shapes per token."""
         if self.is_loss:
             return {"loss": ()}
         k, asked = self.options.top_k, {"log_prob": ()}
@@ -189,11 +189,11 @@ class Problem:
         return asked | {name: size for name, size in more.items() if size is not None}
 
     def numbers(self, result: Any) -> Mapping[str, Tensor | None]:
-        """Return the numbers that are asked for."""
+        """Return the requested numbers."""
         return {"loss": result} if self.is_loss else {name: getattr(result, name) for name in self.wanted}
 
     def loss_of(self, result: Any, tensors: dict[str, Tensor]) -> Tensor:
-        """Return what is differentiated: the loss, or the sum of the scores in use, each times its factors."""
+        """Return what is differentiated: the loss, or the sum of the scores in `used`, each times its factors."""
         if self.is_loss:
             loss: Tensor = result * self.factor
             return loss
@@ -211,9 +211,9 @@ class Problem:
         return self.answer_on(self.made())
 
     def answer_on(self, tensors: dict[str, Tensor]) -> Answer:
-        """Return the same of these tensors."""
+        """Return the same for these tensors."""
         result = self.run(tensors)
-        # Classes are compared apart, as they have no error
+        # Classes are compared separately, since they are right or wrong
         found = {name: number for name, number in self.numbers(result).items() if name != "top_ids"}
         if self.used:
             if self.loss_of(result, tensors).requires_grad:
@@ -231,13 +231,13 @@ class Problem:
         return replace(self, adapter=replace(self.adapter, function=self.plain))
 
     def truth(self) -> Answer:
-        """Return the answer of plain PyTorch in float64, with the gradients of frozen tensors too."""
+        """Return plain PyTorch's answer in float64, including the gradients of frozen tensors."""
         return replace(self.plainly(), frozen=()).answer_on(wide(self.made()))
 
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """Turn an exception of the implementation into a RaisedError."""
+    """Within the block, turn an exception from the implementation into a RaisedError."""
     try:
         yield
     except Exception as error:
@@ -245,7 +245,7 @@ def raising() -> Iterator[None]:
 
 
 def wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in float64, made in the dtype under test first, so that both see the same rounded inputs."""
+    """Convert tensors, made in the dtype under test, to float64, so that both see the same rounded inputs."""
     made = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     return made | {name: t.detach().double().requires_grad_() for name, t in leaves(tensors).items()}
 
@@ -256,16 +256,16 @@ def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_float64(found: Mapping[str, Tensor | None]) -> Answer:
-    """Return the numbers without a graph, in float64; a missing one is still missing."""
+    """Return the numbers without a graph, in float64; missing ones stay None."""
     return {name: t if t is None else t.detach().double() for name, t in found.items()}
 
 
 def asked(
     adapter: Implementation, names: Iterable[str] = FACTORS, used: Iterable[str] | None = None, **how: Any
 ) -> Problem:
-    """Return a problem with these fields of `Problem` and of `Options`, as far as their features are offered.
+    """Return a problem with these fields of `Problem` and `Options`, except those whose features are not offered.
 
-    Of the scores these names are asked for; `used`, or all, are differentiated as far as they have a gradient.
+    The scores in `names` are requested; those in `used`, by default all, are differentiated if they have a gradient.
     """
     how = {name: value for name, value in how.items() if NEEDED.get(name, "") in {"", *adapter.offers}}
     if how.get("token_temperature"):
@@ -313,19 +313,19 @@ Measured = Callable[[Problem], Answer]
 def deviations(x: Problem, measured: Measured = Problem.answer, right: Measured = Problem.truth) -> list[Deviation]:
     """Return the error of every number and gradient, the worst first.
 
-    `measured` computes the implementation's answer and `right` the one in float64.
+    `measured` computes the implementation's answer, and `right` the reference in float64.
     """
     draws = [replace(x, seed=seed) for seed in range(DRAWS)]
     # (plain PyTorch in the given dtype, the reference in float64), for each draw
     own = [(measured(draw.plainly()), right(draw)) for draw in draws]
     found = measured(x)
     dtype = x.options.dtype
-    # A number that plain PyTorch has exactly, such as a loss of 0, may be off by one rounding
+    # A number that plain PyTorch computes exactly, such as a loss of 0, may be off by one rounding error
     rounding = torch.finfo(dtype).eps / 2
     made = []
     for name in found.keys() - set(x.frozen):
         plain = max(error(one[name], exact[name]) for one, exact in own)
         allowed = EXACT if dtype == torch.float64 else max(TWICE * plain, rounding)
         made.append(Deviation(name, error(found[name], own[x.seed][1][name]), plain, allowed))
-    # By name among equals, because a set has no order of its own
+    # Ties are broken by name, because a set has no order
     return sorted(made, key=lambda deviation: (-deviation.of_allowed, deviation.name))

@@ -1,4 +1,4 @@
-"""The findings as Markdown tables, the lines that repeat each failure, and the JSON files that a page is made from."""
+"""The findings as Markdown tables, the lines that reproduce each failure, and the JSON files for making a page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from seqpar.markdown_table import markdown_table
 Findings = Mapping[str, Mapping[str, Finding]]
 """By adapter, then by check."""
 Row = Mapping[Check, Finding]
-"""What an adapter has in a row of a table: one check, or the cases of a layout, whose names begin with it."""
+"""An adapter's findings in a row of a table: for one check, or for a layout's cases, whose names start with it."""
 TABLE = re.compile(rf"(<!-- ({'|'.join(PARTS)}): made by page -->\n).*?(\n<!-- end -->)", re.DOTALL)
-"""Where a page has the table of a part; what lies between the marks is made."""
+"""The place for a part's table in a page; what is between the marks is generated."""
 MARKS = {"pass": "✓", "not measured": "?", "not offered": "-"}
 
 
 def figures(row: Row) -> str:
-    """Return verdicts with their figures: of a layout the cases that fail, by their cause, and how many pass."""
+    """Return verdicts with their figures; for a layout, the failing cases by cause, and how many cases pass."""
     verdicts = [finding.verdict for finding in row.values()]
     if _is_one_check(row) or not {"pass", "fail"} & {*verdicts}:
         # "|" would end the table's cell
@@ -39,7 +39,7 @@ def figures(row: Row) -> str:
     causes: dict[str, list[str]] = {}
     for check, finding in row.items():
         if finding.verdict == "fail":
-            # Without the number of ranks before it, and the explanation after it
+            # Without the number of ranks before the cause, and the explanation after it
             cause = re.split("[:;]", finding.figure)[1].strip()
             causes.setdefault(cause, []).append(check.name.partition(": ")[2])
     failed = [f"**{cause}** ({', '.join(names)})" for cause, names in causes.items()]
@@ -47,10 +47,10 @@ def figures(row: Row) -> str:
 
 
 def marks(row: Row) -> str:
-    """Return the mark of one check, or of a layout's cases together."""
+    """Return the mark for one check, or for a layout's cases together."""
     failed = {check: finding for check, finding in row.items() if finding.verdict == "fail"}
     if not failed:
-        # A layout passes though some of its cases are not offered
+        # A layout passes even if some of its cases are not offered
         return MARKS[min((finding.verdict for finding in row.values()), key=[*MARKS].index)]
     is_silent = any(not check.is_cost and not finding.is_raised for check, finding in failed.items())
     mark = "**✗ silent**" if is_silent else "✗"
@@ -86,7 +86,7 @@ def notes(adapters: Sequence[Implementation]) -> str:
 
 
 def reproductions(findings: Findings) -> str:
-    """Return a heading, the figure and the lines that print it again, for each failure."""
+    """Return a heading, the figure and the lines that reproduce it, for each failure."""
     failed = [(n, c, f) for n, of in findings.items() for c, f in of.items() if f.verdict == "fail"]
     blocks = [f"### {name}: {check}\n\n{f.figure}\n\n```python\n{f.reproduction}\n```" for name, check, f in failed]
     return "\n\n".join(blocks) or "No check failed."
@@ -94,14 +94,14 @@ def reproductions(findings: Findings) -> str:
 
 def heading(adapters: Sequence[Implementation], part: str) -> str:
     """Return the command, the date and the versions."""
-    # One's own is found by module:object, whatever its column is called
+    # A user's own adapter is found by module:object, whatever its column is called
     names = " ".join(adapter.spec for adapter in adapters)
     return f"```\npython -m conformance {part} {names}\n```\n\n{ran(part, adapters)}."
 
 
 def ran(part: str, adapters: Sequence[Implementation]) -> str:
-    """Return when adapters ran, where, and with which versions."""
-    # Ranks are on the CPU
+    """Return when and where adapters ran, and with which versions."""
+    # Ranks run on the CPU
     device = "cpu" if part == "layouts" else DEVICE
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]
@@ -110,7 +110,7 @@ def ran(part: str, adapters: Sequence[Implementation]) -> str:
 
 
 def installed_version(package: str) -> str:
-    """Return a package's version, that of a clone on PYTHONPATH by its `__version__`, or "not installed"."""
+    """Return a package's version, the `__version__` of a clone on PYTHONPATH, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -118,15 +118,15 @@ def installed_version(package: str) -> str:
 
 
 def fill(page: Path) -> str:
-    """Return a page with its tables made from the files beside it, PAGE-losses.json for that of the losses.
+    """Return a page with its tables made from the files beside it, such as PAGE-losses.json for the losses.
 
-    Raises ValueError where the page has no place for a table, and OSError where a file is missing.
+    Raises ValueError if the page has no place for a table, and OSError if a file is missing.
     """
 
     def made(place: re.Match[str]) -> str:
         before, part, after = place.groups()
         path = page.with_name(f"{page.stem}-{part}.json")
-        # When the findings were made, and with which versions, each once
+        # When the findings were made, and with which versions, without repetitions
         said = dict.fromkeys(word for one in json.loads(path.read_text()).values() for word in one["ran"].split(", "))
         return f"{before}{table(PARTS[part], read(path))}\n\n{', '.join(said)}.{after}"
 
@@ -137,7 +137,7 @@ def fill(page: Path) -> str:
 
 
 def keep(path: Path, findings: Findings, adapters: Sequence[Implementation]) -> Findings:
-    """Write the findings to a JSON file, beside those of other adapters in it, and return all of them."""
+    """Write the findings to a JSON file, keeping those of other adapters in it, and return all of them."""
     data = json.loads(path.read_text()) if path.exists() else {}
     for adapter in adapters:
         checks = {name: _as_json(finding) for name, finding in findings[adapter.name].items()}
@@ -147,11 +147,11 @@ def keep(path: Path, findings: Findings, adapters: Sequence[Implementation]) -> 
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:
-    """Return what a finding has to say."""
+    """Return a finding's fields that are set, as JSON."""
     return {f.name: value for f in fields(finding) if f.compare and (value := getattr(finding, f.name))}
 
 
 def read(path: Path) -> dict[str, dict[str, Finding]]:
-    """Return the findings of a JSON file, by adapter and by check."""
+    """Return the findings in a JSON file, by adapter and by check."""
     data = json.loads(path.read_text())
     return {name: {check: Finding(**said) for check, said in one["checks"].items()} for name, one in data.items()}

@@ -17,15 +17,15 @@ def attention_weights(model: EncoderDecoder, src: Tensor, tgt: Tensor, layer: in
     """Compute the attention to the source in one decoder layer, averaged over its heads: (B, T, S).
 
     Row t belongs to the step that has read tgt[:, :t + 1] and predicts the next token. Each row sums to 1, and padding
-    of src has no share. Rows of padding in tgt mean nothing.
+    in src has no share. Rows for padding in tgt are meaningless.
 
-    In a Transformer it is the mean over heads of softmax(Q K^T / sqrt(d_k)), as Garg et al. 2019 ("Jointly Learning to
-    Align and Translate with Transformer Models") read alignments from a trained one; the penultimate layer is theirs.
-    A decoder-only model attends to source and target at once: of its mean the part on the source is taken and divided
-    by its sum.
+    In an encoder-decoder it is the mean over heads of softmax(Q K^T / sqrt(d_k)), from which Garg et al. 2019 ("Jointly
+    Learning to Align and Translate with Transformer Models") read alignments of a trained model; they too take the
+    penultimate layer. A decoder-only model attends to source and target at once: the source's part of the mean is
+    taken and divided by its sum.
 
     Args:
-        model: in eval mode within the call, without gradients; its modes are restored afterwards.
+        model: runs in eval mode without gradients; its modes are restored afterwards.
         src, tgt: ids padded at the end, (B, S) and (B, T); tgt starts with the start symbol, as in training.
         layer: counted from 0; the default is the penultimate one, or the only one.
 

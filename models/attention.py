@@ -25,7 +25,7 @@ def padding_mask(tokens: Tensor, pad: int) -> Tensor:
     """
     real_BS = tokens != pad
     empty_B1 = ~real_BS.any(1, keepdim=True)
-    # :1 and not 0, since the batch may have no time step at all
+    # :1 rather than 0, since the batch may have no time steps at all
     real_BS[:, :1].logical_or_(empty_B1)
     return real_BS[:, None, None, :]
 
@@ -39,7 +39,7 @@ def subsequent_mask(size: int, device: torch.device | str | None = None) -> Tens
 
 
 def check_mask(name: str, mask: Tensor | None) -> None:
-    """Raise for a mask that would be misread: an additive one, or (B, 1, S), whose B would broadcast to the heads."""
+    """Raise for a mask that would be misread: an additive one, or (B, 1, S), whose B would broadcast over the heads."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
@@ -58,13 +58,13 @@ def added_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
     """
     if mask is None or mask.dtype != torch.bool:
         return mask
-    # Not -inf, which gives nan in a row without any key; representable in bfloat16, to which autocast may convert it
+    # Not -inf, which gives nan in a row without any key; representable in bfloat16, since autocast may convert to it
     lowest = max(torch.finfo(like.dtype).min, torch.finfo(torch.bfloat16).min)
     kind = like.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
-        # Half of its lowest number, so that the sum with the scores is no -inf either
+        # Half of the lowest float16, so that adding it to the scores does not give -inf either
         lowest = torch.finfo(torch.float16).min / 2
-    # A number on the CPU goes to another device with the launch itself
+    # A CPU scalar is passed to another device as an argument of the kernel, without a copy
     return ~mask * torch.tensor(lowest, dtype=like.dtype, device="cpu")
 
 
@@ -87,27 +87,27 @@ class KeyValues:
 SHORT = 128
 """Up to this many keys, attention on the CPU is computed by matrix products. The backward of torch's fused kernel has a
 high cost per sentence there, in bfloat16 ten times that of the products; its forward takes 1.2 to 1.8 times as long as
-the products where a few queries, the beams of a search, attend to up to 90 keys. With more keys the attention weights,
-which the kernel never stores, would become too large."""
+the products if a few queries, such as the beams of a search, attend to up to 90 keys. With more keys the attention
+weights, which the kernel never stores, would become too large."""
 
 
 def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: bool) -> Tensor:
     """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1): query (B, H, Q, K) -> (B, H, Q, K).
 
     This is `F.scaled_dot_product_attention`, which also defines the mask; where its kernel is slow, matrix products
-    compute the same. The output of a query that may not attend to any key is undefined.
+    compute the same result. The output of a query that may not attend to any key is undefined.
 
     Raises:
-        ValueError: a mask together with `causal`, of which that function ignores or refuses one on some devices.
+        ValueError: for a mask together with `causal`: on some devices that function ignores or refuses one of the two.
     """
     if causal and mask is not None:
         raise ValueError("attention got a mask and causal=True: give the mask alone, combined with subsequent_mask")
     batch, heads, queries, width = query_BHQK.shape
     keys = lookup.keys.size(2)
-    # A graph that is exported is for any number of keys
+    # An exported graph must hold for any number of keys
     if query_BHQK.device.type != "cpu" or torch.compiler.is_exporting() or keys > SHORT or not batch:
         return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
-    # Sentences and heads become one batch: softmax(Q K^T / sqrt(d_k)) V is a product, a softmax and a product of each
+    # Sentences and heads become one batch: softmax(Q K^T / sqrt(d_k)) V is a product, a softmax and another product
     query_AQK, keys_ASK, values_ASK = (x.flatten(0, 1) for x in (query_BHQK, lookup.keys, lookup.values))
     # One call scales and multiplies; with beta 0 its first argument is ignored
     ignored = query_AQK.new_zeros(1, 1, 1)
@@ -129,9 +129,8 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
 class Attention(nn.Module):
     """Multi-head scaled dot-product attention: Concat(head_1 ... head_h) W^O (section 3.2.2, equation 1).
 
-    One matrix projects the queries of all heads, another one their keys and values. Queries and the states that they
-    attend to are separate arguments, so that one class serves self-attention, attention to the memory and cached
-    decoding.
+    One matrix projects the queries of all heads, another their keys and values. Queries and the states that they attend
+    to are separate arguments, so that one class serves self-attention, attention to the memory and cached decoding.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -149,8 +148,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Attend from x (R, T, D) to `lookup`; returns (R, T, D).
 
-        R may be a multiple of the B rows of `lookup`: the beams of a sentence are then more queries to the same keys,
-        so that no key is copied for each beam. The mask has one query row, or one for each time step of each beam.
+        R may be a multiple of the B rows of `lookup`: the beams of a sentence are then further queries to the same
+        keys, which need not be copied for each beam. The mask has one query row, or one per time step of each beam.
         """
         rows, time, _ = x.shape
         sentences = lookup.keys.size(0)
@@ -159,12 +158,12 @@ class Attention(nn.Module):
         width = query_RTD.size(-1)  # of all heads here: d_model, unless heads are split over ranks
         query_BQD = query_RTD.view(sentences, beams * time, width)
         mixed_BHQK = attend(self._split(query_BQD), lookup, mask, causal)
-        # Concat(head_1 ... head_h): the heads of each query side by side again, (B, Q, H, K) -> (R, T, D)
+        # Concat(head_1 ... head_h): put the heads of each query side by side again, (B, Q, H, K) -> (R, T, D)
         mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, width))
         return mixed
 
     def log_weights(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None) -> Tensor:
-        """Compute log softmax(Q K^T / sqrt(d_k)), which `forward` does not keep: x (B, T, D) -> (B, H, T, S)."""
+        """Compute log softmax(Q K^T / sqrt(d_k)), which `forward` does not return: x (B, T, D) -> (B, H, T, S)."""
         query_BHTK = self._split(self.query(x))
         scores_BHTS: Tensor = query_BHTK @ lookup.keys.mT / query_BHTK.size(-1) ** 0.5
         added = added_scores(mask, scores_BHTS)
@@ -182,7 +181,7 @@ class Attention(nn.Module):
 def log_weights_of(attention: Attention) -> Iterator[list[Tensor]]:
     """Within the block, collect the `log_weights` of each call of an attention.
 
-    They are computed within the call, while the weights of a layer that is sharded are gathered.
+    They are computed during the call, while the weights of a sharded layer are gathered.
     """
     found: list[Tensor] = []
     hook = attention.register_forward_pre_hook(lambda _, given: found.append(attention.log_weights(*given[:3])))

@@ -1,4 +1,4 @@
-"""The keys and values of all time steps decoded so far, in slots from which they are not moved.
+"""The keys and values of all time steps decoded so far, in slots that are only moved when they are compacted.
 
 The beams of a sentence share one list of slots; a mask says which slots make up a beam's history. Reordering beams
 changes only the mask.
@@ -21,7 +21,7 @@ from models.attention import KeyValues, subsequent_mask
 class LayerCache:
     """Hold the keys and values of one decoder layer for B sentences: of all steps of their beams, and of the memory.
 
-    `own` has room for more than the `slots` in use, so that a step writes only its own.
+    `own` has room for more than the `slots` in use, so that a step only writes its own keys and values.
     """
 
     own: KeyValues | None = None
@@ -29,7 +29,7 @@ class LayerCache:
     slots: int = 0
 
     def extend(self, new: KeyValues) -> KeyValues:
-        """Append the keys and values of further slots, and return those of all slots."""
+        """Append keys and values in further slots, and return those of all slots."""
         start = self.slots
         self.slots += new.keys.size(2)
         self.own = with_room(self.own, new, self.slots)
@@ -38,7 +38,7 @@ class LayerCache:
         return KeyValues(self.own.keys[:, :, : self.slots], self.own.values[:, :, : self.slots])
 
     def keep_slots(self, slots: Tensor) -> None:
-        """Drop all slots of each sentence but these, (B, fewer); the memory stays allocated."""
+        """Drop all slots of each sentence except these, (B, fewer); the storage stays allocated."""
         if self.own is None:
             return
         for held in (self.own.keys, self.own.values):
@@ -49,7 +49,7 @@ class LayerCache:
 
 FIRST_ROOM = 96
 """Slots that a cache has room for at first. The system provides new memory page by page, which is slow, so the first
-allocation should last for most sentences."""
+allocation should be enough for most sentences."""
 
 
 def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
@@ -68,17 +68,17 @@ def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
 class DecoderCache:
     """The decoder's state between steps, for decoding without gradients.
 
-    Keys and values of further steps are written in place, so that torch refuses a backward through steps that were
-    followed by others.
+    Keys and values of further steps are written in place, so torch refuses a backward pass through steps that others
+    have followed.
 
     The keys and values of a sentence's beams are in one list, with a slot for each step of each beam. `visible`,
-    (B, beams, slots), says which slots a beam's history consists of. Once half of the slots belong to discarded beams
-    only, the others are compacted.
+    (B, beams, slots), says which slots make up a beam's history. Once half of the slots belong only to discarded
+    beams, the others are compacted.
     """
 
     layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
-    """Time steps in the cache."""
+    """Number of time steps in the cache."""
     visible: Tensor | None = None
 
     @classmethod
@@ -89,7 +89,7 @@ class DecoderCache:
     def grow(self, sentences: int, beams: int, time: int, device: torch.device) -> Tensor | None:
         """Announce `time` more steps of each beam; return which slots each may attend to, (B, 1, beams x time, slots).
 
-        Return None where each may attend to all slots.
+        Returns None if each may attend to all slots.
         """
         steps_TT = subsequent_mask(time, device)[0, 0]
         itself_KK = torch.eye(beams, dtype=torch.bool, device=device)
@@ -103,7 +103,7 @@ class DecoderCache:
         if time:
             self.visible = mask_BQS.unflatten(1, (beams, time))[:, :, -1]
         self.length += time
-        # As many slots as steps: each sentence has one beam, whose history is all of them
+        # As many slots as steps: each sentence has one beam, whose history is all its slots
         if time == 1 and self.length == mask_BQS.size(2):
             return None
         return mask_BQS[:, None]
@@ -114,7 +114,7 @@ class DecoderCache:
             return
         self.visible = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.size(2)))
         alive_BS = self.visible.any(1)
-        # All sentences have the same number of slots: as many as the one that needs most of them
+        # All sentences keep the same number of slots: as many as the one that needs the most
         most = 0
         if len(alive_BS):
             most = int(alive_BS.sum(1).max())
@@ -125,7 +125,7 @@ class DecoderCache:
                 layer.keep_slots(slots_BS)
 
     def keep_sentences(self, sentences: Tensor) -> None:
-        """Drop all sentences but these, in the given order."""
+        """Keep only these sentences, in the given order."""
         if self.visible is not None:
             self.visible = self.visible.index_select(0, sentences)
         for layer in self.layers:

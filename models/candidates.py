@@ -17,7 +17,7 @@ from models.ensemble import Batch, check_finite, logits_of
 
 
 class Beams(NamedTuple):
-    """The live hypotheses of each sentence, best first; a beam without a hypothesis has score -inf."""
+    """The live hypotheses of each sentence, best first; a beam without a hypothesis has the score -inf."""
 
     prefixes: Tensor
     """(B, K, T) ids, the start symbol first."""
@@ -26,7 +26,7 @@ class Beams(NamedTuple):
 
     @classmethod
     def first(cls, memory_BSD: Tensor, bos: int) -> Beams:
-        """Return one live hypothesis for each sentence, the start symbol: the first step needs one beam only."""
+        """Return one live hypothesis for each sentence, the start symbol: the first step needs only one beam."""
         sentences = memory_BSD.size(0)
         dtype = torch.promote_types(memory_BSD.dtype, torch.float32)
         prefixes_BKT = torch.full((sentences, 1, 1), bos, device=memory_BSD.device)
@@ -44,13 +44,13 @@ class Candidates(NamedTuple):
 
 
 LOGITS_BYTES = 24 * 2**20
-"""Bytes of logits that exist at a time, unless those of a single sentence are more. The C library returns blocks of
-more than 32 MiB to the system after each step, and allocating them anew takes a fifth of the product's time."""
+"""Bytes of logits that exist at a time, unless a single sentence needs more. The C library returns blocks of more than
+32 MiB to the system after each step, and allocating them again takes a fifth of the product's time."""
 
 
 ROWS_AT_ONCE = 32
-"""Rows whose log-sum-exp the CPU computes at a time: of 320 rows it takes 4.5 instead of 5.3 ms with 10,000 classes,
-and 18 instead of 44 ms with 32,000 (two cores)."""
+"""Rows whose log-sum-exp the CPU computes at a time: for 320 rows it then takes 4.5 instead of 5.3 ms with 10,000
+classes, and 18 instead of 44 ms with 32,000 (two cores)."""
 
 
 class LogitsBlock(NamedTuple):
@@ -59,9 +59,9 @@ class LogitsBlock(NamedTuple):
     logits: Tensor
     """(R, V)."""
     scores: Tensor
-    """(B, K) of these sentences' live hypotheses."""
+    """(B, K), of these sentences' live hypotheses."""
     prefixes: Tensor
-    """(R, T) of the same."""
+    """(R, T), of the same hypotheses."""
     sentences: list[int]
     """The row of each in the caller's batch."""
 
@@ -81,19 +81,19 @@ def logits_blocks(batch: Batch, beams: Beams, hiddens: Sequence[Tensor]) -> Iter
 def extend(batch: Batch, beams: Beams, hiddens: Sequence[Tensor], forbidden: Forbidden, beam: int) -> Candidates:
     """Return the 2 x `beam` best extensions of each sentence's live hypotheses.
 
-    Each of the at most `beam` live hypotheses has one extension that ends, so at least `beam` of them do not end.
+    Each of the at most `beam` live hypotheses has one extension that ends, so at least `beam` extensions do not end.
     """
     found = [candidates_of(block, forbidden, 2 * beam) for block in logits_blocks(batch, beams, hiddens)]
     return Candidates(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def candidates_of(block: LogitsBlock, forbidden: Forbidden, count: int) -> Candidates:
-    """Return the `count` best extensions of each sentence.
+    """Return the `count` best extensions of each sentence's live hypotheses.
 
-    The logits of forbidden tokens become -inf, but count in the softmax's sum.
+    The logits of forbidden tokens become -inf, but still count in the softmax's sum.
     """
     logits_RV, scores_BK, prefixes_RT, sentences = block
-    # On the CPU a few rows at a time, whose temporaries are memory that is used again
+    # On the CPU a few rows at a time, so that the memory of their temporaries is reused
     rows = ROWS_AT_ONCE if logits_RV.device.type == "cpu" else max(1, len(logits_RV))
     total_R = torch.cat([rows_RV.logsumexp(-1) for rows_RV in logits_RV.split(rows)])
     check_finite(total_R, sentences)

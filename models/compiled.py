@@ -1,16 +1,16 @@
 """Layers of a Transformer whose training step `torch.compile` turns into fewer and larger kernels.
 
-All layers of a kind share one compiled code, for any number of sentences and time steps above 1; what it is not for,
-such as a batch of one sentence, is computed as without it. The code is made within `compiling` alone. So which code
-runs depends on the shapes and never on earlier calls, and a training that is resumed repeats the same bits.
+All layers of a kind share one compiled function, for any number of sentences and time steps above 1; inputs that it
+does not cover, such as a batch of one sentence, are computed without it. It is compiled only within `compiling`. Hence
+the shapes decide which code runs, never earlier calls, and a resumed training repeats the same bits.
 
     compile_layers(model)
     with compiling():
         model(src, tgt).sum().backward()  # sentences, source and target steps: three numbers above 1
-    with compiled():
+    with without_compiling():
         model(src, tgt).sum().backward()  # any numbers
 
-Values are the layer's own but for rounding. Dropout draws other numbers, which `torch.manual_seed` determines as well.
+The values are the layer's own up to rounding. Dropout draws different numbers, also fixed by `torch.manual_seed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from models.transformer import Layer
 
 
 class CompiledLayer(Layer):
-    """A layer that is compiled for training; without gradients it is the ordinary one."""
+    """A layer that is compiled for training; without gradients it runs as an ordinary one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Transform the states as `Layer.forward` does."""
@@ -38,14 +38,14 @@ class CompiledLayer(Layer):
 
 @functools.cache
 def _compiled_forward() -> Callable[..., Tensor]:
-    """Return the code that all layers share; made when it is needed, as importing the compiler takes seconds."""
+    """Return the function that all layers share; made on first use, as importing the compiler takes seconds."""
     return torch.compile(
         Layer.forward,
         dynamic=True,
         options={
-            # Without measuring, by which Inductor would choose kernels with other roundings from process to process
+            # Without benchmarking, by which Inductor could choose kernels that round differently in each process
             "deterministic": True,
-            # On a GPU, whose small layers wait for launches: one for each sum over rows, one for several that are alike
+            # On a GPU small layers wait for launches: one kernel for each sum over rows, and one for several alike
             "split_reductions": False,
             "combo_kernels": True,
         },
@@ -53,7 +53,7 @@ def _compiled_forward() -> Callable[..., Tensor]:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let the layers of a model be compiled, in place; before FSDP2 shards them."""
+    """Have the layers of a model compiled, in place; call this before FSDP2 shards them."""
     for module in model.modules():
         if type(module) is Layer:
             module.__class__ = CompiledLayer
@@ -62,15 +62,15 @@ def compile_layers(model: nn.Module) -> None:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Within the block, compile what is called."""
-    # A code for each kind of layer on each device; and DDP would have a layer's code cut where gradients fill a bucket
+    # There is one code for each kind of layer on each device; DDP would split a layer's graph where a bucket is full
     settings = {"recompile_limit": 1_000, "accumulated_recompile_limit": 1_000, "optimize_ddp": False}
     with torch.compiler.set_stance("default"), torch._dynamo.config.patch(settings), warnings.catch_warnings():
-        # The compiler looks at `.grad` of a replica's weights, which are no leaves
+        # The compiler looks at `.grad` of a replica's weights, which are not leaves
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
 def without_compiling() -> AbstractContextManager[None]:
-    """Within the block, use the code that there is, and compile nothing."""
+    """Within the block, use the code that exists, and compile nothing."""
     stance: AbstractContextManager[None] = torch.compiler.set_stance("eager_on_recompile")
     return stance

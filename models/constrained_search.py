@@ -1,8 +1,8 @@
 """Beam search for translations that contain given phrases, by dynamic beam allocation (Post and Vilar 2018).
 
 The hypotheses of a sentence are sorted into banks by the number of constraint tokens that they contain. The slots of
-the beam are divided over the banks at each step, and each bank is a beam search in its own slots. So hypotheses that
-go on with a phrase do not have to compete with more probable ones that ignore it.
+the beam are divided among the banks at each step, and each bank is a beam search in its own slots. Hypotheses that
+continue a phrase therefore do not compete with more probable ones that ignore it.
 
 Shapes: B sentences still decoding, K live beams, R = B x K rows, T target time so far, C candidates, V vocabulary.
 """
@@ -62,22 +62,22 @@ def constrained_beam_search(
 ) -> list[list[Hypothesis]]:
     """Find the best translations that contain the given phrases: src (B, S) ids -> up to `n_best` for each sentence.
 
-    `phrases` has a sequence of phrases for each sentence, perhaps an empty one. A translation must contain the tokens
-    of each phrase one after the other; phrases may occur in any order and overlap, and one that is given twice need
-    occur once. After a phrase that is `whole`, the translation must end or go on with one of the tokens `boundaries`.
+    `phrases` has a sequence of phrases for each sentence, possibly empty. A translation must contain the tokens of each
+    phrase consecutively; phrases may occur in any order and overlap, and one that is given twice need occur only once.
+    After a phrase that is `whole`, the translation must end or continue with one of the `boundaries` tokens.
 
-    The end symbol is allowed only where all phrases are met. The candidates of a step are each live hypothesis's
+    The end symbol is allowed only once all phrases are met. The candidates of a step are each live hypothesis's
     `beam` + 1 best tokens and those that continue its unmet phrases; `allot` divides the `beam` slots over the numbers
-    of constraint tokens met. All else is as in `beam_search`, which this is for a sentence without phrases.
+    of constraint tokens met. All else is as in `beam_search`, to which this is identical for sentences without phrases.
 
     A sentence that has fewer than `n_best` finished hypotheses after `max_length` steps also returns unfinished ones,
-    after the finished ones: those with the most constraint tokens first. `unmet` says which phrases they lack. So a
-    phrase that does not fit into `max_length` steps, or that the beam loses, is neither an error nor silent.
+    after the finished ones: those with the most constraint tokens first. `unmet` says which phrases they lack. A phrase
+    that does not fit into `max_length` steps, or that the beam loses, is thus reported there rather than as an error.
 
-    Raises ValueError for what `beam_search` refuses, for phrases of another number of sentences, for an empty phrase,
-    and for phrases or boundaries with tokens outside the vocabulary or with padding, start or end symbol;
-    DeadEndError, a ValueError, where the rules leave a sentence no hypothesis; FloatingPointError where the model's
-    logits are nan or inf.
+    Raises ValueError for what `beam_search` refuses, if the number of entries in `phrases` is not that of the
+    sentences, for an empty phrase, and for phrases or boundaries that contain tokens outside the vocabulary, padding,
+    or the start or end symbol; DeadEndError, a ValueError, if the rules leave a sentence no hypothesis;
+    FloatingPointError if the model's logits are nan or inf.
     """
     check_search(beam, n_best, length_penalty, length_norm)
     models = members(model)
@@ -122,7 +122,7 @@ def constrained_beam_search(
 
 
 def check_phrases(phrases: Sequence[Sequence[Phrase]], boundaries: Collection[int], task: Task) -> None:
-    """Raise ValueError unless each sentence has phrases, perhaps none, of ordinary tokens."""
+    """Raise ValueError unless each sentence has a list of phrases, possibly empty, of ordinary tokens."""
     if len(phrases) != len(task.limits):
         raise ValueError(
             f"phrases were given for {len(phrases)} sentences, not for {len(task.limits)}: give one list for each, "
@@ -158,7 +158,7 @@ def candidates_of(
     width = beams.scores.size(1)
     found: list[list[Candidate]] = []
     for block in logits_blocks(batch, beams, hiddens):
-        # Normalised before anything is forbidden
+        # Normalise before anything is forbidden
         best_R = block.logits.amax(-1)
         check_finite(best_R, block.sentences)
         check_alive(best_R, [sentence for sentence in block.sentences for _ in range(width)])
@@ -202,7 +202,7 @@ def offers(
 def choose_hypotheses(
     constraints: Constraints, live: list[Live], candidates: list[Candidate], eos: int, beam: int
 ) -> tuple[list[Live], list[Live]]:
-    """Return the hypotheses that end, and those that go on: the best of each bank, as many as it has slots."""
+    """Return the hypotheses that end, and those that continue: the best of each bank, as many as it has slots."""
     banks: list[list[tuple[bool, Live]]] = [[] for _ in range(constraints.total + 1)]
     for score, k, token in candidates:
         before = live[k]
@@ -223,7 +223,7 @@ def choose_hypotheses(
 def stack_beams(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Tensor]:
     """Return the live hypotheses as tensors, and the beam that each one continues, (B, K)."""
     width = max(map(len, live), default=0)
-    # A sentence with fewer hypotheses than another has copies of its first one, which no one extends
+    # A sentence with fewer hypotheses than another is filled up with copies of its first, which are never extended
     rows = [[*some, *[some[0]] * (width - len(some))] for some in live]
     length = before.prefixes.size(2) + 1
     device = before.scores.device

@@ -10,25 +10,26 @@ State = tuple[int, ...]
 
 
 class Phrase(NamedTuple):
-    """Tokens that a translation must contain one after the other."""
+    """Tokens that a translation must contain consecutively."""
 
     tokens: Sequence[int]
     whole: bool = False
-    """Whether the end, or one of the given boundary tokens, must follow: so that `house` is not met by `houses`."""
+    """Whether the end, or one of the given boundary tokens, must follow, so that `houses` does not satisfy `house`."""
 
 
 class Automaton:
     """The automaton of Knuth, Morris and Pratt (1977) for a phrase of n tokens.
 
-    State m < n: the last m tokens of the prefix are the first m of the phrase, and no more are. State n: the phrase has
-    just occurred, but what follows decides whether as a whole one. State n + 1: it has occurred, for good.
+    State m < n: the last m tokens of the prefix are the first m of the phrase, and m is the largest such number. State
+    n: the phrase has just occurred, but what follows decides whether it is whole. State n + 1: it has been met for
+    good.
     """
 
     def __init__(self, phrase: Phrase, boundaries: Collection[int]) -> None:
         self.tokens = list(phrase.tokens)
         self.whole = phrase.whole
         self.boundaries = boundaries
-        # fallback[m]: the longest beginning of the phrase, shorter than m, with which its first m tokens end
+        # fallback[m]: length of the longest start of the phrase, shorter than m, that its first m tokens end with
         self.fallback = [0, 0]
         for token in self.tokens[1:]:
             self.fallback.append(self._longest(self.fallback[-1], token))
@@ -44,7 +45,7 @@ class Automaton:
         return state
 
     def _longest(self, state: int, token: int) -> int:
-        """Return how many tokens the longest beginning of the phrase has with which the prefix ends after `token`."""
+        """Return the length of the longest start of the phrase that the prefix ends with, once `token` is appended."""
         while state and (state == len(self.tokens) or self.tokens[state] != token):
             state = self.fallback[state]
         return state + (self.tokens[state] == token)
@@ -57,14 +58,14 @@ class Constraints:
         self.automata = [Automaton(phrase, boundaries) for phrase in phrases]
         self.start: State = (0,) * len(phrases)
         self.total = sum(len(phrase.tokens) for phrase in phrases)
-        """Tokens of all phrases."""
+        """Number of tokens in all phrases."""
 
     def after(self, state: State, token: int) -> State:
         """Return the state after one more token."""
         return tuple(one.after(at, token) for one, at in zip(self.automata, state, strict=True))
 
     def count_met(self, state: State) -> int:
-        """Return how many tokens of the phrases a prefix contains; `total` where it may end."""
+        """Return how many tokens of the phrases a prefix contains; this is `total` once it may end."""
         return sum(min(at, len(one.tokens)) for one, at in zip(self.automata, state, strict=True))
 
     def unmet_phrases(self, state: State) -> tuple[int, ...]:
@@ -73,7 +74,7 @@ class Constraints:
         return tuple(number for number, (one, at) in pairs if at < len(one.tokens))
 
     def wanted_tokens(self, state: State) -> set[int]:
-        """Return the tokens that continue the phrases which are still unmet."""
+        """Return the tokens that continue the phrases that are still unmet."""
         pairs = zip(self.automata, state, strict=True)
         return {one.tokens[at] for one, at in pairs if at < len(one.tokens)}
 
@@ -83,10 +84,10 @@ class Constraints:
 
 
 def allot(candidates: Sequence[int], beam: int) -> list[int]:
-    """Divide the slots of a beam over banks by the candidates of each: dynamic beam allocation.
+    """Divide the slots of a beam among banks according to the candidates of each: dynamic beam allocation.
 
-    Each bank gets the same number, the last one also the remainder. A bank with more slots than candidates gives the
-    others to the nearest banks that lack slots; of two equally near, to the one with more constraints met.
+    Each bank gets the same number, the last one also the remainder. A bank with more slots than candidates gives its
+    spare ones to the nearest banks that lack slots; of two equally near, to the one with more constraints met.
     """
     slots = [beam // len(candidates)] * len(candidates)
     slots[-1] += beam % len(candidates)

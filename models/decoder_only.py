@@ -10,9 +10,9 @@ they predict y_1 ... y_T and the end symbol. The layers are those of a decoder (
 without attention to a memory; one embedding reads both languages, and positions count through the whole sequence from
 0.
 
-It has the interface of `EncoderDecoder`, and so the same loss, training and searches. `forward` packs the pairs of a
-batch into rows, without attention from one to another. `encode` computes the prompts, once for all steps of a search;
-the memory is the keys and values of every layer.
+The model has the interface of `EncoderDecoder`, and so the same loss, training and searches. `forward` packs the pairs
+of a batch into rows, without attention from one pair to another. `encode` computes the prompts once for all steps of a
+search; the memory is the keys and values of every layer.
 
 Shapes: B sentences, R rows (packed, or sentences x beams), S source time, T target time, W width of a packed row, D
 model width, M width of the memory (2 x layers x D), H heads, K width of a head, V vocabulary.
@@ -43,8 +43,8 @@ from models.transformer import (
 )
 
 ROW = 96
-"""Tokens in a packed row, about. On the CPU the time of a step is the same with 1 (a row for each pair) and 64 to 256;
-rows of up to `attention.SHORT` tokens are computed by matrix products there."""
+"""Approximate number of tokens in a packed row. On the CPU a step takes the same time with 1 (a row for each pair) and
+with 64 to 256; attention in rows of up to `attention.SHORT` tokens is computed by matrix products there."""
 
 
 class DecoderOnly(EncoderDecoder):
@@ -73,17 +73,17 @@ class DecoderOnly(EncoderDecoder):
     ) -> Tensor:
         """Compute the hidden states of the target, packed: src (B, S) and tgt (B, T) ids -> (B, T, D).
 
-        As `decode(encode(src), ...)` does, but in rows of about `row` tokens of several pairs, so that hardly any
-        padding is computed. src ends with the end symbol and tgt begins with the start symbol; tgt is padded at the
-        end, and its hidden states there mean nothing. `src_mask`, (B, 1, 1, S), says which tokens of src are read; the
+        This is `decode(encode(src), ...)`, but in rows of about `row` tokens that hold several pairs, so that hardly
+        any padding is computed. src ends with the end symbol and tgt begins with the start symbol; tgt is padded at the
+        end, where its hidden states are meaningless. `src_mask`, (B, 1, 1, S), says which tokens of src are read; the
         default is all but padding. A `tgt_mask` is refused.
 
-        Raises TypeError or ValueError for ids or masks of another dtype or shape.
+        Raises TypeError or ValueError for ids or masks of the wrong dtype or shape.
         """
         check_pairs(src, tgt)
         check_no_mask(tgt_mask)
         prompt_BS = self._prompt(src, src_mask)
-        # Up to the last token that is not padding; the first one always is read
+        # Up to the last token that is not padding; the first token is always read
         real_BT = (tgt != self.pad).flip(1).cumsum(1).flip(1) > 0
         real_BT[:, :1] = True
         real_BL = torch.cat((prompt_BS, real_BT), 1)
@@ -91,7 +91,7 @@ class DecoderOnly(EncoderDecoder):
         places = pack(real_BL.sum(1).tolist(), self.row)
         cells = places.rows * places.width
         start_B = torch.tensor(places.starts, device=src.device, dtype=torch.long)
-        # What is not read goes into one more cell, which is cut off again
+        # Tokens that are not read go into one extra cell, which is cut off again
         cell_BL = (start_B[:, None] + place_BL).masked_fill(~real_BL, cells)
         number_BL = torch.arange(len(src), device=src.device)[:, None].expand_as(cell_BL)
 
@@ -104,7 +104,7 @@ class DecoderOnly(EncoderDecoder):
             lay_out(torch.cat((src, tgt), 1), self.pad), lay_out(place_BL, 0), stop=src.size(1) + tgt.size(1)
         )
         hidden_RWD = self.decoder(x, own_cells_mask(lay_out(number_BL, -1)))
-        # Padding, whose hidden states mean nothing, returns those of its sequence's first token
+        # Padding, whose hidden states are meaningless, gets those of its sequence's first token
         cell_BT = torch.where(real_BT, cell_BL[:, src.size(1) :], start_B[:, None])
         hidden_BTD: Tensor = hidden_RWD.flatten(0, 1).index_select(0, cell_BT.flatten()).unflatten(0, tgt.shape)
         return hidden_BTD
@@ -160,9 +160,9 @@ class DecoderOnly(EncoderDecoder):
     def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
         """Compute the attention to the prompt in one layer, averaged over its heads: (B, T, S).
 
-        A token of the target attends to the source and to the target up to itself. This is the mean over the heads of
-        its attention to the source, divided by its sum: each row sums to 1 here, too. A head that attends to the target
-        alone thus has hardly a say.
+        A target token attends to the source and to the target up to itself. This is the mean over the heads of its
+        attention to the source, divided by its sum, so that each row sums to 1 here as well. A head that attends only
+        to the target therefore contributes next to nothing.
         """
         check_pairs(src, tgt)
         attention = layer_of(self.decoder.layers, layer).self_attention
@@ -171,7 +171,7 @@ class DecoderOnly(EncoderDecoder):
         memory = self.encode(src, src_mask)
         with log_weights_of(attention) as calls:
             self.decode(memory, src_mask, tgt)
-        # The prompt is in the first slots; in logarithms, a small share of it does not underflow
+        # The prompt is in the first slots; in logarithms, even a small share of attention to it does not underflow
         (log_BHTS,) = (log_weights[..., : src.size(1)] for log_weights in calls)
         return log_BHTS.logsumexp(1).softmax(-1)
 
@@ -182,7 +182,7 @@ class DecoderOnly(EncoderDecoder):
         return prompt_of(src_mask, src.size(0), src.size(1), src.device)
 
     def _embed(self, tokens: Tensor, place: Tensor, *, stop: int) -> Tensor:
-        """Embed tokens (R, T) at the given places in their sequences, which are below `stop`: (R, T, D)."""
+        """Embed tokens (R, T) at the given positions in their sequences, which are below `stop`: (R, T, D)."""
         vectors = self.tgt_embed.lookup(tokens)
         d_model = vectors.size(-1)
         positions = self.tgt_embed.positions_of(0, stop, like=vectors)

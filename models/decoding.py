@@ -1,4 +1,4 @@
-"""Translation with a trained model, or an ensemble: greedy and beam search in batches, with cached keys and values.
+"""Translation with a trained model or an ensemble: greedy and beam search in batches, with cached keys and values.
 
 A sentence's translation does not depend on the other sentences of its batch, and a finished sentence leaves the batch.
 
@@ -34,13 +34,13 @@ def greedy(
 
     `model` is an EncoderDecoder or, for an ensemble, a list of them. Decoding ends at `eos` or after `max_length`
     steps, one number for all sentences or one for each (default: `default_limit` of each), and never outputs padding,
-    `bos`, or what `rules` forbid (`models.decoding_rules`). `bos` may be several tokens with which every translation
-    starts; its last one is then what is never output. Start and end symbol are not returned. The model runs in eval
+    `bos`, or what `rules` forbid (`models.decoding_rules`). `bos` may be several tokens that every translation starts
+    with; the one that is never output is then the last. Start and end symbols are not returned. The model runs in eval
     mode without gradients, and its modes are restored afterwards.
 
-    Raises ValueError for a `max_length` below 1 or with another number of entries than `src` has sentences, for rules
-    that no translation can satisfy, and for models that do not belong together; DeadEndError, a ValueError, where the
-    rules forbid every next token; FloatingPointError where the model's logits are nan or inf.
+    Raises ValueError for a `max_length` below 1 or with a different number of entries than `src` has sentences, for
+    rules that no translation can satisfy, and for models that do not belong together; DeadEndError, a ValueError, if
+    the rules forbid every next token; FloatingPointError if the model's logits are nan or inf.
     """
     translations: list[list[int]] = [[] for _ in range(src.size(0))]
     models = members(model)
@@ -72,7 +72,7 @@ def greedy(
 
 
 def check_alive(best_B: Tensor, sentences: list[int]) -> None:
-    """Raise DeadEndError if a row, whose largest logits these are, has no token that may come."""
+    """Raise DeadEndError if every token of some row is forbidden; `best_B` is each row's largest logit."""
     for row, best in enumerate(best_B.tolist()):
         if best == -math.inf:
             raise DeadEndError(sentences[row])
@@ -100,15 +100,15 @@ def beam_search(
     `greedy`. Scores are log-probabilities over `length_normaliser(length, length_penalty, length_norm)`; the best come
     first.
 
-    Where fewer than `n_best` are finished after `max_length` steps, unfinished hypotheses follow the finished ones;
-    where there are not enough of these either, fewer than `n_best` are returned. A hypothesis after which the rules
-    forbid every token is dropped. Padding and `bos` are never output; `beam=1` is `greedy`. The model runs in eval mode
+    If fewer than `n_best` are finished after `max_length` steps, unfinished hypotheses follow the finished ones; if
+    there are not enough of these either, fewer than `n_best` are returned. A hypothesis after which the rules forbid
+    every token is dropped. Padding and `bos` are never output; `beam=1` is `greedy`. The model runs in eval mode
     without gradients, and its modes are restored afterwards.
 
     Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty, an
-    unknown length_norm, max_lengths of another number than the sentences, rules that no translation can satisfy, and
-    models that do not belong together; DeadEndError, a ValueError, where the rules leave a sentence no hypothesis;
-    FloatingPointError where the model's logits are nan or inf.
+    unknown length_norm, a max_length whose number of entries is not that of the sentences, rules that no translation
+    can satisfy, and models that do not belong together; DeadEndError, a ValueError, if the rules leave a sentence no
+    hypothesis; FloatingPointError if the model's logits are nan or inf.
     """
     check_search(beam, n_best, length_penalty, length_norm)
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
@@ -126,7 +126,7 @@ def beam_search(
                 finished[batch.sentences[row]].append(hypothesis)
             beams, parents_BK = survive(beams, candidates, eos, beam)
 
-            # Live hypotheses of a sentence all have as many tokens, so their log-probabilities compare without penalty
+            # A sentence's live hypotheses are all equally long, so their log-probabilities compare without a penalty
             going = []
             for row, best in enumerate(beams.scores[:, 0].tolist()):
                 sentence = batch.sentences[row]
@@ -141,7 +141,7 @@ def beam_search(
                 batch.keep(going)
                 beams = Beams(beams.prefixes[going], beams.scores[going])
                 parents_BK = parents_BK[going]
-            # After the finished sentences have left, since `parents_BK` has a row for each one that goes on
+            # After the finished sentences have left, since `parents_BK` has a row for each one that continues
             batch.reorder(parents_BK)
     return n_best_of(n_best, finished, unfinished)
 
@@ -201,7 +201,7 @@ def is_done(finished: list[Hypothesis], bound: float, beam: int, n_best: int) ->
 def n_best_of(
     n_best: int, finished: list[list[Hypothesis]], unfinished: list[list[Hypothesis]]
 ) -> list[list[Hypothesis]]:
-    """Return the best finished hypotheses of each sentence, then the unfinished ones; raise DeadEndError for none."""
+    """Return each sentence's best finished hypotheses, then unfinished ones; raise DeadEndError if it has neither."""
     found = [(best_first(done) + rest)[:n_best] for done, rest in zip(finished, unfinished, strict=True)]
     if [] in found:
         raise DeadEndError(found.index([]))

@@ -1,7 +1,7 @@
-"""Rules of decoding: which tokens a translation must not, or must, continue with.
+"""Rules of decoding: which tokens a translation must, or must not, continue with.
 
 A rule sets the logits of the tokens it forbids to -inf, given the prefixes so far. The softmax's sum is taken before:
-a forbidden token keeps its probability, which no other token inherits, and log-probabilities remain those of the model.
+a forbidden token's probability is not redistributed to the others, and log-probabilities remain those of the model.
 A translation must satisfy all rules of a search.
 
 Shapes: R prefixes, T time so far with the start symbol, W n-grams of a prefix, P forced tokens, B sentences, V
@@ -38,27 +38,27 @@ class Task(NamedTuple):
         return cls(batch.limits, model.generator.out_features, model.pad, batch.bos, eos)
 
     def forbidden(self, rules: Sequence[Rule]) -> Forbidden:
-        """Check the rules; return what no step may choose: padding, the start symbol, and what the rules forbid."""
+        """Check the rules; return what no step may choose: padding, the start symbol and what the rules forbid."""
         for rule in rules:
             rule.check(self)
         return Forbidden(sorted({self.pad, self.bos} - {self.eos}), rules)
 
 
 class Rule(Protocol):
-    """What a search asks of a rule."""
+    """What a search needs from a rule."""
 
     def check(self, task: Task) -> None:
         """Raise ValueError if no translation can satisfy the rule."""
 
     def forbid(self, logits_RV: Tensor, prefixes_RT: Tensor, sentences_R: Tensor) -> None:
-        """Set the logits of the tokens with which a prefix must not continue to -inf, in place.
+        """Set the logits of the tokens that a prefix must not continue with to -inf, in place.
 
         The prefixes contain the start symbol. `sentences_R` is the row of `src` that each prefix translates.
         """
 
 
 class DeadEndError(ValueError):
-    """Every token is forbidden, or has a bias of -inf, after each prefix of a sentence that the search has kept."""
+    """After each prefix of a sentence that the search has kept, every token is forbidden or has a bias of -inf."""
 
     def __init__(self, sentence: int) -> None:
         super().__init__(
@@ -70,7 +70,7 @@ class DeadEndError(ValueError):
 
 @dataclass(frozen=True)
 class MinimumLength:
-    """Forbid the end symbol before a translation has `tokens` tokens, without start and end symbol."""
+    """Forbid the end symbol until a translation has `tokens` tokens, not counting start and end symbols."""
 
     tokens: int
     eos: int
@@ -80,7 +80,7 @@ class MinimumLength:
             raise ValueError(f"the minimum length is {self.tokens}, below 0: 0 sets no minimum")
 
     def check(self, task: Task) -> None:
-        """Raise ValueError if a sentence has too few steps for as many tokens and the end symbol."""
+        """Raise ValueError if a sentence has too few steps for that many tokens and the end symbol."""
         if self.eos != task.eos:
             raise ValueError(f"the rule's end symbol is {self.eos}, the search's {task.eos}: give both the same")
         for sentence, limit in enumerate(task.limits):
@@ -121,7 +121,7 @@ class NoRepeatedNgrams:
 
 
 class ForcedPrefixes:
-    """Let each sentence's translation begin with given tokens: a list of ids for each row of `src`, perhaps empty."""
+    """Make each sentence's translation begin with given tokens: a list of ids for each row of `src`, possibly empty."""
 
     def __init__(self, prefixes: Sequence[Sequence[int]]) -> None:
         self.prefixes = [list(prefix) for prefix in prefixes]
@@ -130,7 +130,7 @@ class ForcedPrefixes:
         self._tokens_BP = torch.tensor(padded, dtype=torch.long).reshape(len(padded), longest)
 
     def check(self, task: Task) -> None:
-        """Raise ValueError unless there is one for each sentence, of ordinary tokens, that leaves a step to go on."""
+        """Raise ValueError unless each sentence has a prefix of ordinary tokens that leaves it at least one step."""
         if len(self.prefixes) != len(task.limits):
             raise ValueError(
                 f"{len(self.prefixes)} prefixes were given for {len(task.limits)} sentences: give one for each, "
@@ -158,7 +158,7 @@ class ForcedPrefixes:
 
 
 def check_tokens_of(what: str, tokens: Sequence[int], task: Task) -> None:
-    """Raise ValueError for a token outside the vocabulary, and for padding, start and end symbol."""
+    """Raise ValueError for a token outside the vocabulary, and for padding and the start and end symbols."""
     for token in tokens:
         if not 0 <= token < task.vocab:
             raise ValueError(f"{what} contains token {token}, outside the vocabulary of {task.vocab}")
@@ -175,7 +175,7 @@ class Forbidden(NamedTuple):
     def mask(self, logits_RV: Tensor, prefixes_RT: Tensor, sentences: Sequence[int]) -> None:
         """Set the logits of all forbidden tokens to -inf, in place.
 
-        `sentences` has one entry for several prefixes in a row.
+        `sentences` may have one entry for several consecutive prefixes.
         """
         logits_RV[:, self.symbols] = -math.inf
         if not self.rules:

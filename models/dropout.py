@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, in a fifth of torch's time on the CPU, where one draw of 64 random bits decides about four values.
+    """`nn.Dropout`, in a fifth of torch's time on the CPU, where one draw of 64 random bits decides on four values.
 
     There p is rounded to a multiple of 1/65,536. The remaining values are divided by 1 - p with the rounded p, so that
-    the expected output is still the input. Code that is compiled draws what `nn.Dropout` would there.
+    the expected output is still the input. Compiled code draws what `nn.Dropout` would draw there.
     """
 
     def forward(self, x: Tensor) -> Tensor:

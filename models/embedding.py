@@ -15,13 +15,13 @@ from models.dropout import Dropout
 from models.presets import ARCHITECTURES, Positions, TransformerConfig
 
 TABLE = 1_024
-"""Positions that are computed once, and then read from a table; those of a longer sequence are computed at each use."""
+"""Positions that are computed once and then read from a table; those of a longer sequence are computed at each use."""
 
 
 def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
     """Compute PE(pos, 2i) = sin(pos / 10000^(2i/d)) and PE(pos, 2i+1) = cos of the same: (stop - start, D).
 
-    These are the positions of section 3.5, computed in float32 or wider. No sentence is too long.
+    These are the positions of section 3.5, computed in float32 or wider, for sentences of any length.
     """
     # (T, D/2, 2) -> (T, D): sine and cosine of a frequency alternate
     return torch.stack(waves(start, stop, d_model, like=like, steps=d_model / 2), dim=-1).flatten(-2).to(like.dtype)
@@ -30,7 +30,7 @@ def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -
 def positions_in_halves(start: int, stop: int, d_model: int, *, like: Tensor, steps: int) -> Tensor:
     """Compute PE(pos, i) = sin(pos / 10000^(i / steps)) and PE(pos, D/2 + i) = cos of the same: (stop - start, D).
 
-    With D/2 steps the frequencies are those of `sinusoidal_positions`, as in Marian; tensor2tensor and fairseq have
+    With D/2 steps the frequencies are those of `sinusoidal_positions`, as in Marian; tensor2tensor and fairseq use
     D/2 - 1, so that the lowest is 1 / 10000.
     """
     return torch.cat(waves(start, stop, d_model, like=like, steps=steps), dim=-1).to(like.dtype)
@@ -49,7 +49,7 @@ def waves(start: int, stop: int, d_model: int, *, like: Tensor, steps: float) ->
 def _lookup(entries: int, d_model: int) -> nn.Embedding:
     """Return an embedding whose vectors are drawn later.
 
-    `nn.Embedding(entries, d_model)` draws them, for which torch imports its compiler on "meta": three seconds.
+    `nn.Embedding(entries, d_model)` would draw them; on "meta" torch imports its compiler for that: three seconds.
     """
     made: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(entries, d_model), freeze=False)
     return made
@@ -68,10 +68,10 @@ def compute_positions(kind: Positions, start: int, stop: int, d_model: int, *, l
 @cache
 @torch.inference_mode(False)
 def positions_table(kind: Positions, d_model: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the first positions of a kind, (TABLE, D), for all models alike, to be read only.
+    """Return the first positions of a kind, (TABLE, D), shared by all models; do not write to them.
 
-    It is no buffer of a module, on which checkpoints, replicas or ranks could disagree. It is computed on the CPU,
-    since a copy from there is complete when it returns: so any stream of the device may read it.
+    They are not a module's buffer, on which checkpoints, replicas or ranks could disagree. They are computed on the
+    CPU, since a copy from there is complete when it returns: any stream of the device may then read it.
     """
     return compute_positions(kind, 0, TABLE, d_model, like=torch.empty(0, dtype=dtype, device="cpu")).to(device)
 
@@ -79,7 +79,7 @@ def positions_table(kind: Positions, d_model: int, dtype: torch.dtype, device: t
 class Embedding(nn.Module):
     """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4).
 
-    Positions, and a layer norm of the sum, are those of the configuration's architecture.
+    The configuration's architecture decides on the kind of positions, and whether the sum has a layer norm.
     """
 
     def __init__(self, vocab: int, config: TransformerConfig) -> None:
@@ -103,10 +103,10 @@ class Embedding(nn.Module):
         return embedded
 
     def positions_of(self, start: int, stop: int, *, like: Tensor) -> Tensor:
-        """Return what is added to the vectors from position `start` to `stop`, (stop - start, D), to be read only."""
+        """Return what is added to the vectors of positions `start` to `stop`, (stop - start, D); do not write to it."""
         if self.positions != "learned":
             d_model = like.size(-1)
-            # A graph that is compiled or exported, or made of fake tensors, shares no memory with others
+            # A graph that is compiled or exported, or made of fake tensors, must not share the table
             if stop > TABLE or torch.compiler.is_compiling() or type(like) is not Tensor:
                 return compute_positions(self.positions, start, stop, d_model, like=like)
             return positions_table(self.positions, d_model, like.dtype, like.device)[start:stop]

@@ -1,7 +1,7 @@
-"""One model, or several that translate together, and what they know of the sentences of a batch.
+"""One model, or several that translate together, and their state for the sentences of a batch.
 
-The next token's probability in an ensemble is the mean of its probabilities in the models. One model is an ensemble of
-one.
+The next token's probability in an ensemble is the mean of its probabilities in the models. A single model is an
+ensemble of one.
 
 Shapes: B sentences still decoding, K live beams, R = B x K rows, S source time, D model width, V vocabulary.
 """
@@ -27,7 +27,7 @@ Models = EncoderDecoder | Sequence[EncoderDecoder]
 
 
 Start = int | Sequence[int]
-"""The start symbol, or the tokens with which every translation starts, such as an end symbol and a language's tag."""
+"""The start symbol, or the tokens that every translation starts with, such as an end symbol and a language tag."""
 
 
 def tokens_of(start: Start) -> list[int]:
@@ -40,14 +40,14 @@ def tokens_of(start: Start) -> list[int]:
 
 
 SPLIT = "split_over_ranks"
-"""The attribute of a model of which `models.sharding` has left a part here: its shard of the vocabulary."""
+"""The attribute that `models.sharding` sets on a model of which this rank has only a part: its vocabulary shard."""
 
 
 def members(model: Models) -> list[EncoderDecoder]:
     """Return the models of an ensemble; raise ValueError for none, and for models that do not belong together.
 
-    A model that is split over ranks is refused outside `models.sharding.whole_outputs`: its generator may have some
-    rows only.
+    A model that is split over ranks is refused outside `models.sharding.whole_outputs`: its generator may have only
+    some of the rows.
     """
     models = list(model) if isinstance(model, Sequence) else [model]
     if not models:
@@ -82,9 +82,9 @@ def facts_of(model: EncoderDecoder) -> dict[str, object]:
 def evaluating(model: Models) -> Iterator[None]:
     """Within the block, set eval mode and disable gradients; restore every module's mode afterwards.
 
-    The searches do this themselves. A model in training mode must be in one thread's block at a time.
+    The searches do this themselves. A model in training mode may be in only one thread's block at a time.
     """
-    # Before anything changes, because Ctrl-C may arrive in between
+    # Recorded before anything changes, because Ctrl-C may arrive in between
     modes = [(module, module.training) for one in members(model) for module in one.modules()]
     try:
         for one in members(model):
@@ -99,7 +99,7 @@ def evaluating(model: Models) -> Iterator[None]:
 def logits_of(models: Sequence[EncoderDecoder], hiddens: Sequence[Tensor]) -> Tensor:
     """Compute the logits of the next token in float32 or wider: (R, D) of each model -> (R, V).
 
-    Those of several models are log (1/M sum_m softmax(logits_m)), the logarithm of their mean probability.
+    For several models the result is log (1/M sum_m softmax(logits_m)), the logarithm of their mean probability.
     """
     if len(models) == 1:
         return wide_logits(models[0], hiddens[0])
@@ -110,9 +110,9 @@ def logits_of(models: Sequence[EncoderDecoder], hiddens: Sequence[Tensor]) -> Te
 
 
 def check_finite(values_R: Tensor, sentences: Sequence[int]) -> None:
-    """Raise FloatingPointError for a row whose largest logit or sum is nan or inf; each sentence has as many rows.
+    """Raise FloatingPointError for a row whose largest logit or sum is nan or inf; sentences have equally many rows.
 
-    Any token may have such a value, and a search compares it with the others as if it meant something.
+    Any token may have such a value, and a search would compare it with the others as if it were meaningful.
     """
     spoiled_R = ~(values_R < math.inf)  # -inf is what forbidden tokens have
     if bool(spoiled_R.any()):
@@ -135,25 +135,25 @@ class Batch:
 
     models: list[EncoderDecoder]
     memories: list[Tensor]
-    """(B, S, D) of each model."""
+    """(B, S, D), one for each model."""
     caches: list[DecoderCache]
-    """Of each model."""
+    """One for each model."""
     mask: Tensor
     """(B, 1, 1, S), True = a real token."""
     sentences: list[int]
     """The row of each sentence in the caller's batch."""
     limits: list[int]
-    """The largest number of decoding steps of each."""
+    """The largest number of decoding steps of each sentence."""
     bos: int
     """The token before the first one of a translation."""
     read: int
-    """Tokens of the start that every model has read before `bos`."""
+    """How many tokens of the start every model has read before `bos`."""
 
     @classmethod
     def encode(
         cls, models: list[EncoderDecoder], src: Tensor, max_length: int | Sequence[int] | None, start: Start
     ) -> Batch:
-        """Encode the sentences, set each one's limit, and let the models read all of `start` but its last token."""
+        """Encode the sentences, set each one's limit, and feed the models all of `start` but its last token."""
         check_tokens("src", src)
         limits = limits_of(models[0], src, max_length)
         *before, bos = tokens_of(start)
@@ -184,7 +184,7 @@ class Batch:
         ]
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these sentences only."""
+        """Continue with these sentences only."""
         self.memories = [memory[rows] for memory in self.memories]
         self.mask = self.mask[rows]
         self.sentences = [self.sentences[row] for row in rows]
@@ -201,7 +201,7 @@ class Batch:
 def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> list[int]:
     """Return the largest number of decoding steps of each sentence."""
     if max_length is None:
-        # From each sentence's own length, so that the other sentences of the batch change nothing
+        # From each sentence's own length, so that the other sentences of the batch make no difference
         return [default_limit(length) for length in (src != model.pad).sum(1).tolist()]
     if not isinstance(max_length, Sequence):
         return [_limit(max_length, "max_length")] * src.size(0)
@@ -211,7 +211,7 @@ def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int
 
 
 def _limit(steps: int, name: str) -> int:
-    """Return the number of steps; raise TypeError unless it is whole, as a search would not end, ValueError below 1."""
+    """Return the number of steps; raise TypeError unless it is whole (a search would not end), ValueError below 1."""
     try:
         limit = index(steps)
     except (TypeError, RuntimeError):

@@ -24,11 +24,11 @@ RENAMED = (
     (r"lookup\.", "embed_tokens."),
     (r"learned\.", "embed_positions."),
 )
-"""What parts of a name become, one after the other."""
+"""What parts of a name become; all are applied, in this order."""
 
 
 def huggingface_names(name: str) -> list[str]:
-    """Return the names of a weight there: two for keys and values, which are one matrix here."""
+    """Return a weight's names in transformers: two for keys and values, which are one matrix here."""
     for pattern, replacement in RENAMED:
         name = re.sub(pattern, replacement, name)
     if "key_value." not in name:

@@ -1,4 +1,4 @@
-"""Translations with their scores, and what their length has to do with it."""
+"""Translations with their scores, and how their length enters into these."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class Hypothesis(NamedTuple):
     """A translation, its score and its log-probability."""
 
     tokens: list[int]
-    """Token ids without start and end symbol."""
+    """Token ids without start and end symbols."""
     score: float
     """The log-probability over `length_normaliser`."""
     log_probability: float
-    """Summed over the tokens and the end symbol; without the latter where the hypothesis is unfinished."""
+    """Summed over the tokens and the end symbol, or over the tokens only if the hypothesis is unfinished."""
     unmet: tuple[int, ...] = ()
-    """The numbers of the phrases that it should contain and lacks, in `constrained_beam_search`."""
+    """In `constrained_beam_search`, the numbers of the phrases that it should contain but lacks."""
 
 
 LengthNorm = Literal["gnmt", "length"]
@@ -23,7 +23,7 @@ LengthNorm = Literal["gnmt", "length"]
 
 
 def length_normaliser(length: int, alpha: float, norm: LengthNorm = "gnmt") -> float:
-    """Compute the number by which the log-probability of a hypothesis is divided.
+    """Compute the number that a hypothesis's log-probability is divided by.
 
     gnmt: ((5 + length) / 6)^alpha, the length penalty of Wu et al. 2016, equation 14.
     length: length^alpha, as in fairseq's generator; with alpha 1 the score is the mean log-probability of a token.

@@ -1,15 +1,15 @@
-"""LoRA: a change of low rank is trained for each projection, in place of the projection (Hu et al. 2021, section 4.1).
+"""LoRA: instead of each projection, a low-rank change of it is trained (Hu et al. 2021, section 4.1).
 
     y = x W^T + b + s (x A^T) B^T    with    s = alpha / r                    (equation 3, and the scale below it)
 
-W (O, D) and b stay as they are, and A (r, D) and B (O, r) are trained. B begins as 0, so that the model begins as what
-it was. A begins uniform within 1 / sqrt(D), as in the authors' `loralib` and in PEFT: `kaiming_uniform_` with a =
-sqrt(5).
+W (O, D) and b stay as they are, and A (r, D) and B (O, r) are trained. B starts at 0, so that the model starts out
+unchanged. A is drawn uniformly from within 1 / sqrt(D) of 0, as in the authors' `loralib` and in PEFT:
+`kaiming_uniform_` with a = sqrt(5).
 
 The projections are those of attention and of the feed-forward networks, in every layer: with fewer of them, LoRA was
-found to fall behind the training of all weights (Dettmers et al. 2023, section 4 and figure 2). Embeddings, generator,
-norms and biases stay as they are. Keys and values, which are one matrix of two blocks here, have an A and a B for each
-block, as where they are two matrices.
+found to fall behind training all weights (Dettmers et al. 2023, section 4 and figure 2). Embeddings, generator, norms
+and biases stay as they are. Keys and values, which are one matrix of two blocks here, have an A and a B for each block,
+as if they were two matrices.
 
     add_lora(model, rank=16, alpha=16.0)     # in place; model(src, tgt) as before
     without_lora(model)                      # an ordinary model with the weights W + s B A
@@ -37,13 +37,13 @@ Model = TypeVar("Model", bound=nn.Module)
 class LoraLinear(nn.Module):
     """A frozen linear map and its trained change: `F.linear(x, weight + alpha / rank * B @ A, bias)`.
 
-    The product B A is never formed in training: it would be as large as the weight, and so would be its gradient.
+    The product B A is never formed in training: it would be as large as the weight, and so would its gradient.
 
     Args:
-        linear: the map, whose weight and bias are shared and not trained from now on.
+        linear: the map, whose weight and bias are shared and no longer trained.
         rank: r, at least 1.
-        alpha: divided by the rank, the scale of the change.
-        blocks: matrices that are concatenated by their outputs; each has its own A and B.
+        alpha: the scale of the change, which is divided by the rank.
+        blocks: number of matrices that are concatenated along their outputs; each has its own A and B.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float, blocks: int) -> None:
@@ -69,8 +69,8 @@ class LoraLinear(nn.Module):
 def add_lora(model: nn.Module, rank: int, alpha: float) -> None:
     """Freeze the model and add LoRA to its projections, in place; they keep their names, and so do the weights.
 
-    Raises ValueError for a model without attention or feed-forward networks of `models`, one whose projections are
-    not `nn.Linear`s, such as those of LoRA itself, and a rank below 1.
+    Raises ValueError for a model without attention or feed-forward networks from `models`, one whose projections are
+    not `nn.Linear`s, such as a model with LoRA, and a rank below 1.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}, below 1: LoRA needs at least one row of A and one column of B")
@@ -100,13 +100,13 @@ def without_lora(model: Model) -> Model:
 
 
 def has_lora(tensors: Mapping[str, Tensor]) -> bool:
-    """Tell whether there are matrices of LoRA among a model's tensors."""
+    """Return whether a model's tensors include matrices of LoRA."""
     return any(name.endswith(".lora_A") for name in tensors)
 
 
 @torch.no_grad()
 def merged_tensors(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Return the tensors of `without_lora(model)`, given those of the model by their names."""
+    """Return the tensors of `without_lora(model)`, given the model's tensors by name."""
     merged = dict(tensors)
     for name in tensors:
         outer, _, own = name.rpartition(".")
@@ -125,7 +125,7 @@ def changed_weight(weight_OD: Tensor, lora_A_CD: Tensor, lora_B_Or: Tensor, alph
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear maps of attention and feed-forward networks with their names."""
+    """Yield the linear maps of attention and feed-forward networks, with their names."""
     for outer, module in model.named_modules():
         if isinstance(module, Attention | FeedForward):
             for name, linear in module.named_children():

@@ -17,7 +17,7 @@ class Embedded(NamedTuple):
     positions: Positions
     """What is added: sines and cosines as pairs or as halves of the vector, or learned vectors."""
     norm: bool = False
-    """Whether the sum goes through a layer norm of its own."""
+    """Whether the sum passes through a layer norm of its own."""
 
 
 ARCHITECTURES: dict[str, Embedded] = {
@@ -26,7 +26,7 @@ ARCHITECTURES: dict[str, Embedded] = {
     "m2m100": Embedded("halves_from_2"),
     "mbart": Embedded("learned", norm=True),
 }
-"""The Transformers that exist here. Layers are the same in all of them, in either order of `norm`.
+"""The Transformers that exist here. All of them have the same layers, which may be pre- or post-norm.
 
 vaswani: the paper's own. marian: Marian and OPUS-MT (Junczys-Dowmunt et al. 2018; Tiedemann and Thottingal 2020).
 m2m100: M2M-100 (Fan et al. 2020) and NLLB-200 (NLLB Team 2022). mbart: mBART and mBART-50 (Liu et al. 2020; Tang et al.
@@ -52,11 +52,11 @@ class TransformerConfig:
     tie: Tie = "all"
     """none | target (target embedding = generator) | all (source embedding too; Press and Wolf 2017)."""
     activation: Activation = "relu"
-    """relu | gelu | swish: what stands between the two matrices of the feed-forward networks."""
+    """relu | gelu | swish: the function between the two matrices of the feed-forward networks."""
     architecture: str = "vaswani"
     """A name in ARCHITECTURES."""
     max_positions: int = 1024
-    """Tokens of the longest source or target, where positions are learned; others have no limit."""
+    """Tokens of the longest source or target if positions are learned; other positions have no limit."""
 
     def __post_init__(self) -> None:
         check_sizes(self, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "max_positions")
@@ -66,7 +66,7 @@ class TransformerConfig:
                 f"choose {self.d_model - 1 or 2} or {self.d_model + 1}"
             )
         if self.d_model % self.heads:
-            # The multiples of heads on either side of d_model, as far as they are even
+            # The multiples of heads on either side of d_model, if they are even
             lower = self.d_model // self.heads * self.heads
             near = [width for width in (lower, lower + self.heads) if width and width % 2 == 0]
             raise ValueError(
@@ -148,9 +148,8 @@ PRESETS: dict[str, Sizes] = {
     "mbart": TransformerConfig(1024, 4096, 16, 12, 12, norm="pre", activation="gelu", architecture="mbart"),
 }
 """tiny is for a demonstration on two CPU cores and multi30k for Multi30k's 29,000 pairs; base and big are those of
-table 3. student is to be distilled from a larger model: translation spends its time in the decoder, which computes one
-token after another, so it has a single layer (Kasai et al. 2021, "Deep encoder, shallow decoder"). The small ones are
-pre-norm because their training has a warm-up of only a few hundred steps. decoder_only is
-a language model that translates by prompt, of about tiny's size. The last three
-are those of published models: OPUS-MT's, M2M-100's with 418 million parameters (NLLB-200's with 600 million has the
-same layers), and mBART's."""
+table 3. student is for distillation from a larger model: translation spends its time in the decoder, which computes one
+token after another, so it has a single decoder layer (Kasai et al. 2021, "Deep encoder, shallow decoder"). The small
+ones are pre-norm because their training has a warm-up of only a few hundred steps. decoder_only is a language model of
+about tiny's size that translates by prompt. The last three are the sizes of published models: OPUS-MT, M2M-100 with 418
+million parameters (NLLB-200 with 600 million has the same layers), and mBART."""

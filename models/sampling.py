@@ -35,18 +35,19 @@ def sample(
 ) -> list[list[Hypothesis]]:
     """Draw translations token by token: src (B, S) ids -> `samples` for each sentence, in the order drawn.
 
-    At each step the token is drawn from softmax(logits / `temperature`) of the tokens that `rules` allow; with `top_k`,
-    from the k most probable of them (Fan et al. 2018); with `top_p`, from the smallest set of the most
-    probable ones left whose probabilities, which then sum to 1, reach p (the nucleus of Holtzman et al. 2020, section
-    3.1). A translation ends at `eos` or after `max_length` steps, as for `greedy`.
+    At each step the token is drawn from softmax(logits / `temperature`) over the tokens that `rules` allow; with
+    `top_k`, from the k most probable of them (Fan et al. 2018). With `top_p`, the probabilities of those that remain
+    are renormalised to sum to 1, and the token is drawn from the smallest set of the most probable ones that reaches p
+    (the nucleus of Holtzman et al. 2020, section 3.1). A translation ends at `eos` or after `max_length` steps, as for
+    `greedy`.
 
-    `seeds` has one for each sentence. A sentence's samples depend on its seed and on nothing else in the batch; with
-    more `samples`, the first ones stay the same. Both score and log-probability of a hypothesis are its log-probability
-    under the model, at temperature 1 and over the whole vocabulary.
+    `seeds` has one entry for each sentence. A sentence's samples depend on its seed and on nothing else in the batch;
+    with more `samples`, the first ones stay the same. Both the score and the log-probability of a hypothesis are its
+    log-probability under the model, at temperature 1 and over the whole vocabulary.
 
     Raises ValueError for a temperature not above 0, a top_k below 1, a top_p outside (0, 1], less than one sample,
-    seeds of another number than the sentences, and whatever `greedy` refuses; DeadEndError where the rules forbid every
-    next token; FloatingPointError where the model's logits are nan or inf.
+    a number of seeds other than that of the sentences, and whatever `greedy` refuses; DeadEndError if the rules forbid
+    every next token; FloatingPointError if the model's logits are nan or inf.
     """
     check_sampling(temperature, top_k, top_p, samples)
     if len(seeds) != src.size(0):
@@ -59,7 +60,7 @@ def sample(
         # Each sample is a sentence of its own, which leaves when it ends
         batch.keep([sentence for sentence in range(src.size(0)) for _ in range(samples)])
         numbers = list(range(samples)) * src.size(0)
-        # Python's generator: a text is a seed, so sentence and sample need not be mixed into one number
+        # Python's generator takes text as a seed, so sentence and sample need not be mixed into one number
         streams = [random.Random(f"{seed} {number}") for seed in seeds for number in range(samples)]
         beams = Beams.first(batch.memories[0], batch.bos)
         while batch.sentences:
@@ -117,7 +118,7 @@ def extend_samples(
         total_R = logits_RV.logsumexp(-1)
         check_finite(total_R, block.sentences)
         forbidden.mask(logits_RV, block.prefixes, block.sentences)
-        if forbidden.rules or batch.step == 1:  # what the model itself never says is the same at every step
+        if forbidden.rules or batch.step == 1:  # tokens that the model itself never outputs are the same at every step
             check_alive(logits_RV.amax(-1), block.sentences)
         token_R = draw(logits_RV, uniform_R[start:end], temperature, top_k, top_p)
         tokens.append(token_R)
@@ -130,8 +131,8 @@ def extend_samples(
 def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
     """Return the token at which the cumulative probability exceeds a uniform number from [0, 1): (R,).
 
-    The probabilities have the precision of the logits; their cumulative sums are in float64, since the rounding errors
-    of a float32 sum over a large vocabulary are larger than many of its probabilities.
+    The probabilities have the precision of the logits; their cumulative sums are in float64, since the rounding error
+    of a float32 sum over a large vocabulary exceeds many of its probabilities.
     """
     found = [
         draw_from_rows(rows_RV, uniform, temperature, top_k, top_p)
@@ -141,14 +142,14 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | 
 
 
 ROWS = 64
-"""Rows whose tokens are drawn at a time: so few that their probabilities fit into a cache."""
+"""Rows whose tokens are drawn at a time: few enough that their probabilities fit into a cache."""
 
 
 def draw_from_rows(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
     """Return the token drawn in each of a few rows, (R,)."""
     scaled_RV = logits_RV
     if temperature != 1:
-        # The largest becomes 0 first, so that no quotient overflows
+        # Shift the largest to 0 first, so that no quotient overflows
         scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / min(max(temperature, COLDEST), HOTTEST)
     if top_k is None and top_p == 1:
         return first_exceeding(scaled_RV.softmax(-1), uniform_R)
@@ -161,18 +162,18 @@ def draw_from_rows(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top
 
 
 COLDEST = 1e-30
-"""A lower temperature has the same effect, and as a float32 it might be 0."""
+"""A lower temperature has the same effect, but might be 0 as a float32."""
 
 HOTTEST = 1e30
-"""A higher temperature has the same effect, and as a float32 it might be inf, and a forbidden token's logit nan."""
+"""A higher temperature has the same effect, but might be inf as a float32, and a forbidden token's logit nan."""
 
 
 def first_exceeding(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """Compute `torch.searchsorted(c, u * c[:, -1:], right=True)` with `c = p_RV.double().cumsum(-1)`: (R,).
 
-    Blocks of the vocabulary are added up first. The block is found by a cumulative sum over their probabilities, the
-    token by one over the block's own, of which it takes the part that u took of the block. So each token is drawn with
-    its probability, to the relative precision of p, however improbable it is. One of probability 0 never is.
+    Blocks of the vocabulary are added up first. A cumulative sum over the blocks' probabilities finds the block, and
+    how far into it u falls; a cumulative sum within the block then finds the token at that fraction. Each token is thus
+    drawn with its probability, to the relative precision of p, however improbable it is, and never if that is 0.
     """
     rows, vocab = p_RV.shape
     whole = vocab // BLOCK * BLOCK
@@ -181,35 +182,35 @@ def first_exceeding(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
         sums_RW = torch.cat((sums_RW, p_RV[:, whole:].sum(-1, keepdim=True)), 1)
     block_R1, rest_R1 = find_quantile(sums_RW, uniform_R[:, None])
     inside_RM = block_R1 * BLOCK + torch.arange(min(BLOCK, vocab), device=p_RV.device)
-    # The last block may be shorter; what is read beyond its end counts nothing
+    # The last block may be shorter; what is read beyond its end counts as 0
     inside_p_RM = p_RV.gather(1, inside_RM.clamp(max=vocab - 1)).masked_fill(inside_RM >= vocab, 0)
     token_R1, _ = find_quantile(inside_p_RM, rest_R1)
     return (block_R1 * BLOCK + token_R1)[:, 0]
 
 
 BLOCK = 64
-"""Tokens whose probabilities are added up first."""
+"""Number of tokens whose probabilities are added up first."""
 
 BELOW_ONE = 1 - 2**-53
 """The largest float64 below 1."""
 
 
 def find_quantile(p_RC: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the cumulative sum exceeds u of the total, and which part of that entry lies below u: two (R, 1).
+    """Return where the cumulative sum first exceeds the share u of the total, and which part of that entry lies below.
 
-    The part is in [0, 1). The first entry of whose sum more than u of the total lies at or before it is never 0.
+    Both are (R, 1). The part is in [0, 1). The entry found is never 0, since the sum must grow to exceed the share.
     """
     cumulative_RC = p_RC.cumsum(-1, dtype=torch.float64)
     target_R1 = uniform_R1 * cumulative_RC[:, -1:]
     index_R1 = torch.searchsorted(cumulative_RC, target_R1, right=True)
     end_R1 = cumulative_RC.gather(1, index_R1)
     start_R1 = cumulative_RC.gather(1, (index_R1 - 1).clamp(min=0)).masked_fill(index_R1 == 0, 0)
-    # The target is below the end, but both differences may be rounded to the same number
+    # The target is below the end, but both differences may round to the same number
     return index_R1, ((target_R1 - start_R1) / (end_R1 - start_R1)).clamp(max=BELOW_ONE)
 
 
 def most_probable(scaled_RV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens' probabilities in float64, best first, and the tokens themselves: two (R, C).
+    """Return the probabilities of the most probable tokens in float64, best first, and the tokens: two (R, C).
 
     With `top_k` there are that many, and their probabilities sum to 1. Otherwise there are enough to reach p.
     """
@@ -228,4 +229,4 @@ def most_probable(scaled_RV: Tensor, top_k: int | None, top_p: float) -> tuple[T
 
 
 NUCLEUS = 64
-"""Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
+"""Number of tokens in which a nucleus is sought before the whole vocabulary is sorted."""

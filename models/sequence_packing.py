@@ -1,4 +1,4 @@
-"""Packing of sequences into rows: several behind each other, each with positions and attention of its own.
+"""Packing of sequences into rows: several one after another, each with positions and attention of its own.
 
 Shapes: B sequences, R rows, W width of a row.
 """
@@ -25,8 +25,8 @@ class Places(NamedTuple):
 def pack(lengths: Sequence[int], width: int) -> Places:
     """Put sequences into rows of about `width` tokens, or of the length of the longest one, with little padding.
 
-    A row has as many sequences as fit into `width` on average, one more or one less, whichever leaves the fewest
-    cells empty; or there are as many rows as are full if the longest sequence fills one.
+    Up to four numbers of rows are tried, and the one that leaves the fewest cells empty is taken: with as many
+    sequences in a row as fit into `width` on average, one more or one less, or with rows as long as the longest one.
     """
     total = sum(lengths)
     if not total:
@@ -39,7 +39,7 @@ def pack(lengths: Sequence[int], width: int) -> Places:
 
 
 def fill_rows(lengths: Sequence[int], rows: int) -> Places:
-    """Put sequences into rows, as short as "longest first, each to the least full row" finds (Graham 1969)."""
+    """Put sequences into rows, longest first, each into the least full row, to keep rows short (Graham 1969)."""
     filled = [(0, row) for row in range(rows)]
     row_of = [0] * len(lengths)
     columns = [0] * len(lengths)
@@ -53,7 +53,7 @@ def fill_rows(lengths: Sequence[int], rows: int) -> Places:
 def own_cells_mask(sequence_RW: Tensor) -> Tensor:
     """Return which cells each cell may attend to, (R, 1, W, W): those of its own sequence that are not after it.
 
-    `sequence_RW` is the number of each cell's sequence; cells of padding have a number that no sequence has.
+    `sequence_RW` is the number of each cell's sequence; padding cells have a number that no sequence has.
     """
     width = sequence_RW.size(1)
     earlier_WW = torch.ones(width, width, dtype=torch.bool, device=sequence_RW.device).tril()

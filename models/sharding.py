@@ -1,15 +1,15 @@
 """Splitting a model's weights over ranks, by a table that says along which axis each weight is split.
 
-This is the layout of Megatron-LM (Shoeybi et al. 2019, sections 3 and 5): the first matrix of attention or feed-forward
-network is split by its outputs, the last one by its inputs, so that each of these needs one sum over the group in
-forward and one in backward; embedding and generator are split by the vocabulary. The code of the model does not change:
-modules with a slice of the weight replace the whole ones under the same names, and hooks communicate.
+This is the layout of Megatron-LM (Shoeybi et al. 2019, sections 3 and 5): the first matrix of an attention or a
+feed-forward network is split along its outputs, the last one along its inputs, so that each sublayer needs one sum over
+the group in forward and one in backward; embedding and generator are split along the vocabulary. The model's code does
+not change: modules with a slice of the weight replace the whole ones under the same names, and hooks communicate.
 
     vocab = split_weights(model, group)      # model(src, tgt) as before, on the same batch in every rank
     hidden = model(src, tgt_in)
     loss = seqpar.linear_cross_entropy(hidden, model.generator.weight, tgt_out, bias=model.generator.bias, vocab=vocab)
 
-Each rank then has the complete gradient of its slice of a split weight. A split model translates within
+Each rank then has the complete gradient of its slice of a split weight. To translate with a split model, use
 `whole_outputs`.
 
 Shape suffixes: B sentences, T target time, S source time, H heads, D model width, v classes on this rank.
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
     axis: int
     """0 splits the outputs, 1 the inputs."""
     blocks: int = 1
-    """Matrices that are concatenated along the axis; each of them is split."""
+    """Number of matrices that are concatenated along the axis; each of them is split."""
 
 
 TABLE: dict[str, Cut] = {
@@ -63,8 +63,8 @@ TABLE: dict[str, Cut] = {
     "*.feed_forward.inner.*": Cut(0),
     "*.feed_forward.outer.weight": Cut(1),
 }
-"""How each weight is split, by a pattern of its name. Other weights are whole on every rank: those of norms, and biases
-that are added after a sum."""
+"""How each weight is split, by a pattern for its name. Other weights are whole on every rank: those of norms, and
+biases that are added after a sum."""
 
 
 def cut_of(name: str) -> Cut | None:
@@ -75,7 +75,7 @@ def cut_of(name: str) -> Cut | None:
 def cut(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
     """Return a copy of a rank's slice of a weight; the weight itself if it is not split.
 
-    Slices differ by one row or column at most; the larger ones come first.
+    Slices differ by at most one row or column; the larger ones come first.
     """
     how = cut_of(name)
     if how is None or world == 1:
@@ -100,11 +100,11 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
     """Split the model's weights by the table, in place, and return this rank's shard of the vocabulary, for the loss.
 
     Tied weights remain tied, and only this rank's slices stay in memory. The split model computes what the whole model
-    would; every rank must give it the same inputs and the same random numbers of dropout.
+    would; every rank must give it the same inputs and the same random numbers for dropout.
 
     Raises:
-        ValueError: heads that are not divisible by the ranks; fewer subwords or feed-forward units than ranks; a model
-            with layers of another kind, such as LoRA, or one that is split already.
+        ValueError: for a number of heads that the number of ranks does not divide; for fewer subwords or feed-forward
+            units than ranks; for a model with other kinds of layers, such as LoRA, or one that is split already.
     """
     world = world_size(group)
     rank = rank_in(group)
@@ -113,7 +113,7 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
         return seqpar.VocabShard(None, 0, vocab_size)
     _check_kinds(model)
     _check_divisible(model, world)
-    # By the identity of the whole weight, so that tied weights share one slice
+    # Keyed by the identity of the whole weight, so that tied weights share one slice
     slices: dict[int, nn.Parameter] = {}
 
     def slice_of(name: str, whole: Tensor) -> nn.Parameter:
@@ -151,8 +151,8 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
 def whole_outputs(model: EncoderDecoder) -> Iterator[None]:
     """Within the block, let a split model compute all logits, as the whole one would.
 
-    All its ranks must call the model alike. A search takes the same steps on each of them, since their logits are the
-    same. The loss, which has this rank's classes, is computed as before. A model that is not split stays as it is.
+    All its ranks must make the same calls of the model. A search takes the same steps on each of them, since their
+    logits are the same. The loss, over this rank's classes, is computed as before. An unsplit model stays as it is.
     """
     vocab: seqpar.VocabShard | None = getattr(model, SPLIT, None)
     if vocab is None:
@@ -169,7 +169,7 @@ def whole_outputs(model: EncoderDecoder) -> Iterator[None]:
 
 
 class _JoinedLogits(nn.Module):
-    """A generator of which each rank has some rows, and the logits of all."""
+    """A generator of which each rank has some rows, and which returns the logits of all."""
 
     def __init__(self, own: nn.Linear, vocab: seqpar.VocabShard) -> None:
         super().__init__()
@@ -188,12 +188,12 @@ class _JoinedLogits(nn.Module):
 
 
 class _SplitAttention(Attention):
-    """An attention with some of the heads."""
+    """An attention with this rank's share of the heads."""
 
     group: ProcessGroup | None
 
     def log_weights(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None) -> Tensor:
-        """Compute those of all ranks' heads."""
+        """Compute the log-weights of all ranks' heads."""
         own_BHTS = super().log_weights(x, lookup, mask)
         return join_from_group(own_BHTS, [self.heads] * world_size(self.group), 1, self.group)
 
@@ -208,13 +208,13 @@ class _SplitLookup(nn.Module):
         self.num_embeddings = vocab.vocab_size
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Another rank's subword is looked up as any row and multiplied by 0, and so is its gradient
+        # For another rank's subword an arbitrary row is looked up and multiplied by 0, and so is its gradient
         index, owned = self.vocab.locate(tokens, len(self.weight))
         return sum_from_group(F.embedding(index, self.weight) * owned.unsqueeze(-1), self.vocab.group)
 
 
 class _Entered(nn.Module):
-    """The input of a sublayer that is split: each rank has a term of its gradient, whose sum all ranks need."""
+    """The input of a split sublayer: each rank has one term of its gradient, and all ranks need the sum."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -226,13 +226,13 @@ class _Entered(nn.Module):
 
 def _enter_memory(group: ProcessGroup | None, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Do the same for the memory, once for all layers of a decoder."""
-    if len(args) < 3:  # a decoder-only model's has none
+    if len(args) < 3:  # a decoder-only model has no memory
         return args
     return (*args[:2], copy_to_group(args[2], group), *args[3:])
 
 
 class _SummedLinear(nn.Module):
-    """A linear map y = W x + b of which a rank has some columns of W, and thus a term of every entry of y."""
+    """A linear map y = W x + b, of whose W a rank has some columns, and thus one term of every entry of y."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class _SummedLinear(nn.Module):
 
 
 def _check_kinds(model: EncoderDecoder) -> None:
-    """Raise ValueError for a weight of the table in a layer of a kind that is not split: a tie with it would break."""
+    """Raise ValueError if a weight in the table belongs to a kind of layer that is not split: its ties would break."""
     lookups = {id(module.lookup) for module in model.modules() if isinstance(module, Embedding)}
     for name, module in model.named_modules():
         if isinstance(module, _SummedLinear | _SplitLookup):

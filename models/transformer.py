@@ -1,7 +1,7 @@
 """The Transformer encoder-decoder (Vaswani et al. 2017), without its projection to the vocabulary.
 
-`EncoderDecoder.forward` returns hidden states; `EncoderDecoder.generator` turns them into logits. So the code that
-computes the loss decides how many logits exist at once.
+`EncoderDecoder.forward` returns hidden states; `EncoderDecoder.generator` turns them into logits. This leaves it to the
+code that computes the loss how many logits exist at once.
 
 Shapes: B sentences, R rows (sentences x beams; R = B outside beam search), S source time, T target time,
 D model width, V vocabulary. Sentences are padded at the end.
@@ -22,7 +22,7 @@ from models.embedding import Embedding
 from models.presets import Activation, Tie, TransformerConfig
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "swish": F.silu}
-"""Those besides relu."""
+"""The activations other than relu."""
 
 
 class FeedForward(nn.Module):
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
         if self.activation != "relu":
             inner = ACTIVATIONS[self.activation](inner)
         else:
-            # In place where no gradient needs the values before: one tensor (B, T, d_ff) less
+            # In place if no gradient needs the values before it, which saves one tensor (B, T, d_ff)
             inner = inner.relu() if inner.requires_grad else inner.relu_()
         y: Tensor = self.outer(inner)
         return y
@@ -61,7 +61,7 @@ class Residual(nn.Module):
         self.pre = config.norm == "pre"
         self.norm = nn.LayerNorm(config.d_model)
         self.enter: nn.Module = nn.Identity()
-        """What the sublayer's input passes; `models.sharding` communicates there."""
+        """A module that the sublayer's input passes through; `models.sharding` communicates there."""
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -100,7 +100,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Transform the states x (R, T, D), given the memory (B, S, D), if there is one.
 
-        Without `mask` a causal layer attends to no later state, and another one to all.
+        Without `mask`, a causal layer attends to no later state, and any other layer to all states.
         """
 
         def attend_to_itself(y: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Layer(nn.Module):
             return attended
 
         x = self.residuals[0](x, attend_to_itself)
-        # Not "if there is a memory": a decoder that is called without one must not go on without it
+        # Not "if a memory was passed": a decoder that is called without one must fail rather than skip the sublayer
         if self.has_memory:
             x = self.residuals[1](x, attend_to_memory)
         x = self.residuals[-1](x, self.feed_forward)
@@ -150,7 +150,7 @@ class Stack(nn.Module):
     def __init__(self, config: TransformerConfig, layers: int, has_memory: bool = False, causal: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(config, has_memory, causal) for _ in range(layers))
-        # Pre-norm layers do not normalise their sum (Xiong et al. 2020)
+        # Pre-norm layers leave their sum unnormalised (Xiong et al. 2020)
         self.norm: nn.Module = nn.Identity()
         if config.norm == "pre":
             self.norm = nn.LayerNorm(config.d_model)
@@ -191,7 +191,7 @@ class EncoderDecoder(nn.Module):
     """A model of p(target | source) whose `forward` returns hidden states, before the generator (section 3.1)."""
 
     attention_read = "the mean over the heads of the penultimate decoder layer"
-    """What `source_attention` returns by default, in words for its readers."""
+    """What `source_attention` returns by default, in words for users."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class EncoderDecoder(nn.Module):
         padding in src is masked. Without tgt_mask, the decoder is causal; padding needs no mask of its own, since it
         only follows real tokens. A mask replaces the default one.
 
-        Raises TypeError or ValueError for ids or masks of another dtype or shape.
+        Raises TypeError or ValueError for ids or masks of the wrong dtype or shape.
         """
         check_pairs(src, tgt)
         if src_mask is None:
@@ -266,7 +266,7 @@ class EncoderDecoder(nn.Module):
     def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
         """Compute the attention to the source in one decoder layer, averaged over its heads: (B, T, S).
 
-        `models.alignment.attention_weights` describes arguments, rows and errors; it calls this in eval mode.
+        `models.alignment.attention_weights` describes the arguments, rows and errors; it calls this in eval mode.
         """
         attention = layer_of(self.decoder.layers, layer).memory_attention
         assert isinstance(attention, Attention)
@@ -286,7 +286,7 @@ def check_tokens(name: str, tokens: Tensor) -> None:
 
 
 def check_pairs(src: Tensor, tgt: Tensor) -> None:
-    """Raise unless `src` and `tgt` are ids of as many sentences."""
+    """Raise unless `src` and `tgt` are ids of equally many sentences."""
     check_tokens("src", src)
     check_tokens("tgt", tgt)
     if src.size(0) != tgt.size(0):
@@ -294,7 +294,7 @@ def check_pairs(src: Tensor, tgt: Tensor) -> None:
 
 
 def layer_of(layers: nn.ModuleList, number: int | None) -> nn.Module:
-    """Return the layer of this number, counted from 0; None means the penultimate one, or the only one."""
+    """Return the layer with this number, counted from 0; None means the penultimate one, or the only one."""
     if number is None:
         number = max(0, len(layers) - 2)
     if not 0 <= number < len(layers):
@@ -303,7 +303,7 @@ def layer_of(layers: nn.ModuleList, number: int | None) -> nn.Module:
 
 
 def check_beams(memory: Tensor, tgt: Tensor) -> None:
-    """Raise unless `tgt` has as many rows as `memory` has sentences, or a multiple of it."""
+    """Raise unless the rows of `tgt` are as many as the sentences of `memory`, or a multiple of them."""
     if tgt.size(0) % max(1, memory.size(0)):
         raise ValueError(
             f"tgt has {tgt.size(0)} rows, not a multiple of memory's {memory.size(0)}: "
@@ -314,7 +314,7 @@ def check_beams(memory: Tensor, tgt: Tensor) -> None:
 def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, pad: int = 0) -> EncoderDecoder:
     """Build a Transformer with random weights; `pad` is the padding id of both vocabularies.
 
-    Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
+    Raises ValueError for tie="all" with vocabularies of different sizes, and for a `pad` outside a vocabulary.
     """
     with torch.device("meta"):
         model = EncoderDecoder(
@@ -331,9 +331,9 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
 
 
 def tie_embeddings(model: EncoderDecoder, tie: Tie) -> None:
-    """Let the generator, and with "all" the source embedding, use the target embedding's matrix.
+    """Make the generator, and with "all" also the source embedding, use the target embedding's matrix.
 
-    Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
+    Raises ValueError for tie="all" with vocabularies of different sizes, and for a `pad` outside a vocabulary.
     """
     src_vocab = model.src_embed.lookup.num_embeddings
     tgt_vocab = model.tgt_embed.lookup.num_embeddings
@@ -354,7 +354,7 @@ def tie_embeddings(model: EncoderDecoder, tie: Tie) -> None:
 
 @torch.no_grad()
 def initialize(model: nn.Module) -> None:
-    """Give a model that is on "meta" memory on the default device, and draw its weights."""
+    """Allocate the weights of a model that is on "meta" on the default device, and draw them."""
     device = torch.get_default_device()
     if device.type == "meta":  # the caller wants no weights
         return
@@ -364,13 +364,13 @@ def initialize(model: nn.Module) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
+    """Give uninitialized memory to the parameters that are on "meta"; tied ones stay tied."""
     allocated: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_meta:
                 if id(parameter) not in allocated:
-                    # Not `empty_like`, for which torch imports sympy where the parameter is on "meta"
+                    # Not `empty_like`, for which torch imports sympy if the parameter is on "meta"
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 setattr(owner, name, allocated[id(parameter)])
@@ -379,11 +379,11 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def first_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Return the random weights of a model by name, each drawn when it is asked for, so that one exists at a time.
 
-    The model may be on "meta"; what is done to it later changes nothing. After `torch.manual_seed` they are those of a
-    model that is made then. Until the last one torch's generator must not be used for anything else.
+    The model may be on "meta"; changing it later makes no difference. After `torch.manual_seed` the weights are those
+    of a model that is built then. Until the last one is drawn, torch's generator must not be used for anything else.
     """
     found = []
-    # LoRA's come last, as they are added to a model
+    # LoRA's come last, as they are added to an existing model
     for name, weight in sorted(model.named_parameters(), key=lambda named: ".lora_" in named[0]):
         outer, _, own = name.rpartition(".")
         found.append((name, (model.get_submodule(outer), outer, own, weight.shape)))
@@ -392,12 +392,12 @@ def first_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def first_weight(module: nn.Module, outer: str, own: str, shape: torch.Size) -> Tensor:
-    """Draw the weight `own` of a module, whose own name ends as `outer` does.
+    """Draw the weight `own` of a module, whose full name is `outer`.
 
     Matrices are from Xavier's uniform distribution (Glorot and Bengio 2010) and embeddings from normal(0, D^-0.5):
-    times sqrt(D) they are O(1) and, where they are tied, so are the first logits. The projections of keys and values,
-    which are one matrix only for speed, are drawn as two. Biases are 0, and norms begin as the identity. LoRA's A
-    is uniform within 1 / sqrt(D), and B is 0.
+    times sqrt(D) they are O(1) and, if tied, so are the first logits. The projections of keys and values, which are one
+    matrix only for speed, are drawn as two. Biases are 0, and norms start as the identity. LoRA's A is uniform within
+    1 / sqrt(D) of 0, and B is 0.
     """
     weight = torch.empty(shape, device="cpu")
     if isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""Print the seconds of a training step in each layout, and the simplest of the quick ones: `planning/step_plan.py`."""
+"""Print the seconds of a training step in each layout, and the simplest of the fastest: `planning/step_plan.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the options: a field of the training each, the measured rate, the devices."""
+    """Return the parser of the options: one for each field of the training, the measured rate, and the devices."""
     parser = argparse.ArgumentParser(prog="python -m planning", description="Seconds of a training step.")
     kinds: dict[str, Callable[[str], object]] = {"int": _count, "float": float, "str": str, "Link": parse_link}
     for each in fields(Training):
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _rate(training: Training, options: argparse.Namespace) -> float:
-    """Return the rate that was measured, having checked the numbers of the command."""
+    """Check the command's numbers, and return the measured rate."""
     for devices in [*options.devices, options.measured_on]:
         check_integer(devices, "devices", 1, wrong_kind=ValueError)
     check_number(options.memory, "memory", above=0)
@@ -75,7 +75,7 @@ def _rate(training: Training, options: argparse.Namespace) -> float:
 
 
 def _print(training: Training, options: argparse.Namespace) -> None:
-    """Print the table of every layout on every number of devices, and what is advised."""
+    """Print the table of every layout on every number of devices, and the advice."""
     rate = _rate(training, options)
     layouts = [options.layout]
     if layouts == [None]:

@@ -1,13 +1,13 @@
 """Calculate the seconds of a collective from the links between devices, by latency and bandwidth (alpha and beta).
 
-Of b bytes over g ranks on h hosts, k of the ranks on each host; twice the hops and the bytes for an all-reduce:
+For b bytes over g ranks on h hosts, with k of the ranks on each host; an all-reduce takes twice the hops and the bytes:
 
     seconds   = start + hops + b (g - 1) / (g bandwidth)
     bandwidth = that within a host; over several hosts at most k times that between hosts, since each device has its own
     hops      = (g - h) hop_within + (h - 1) hop_between         in a ring (Patarasuk and Yuan 2009)
-    hops     <= (k - 1) hop_within + log2(h) hop_between         of an all-reduce, which may be a tree
+    hops     <= (k - 1) hop_within + log2(h) hop_between         in an all-reduce, which may be a tree
 
-This is how NCCL estimates them (`ncclTopoTuneModel` in src/graph/tuning.cc). b is what every rank has in the end
+This is how NCCL estimates them (`ncclTopoTuneModel` in src/graph/tuning.cc). b is what every rank has at the end
 (all-gather) or at the beginning (reduce-scatter); "bandwidth" is the bus bandwidth that nccl-tests report.
 """
 
@@ -21,9 +21,9 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class Link(NamedTuple):
-    """What connects devices: seconds of a hop, and bytes per second and device in each collective.
+    """A connection between devices: seconds per hop, and bytes per second and device in each collective.
 
-    A link between hosts may have several bandwidths, for 2, 4, 8, ... hosts; the last one is that of more hosts, too.
+    A link between hosts may have several bandwidths, for 2, 4, 8, ... hosts; the last also holds for more hosts.
     """
 
     hop: float
@@ -55,16 +55,16 @@ LINKS = {
     # 100 Gb/s for 8 devices: 5 GB/s in NCCL's issue 450; the hop: issue 82 of nccl-tests
     "tcp100": Link.of(38.0, 0.625),
 }
-"""Known links, with what published their figures."""
+"""Known links, with the sources of their figures."""
 
 NCCL_START = 8.4
-"""Microseconds before the first hop: `baseLatencies` of the protocol of large messages (src/graph/tuning.cc)."""
+"""Microseconds before the first hop: `baseLatencies` of the protocol for large messages (src/graph/tuning.cc)."""
 
 
 def seconds_of(
     kind: Collective, size: float, ranks: int, on_host: int, within: Link, between: Link, start: float
 ) -> float:
-    """Return the seconds of a collective of `size` bytes over `ranks`, of which each host has up to `on_host`."""
+    """Return the seconds of a collective of `size` bytes over `ranks` ranks, of which each host has up to `on_host`."""
     if ranks == 1:
         return 0.0
     here = min(ranks, on_host)
@@ -78,7 +78,7 @@ def seconds_of(
     if hosts > 1:
         by_hosts = getattr(between, kind)
         across = by_hosts[min(math.ceil(math.log2(hosts)), len(by_hosts)) - 1] * here
-        # The only rank of its host does not use the link within it
+        # If each host has only one rank, the link within hosts is not used
         bandwidth = across if here == 1 else min(bandwidth, across)
     return start + passes * (hops + size * (ranks - 1) / ranks / bandwidth)
 

@@ -3,18 +3,18 @@
     python -m planning --parameters 8.03e9 --layers 32 --d 4096 --vocab 128256 --length 8192 --local-batch 2 \\
         --layout fsdp --tokens-per-second 5762 --measured-on 8 --devices 8 128 1024 4096
 
-The device's rate is measured, never assumed. A decoder is on R data x S vocabulary x Q pipeline ranks.
+The device's rate is measured, never assumed. A decoder runs on R data x S vocabulary x Q pipeline ranks.
 
-(1) flops = 6 (parameters - embedding) + 12 layers d length, of a token, forward and backward; the projection's are
-    6 V d. An embedding is looked up and not multiplied; a tied one is the projection.
+(1) flops = 6 (parameters - embedding) + 12 layers d length per token, forward and backward; 6 V d of them are the
+    projection's. An embedding is looked up, not multiplied; a tied one is the projection.
 (2) A collective takes start + hops + its bytes / bandwidth: `planning/links.py` has the equation and known links.
 (3) step = (micro_batches + (Q - 1) / interleave) (compute + exchange) + exposed,
-    of the slowest stage, the last one, which has the projection (Narayanan et al. 2021, 2.2). A third of compute is
+    for the slowest stage, the last one, which has the projection (Narayanan et al. 2021, 2.2). A third of compute is
     forward.
-(4) exchange, of a split vocabulary, hides behind nothing: 4 all-reduces of hidden states in each layer, one of the
-    projection's and one of the embedding's (Megatron-LM, section 3), an all-gather of 5 numbers a token in each chunk.
-(5) DDP's all-reduce of a unit u (a layer, the embedding, the projection) begins when its gradient is there and the one
-    before has ended, in the last micro-batch; with T_u the transfer and B_u the backward of the units up to u
+(4) exchange, for a split vocabulary, is never hidden: 4 all-reduces of hidden states in each layer, one for the
+    projection and one for the embedding (Megatron-LM, section 3), an all-gather of 5 numbers per token in each chunk.
+(5) DDP's all-reduce of a unit u (a layer, the embedding, the projection) starts when its gradient is ready and the
+    previous one has ended, in the last micro-batch; with T_u the transfer and B_u the backward of the units up to u
 
         done_u = max(done_(u-1), B_u) + T_u,    exposed = done - B
 
@@ -22,11 +22,12 @@ The device's rate is measured, never assumed. A decoder is on R data x S vocabul
 
         exposed = gather_first + sum_u max(0, gather_(u+1) + reduce_(u-1) - compute_u) + reduce_last
 
-    once forward and once backward in each micro-batch, the reduce in the last one only. Layout "pipeline" shards the
-    optimizer: (5) with a reduce-scatter, and (6) forward for one gather a step. With overlap "none" nothing hides.
+    once in forward and once in backward of each micro-batch, with the reduce only in the last one. Layout "pipeline"
+    shards the optimizer: (5) with a reduce-scatter, and (6) in forward for one gather per step. With overlap "none"
+    nothing is hidden.
 
-Left out: computation that is slowed down by communication beside it, ranks that wait for each other, a pipeline's
-messages, and the optimizer, which the measured rate contains. docs/scaling.md compares plans with published trainings.
+Left out: computation that concurrent communication slows down, ranks that wait for each other, a pipeline's messages,
+and the optimizer, which the measured rate includes. docs/scaling.md compares plans with published trainings.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from seqpar.core.chunks import rows_per_chunk
 from seqpar.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "hsdp", "data-vocab", "vocab", "pipeline"]
-"""The simplest first. "hsdp" shards over the devices of a host; "vocab" splits matrices and vocabulary over all
-devices, "data-vocab" over those of a host."""
+"""The simplest first. "hsdp" shards over the devices in a host; "vocab" splits matrices and vocabulary over all
+devices, "data-vocab" over those in a host."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -129,26 +130,26 @@ class Training:
 
     @property
     def embeddings(self) -> int:
-        """Return the parameters of embedding and projection."""
+        """Return the number of parameters in embedding and projection."""
         return self.vocab * self.d * (1 if self.tied else 2)
 
     @property
     def layer_flops(self) -> float:
-        """Return the operations of a token in a layer, by (1)."""
+        """Return the operations per token in a layer, by (1)."""
         return 6.0 * (self.parameters - self.embeddings) / self.layers + 12.0 * self.d * self.length
 
     @property
     def projection_flops(self) -> float:
-        """Return the operations of a token in the projection."""
+        """Return the operations per token in the projection."""
         return 6.0 * self.vocab * self.d
 
     @property
     def flops(self) -> float:
-        """Return the operations of a token, by (1)."""
+        """Return the operations per token, by (1)."""
         return self.layers * self.layer_flops + self.projection_flops
 
     def collective(self, kind: Collective, size: float, ranks: int, on_host: int) -> float:
-        """Return the seconds of a collective of `size` bytes over `ranks`, `on_host` of them on each host, by (2)."""
+        """Return the seconds of a collective of `size` bytes over `ranks` ranks, `on_host` of them per host, by (2)."""
         return seconds_of(kind, size, ranks, on_host, self.within, self.between, self.start * 1e-6)
 
 
@@ -171,21 +172,21 @@ class StepPlan:
     micro_batches: int
     compute: float
     exchange: float
-    """Of the split vocabulary and matrices, (4)."""
+    """For the split vocabulary and matrices, (4)."""
     bubble: float
     """While the pipeline fills and drains."""
     exposed: float
-    """What can be seen of gathering weights and reducing gradients, (5) and (6)."""
+    """The part of gathering weights and reducing gradients that computation does not hide, (5) and (6)."""
     hidden: float
-    """What cannot."""
+    """The part that it does hide."""
     projection: float
     """Projection and loss, with their part of the exchange, as a share of the step."""
     tokens_per_second: float
-    """Of one device."""
+    """Per device."""
     efficiency: float
-    """To the same device alone."""
+    """Relative to the same device alone."""
     state: float
-    """Bytes of weights, gradients, Adam's moments, and a float32 copy of narrow weights, on a device."""
+    """Bytes of weights, gradients, Adam's moments, and a float32 copy of narrow weights, per device."""
 
     @property
     def seconds(self) -> float:
@@ -194,7 +195,7 @@ class StepPlan:
 
 
 def reduce_exposed(backward: Sequence[float], transfers: Sequence[float]) -> float:
-    """Return what outlasts the backward, where each unit's transfer queues up at the end of its backward: (5).
+    """Return the time by which transfers outlast the backward if each unit's is queued when its backward ends: (5).
 
     Example:
         >>> from planning.step_plan import reduce_exposed
@@ -209,7 +210,7 @@ def reduce_exposed(backward: Sequence[float], transfers: Sequence[float]) -> flo
 
 
 def gather_exposed(compute: Sequence[float], gathers: Sequence[float], reduces: Sequence[float]) -> float:
-    """Return what can be seen where a unit hides the next one's gather and the previous one's reduce: (6).
+    """Return the exposed time if each unit hides the next one's gather and the previous one's reduce: (6).
 
     Example:
         >>> from planning.step_plan import gather_exposed
@@ -259,10 +260,10 @@ def _data_parallel(
     forward: Sequence[float],
     micro_batches: int,
 ) -> tuple[float, float]:
-    """Return the seconds of gathering and reducing the units' weights: those exposed, (5) and (6), and all."""
+    """Return the seconds of gathering and reducing the units' weights: the exposed ones, (5) and (6), and all."""
     width = DTYPES[training.dtype].itemsize
     reduced = DTYPES[training.reduce_dtype].itemsize
-    # Ranks of a vocabulary are neighbours: a host has this many ranks of a data group
+    # Ranks that split a vocabulary are neighbours: a host has this many ranks of a data group
     on_host = max(1, training.host // split)
     shard = min(training.host, data) if layout == "hsdp" else data
 
@@ -294,10 +295,10 @@ def _data_parallel(
 
 
 def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> StepPlan:
-    """Return the step on `devices` of which each computes `rate` operations per second, counted as in (1).
+    """Plan a step on `devices` devices, each of which computes `rate` operations per second, counted as in (1).
 
     Raises:
-        ValueError: a count below 1, or one that does not divide; an unknown layout; a rate that is not above 0.
+        ValueError: for a count below 1, or one that does not divide; an unknown layout; a rate that is not above 0.
 
     Example:
         >>> from planning.step_plan import Training, step_plan
@@ -318,7 +319,7 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
     weights = [(training.parameters - training.embeddings) / training.layers / split] * layers + [table]
     flops = [training.layer_flops] * layers + [training.projection_flops]
     if stages == 1:
-        # A tied projection's gradient is complete where the embedding's is
+        # A tied projection's gradient is complete when the embedding's is
         weights = [table, *weights[:-1], 0.0 if training.tied else table]
         flops = [0.0, *flops]
     forward = [each / 3 * tokens / (split * rate) for each in flops]
@@ -356,10 +357,10 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
 
 
 def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layout: Layout = "ddp") -> float:
-    """Return the rate with which each of `devices` has this measured throughput.
+    """Return the rate at which each of `devices` devices has this measured throughput.
 
     Raises:
-        ValueError: communication alone takes longer than what was measured; and as `step_plan`.
+        ValueError: if communication alone takes longer than what was measured; and as `step_plan` does.
 
     Example:
         >>> from planning.step_plan import Training, rate_of
@@ -368,7 +369,7 @@ def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layo
         336
     """
     check_number(tokens_per_second, "tokens_per_second", above=0)
-    # Communication only adds time, so this bounds the rate from below; no device is a million times as fast
+    # Communication only adds time, so this is a lower bound on the rate; no device is a million times as fast
     low = tokens_per_second * training.flops
     high = 1e6 * low
     fastest = step_plan(training, high, devices, layout).tokens_per_second
@@ -393,7 +394,7 @@ HEADER = (
 
 
 def table(plans: Sequence[StepPlan]) -> str:
-    """Return a Markdown table: a row per plan, in seconds of a step.
+    """Return a Markdown table with a row per plan; times are the seconds of a step.
 
     Example:
         >>> from planning.step_plan import Training, step_plan, table
@@ -413,7 +414,7 @@ def table(plans: Sequence[StepPlan]) -> str:
 
 
 def advice(plans: Sequence[StepPlan], memory: float) -> str:
-    """Return a line that names the simplest layout within 5 % of the quickest, of those whose state fits (GiB).
+    """Return a line that names the simplest layout within 5 % of the fastest whose state fits into `memory` GiB.
 
     Example:
         >>> from planning.step_plan import Training, advice, step_plan
@@ -438,10 +439,10 @@ def advice(plans: Sequence[StepPlan], memory: float) -> str:
 
 
 def pays_from(rate: float, link: Link, *, prefetch: bool = False) -> float:
-    """Return from how many tokens on a second device of one process makes the loss quicker; neither D nor V matters.
+    """Return the number of tokens from which a second device in a process speeds up the loss, whatever D and V are.
 
-    Each device does half of 6 N D V operations. Between them go a bfloat16 weight (2 D V bytes, unless
-    `LossCompute.prefetch` sends it while the model computes) and its float32 gradient (4 D V):
+    Each device does half of 6 N D V operations. A bfloat16 weight (2 D V bytes, unless `LossCompute.prefetch` sends it
+    while the model computes) and its float32 gradient (4 D V) go between them:
 
         3 N D V / rate > 6 D V / bandwidth        or, with `prefetch`, > 4 D V / bandwidth
 

@@ -11,7 +11,7 @@ __all__ = ["LoadedTranslator", "load_translator"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names, and torch with them, when the first one is asked for: the commands' help needs none."""
+    """Import the public names, and torch with them, on first use: the commands' help needs none of them."""
     if name in __all__:
         from recipes.translation.translating import loaded
 

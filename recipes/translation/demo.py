@@ -23,7 +23,7 @@ SENTENCE = "The train to Vienna leaves at half past seven."
 
 
 def demo(config: RunConfig, ranks: Ranks) -> Summary:
-    """Make subwords, train, evaluate and translate samples, with a line on each; then print a command to try."""
+    """Make subwords, train, evaluate and translate samples, reporting each in a line; then print a command to try."""
     run = Path(config.run)
     began = time.monotonic()
     data = config.data

@@ -1,8 +1,8 @@
 """Distillation: a student learns from a teacher's translations of the training sentences, and from its predictions.
 
-The first is sequence-level, the second word-level distillation (Kim and Rush 2016). The student's training sentences
-are the teacher's, as corpora of their own, so that from then on it is a run like any other: it is resumed, evaluated
-and exported by the same commands.
+The former is sequence-level, the latter word-level distillation (Kim and Rush 2016). The student trains on the
+teacher's translations, written as corpora of their own, so that from then on it is a run like any other: the same
+commands resume, evaluate and export it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def distil(config: RunConfig, fresh: bool, ranks: Ranks) -> Summary:
         fresh: start the training over; translations made from the same sentences are kept.
         ranks: the processes, each of which calls this.
     """
-    # Before the work of translating
+    # Before the expense of translating
     ranks.run_on_main(lambda: check_others_stay(Path(config.run), config.training))
     ranks.run_on_main(lambda: teacher_subwords(config.training.teacher, config.subwords))
     if config.training.threads:

@@ -1,6 +1,6 @@
 """What can be wrong with a user's settings, data or files, and with a training. Every message is one line.
 
-It imports nothing, so that even a missing package can be named.
+This module imports nothing, so that even a missing package can be named.
 """
 
 

@@ -1,9 +1,9 @@
 """Training: the loop on one page, and the few functions it calls.
 
-`Layout` distributes the model over the devices of this process or over several processes: data-parallel, sharded, with
-the vocabulary split. In every layout the loss engine computes loss and gradients of the hidden states
-in chunks, on the device they are on, and returns one sum; `accumulate_gradients` divides it by the tokens of the whole
-step, so that the gradient equals that of all sentences of the step on one device.
+`Layout` distributes the model over the devices of this process or over several processes: data-parallel, sharded, or
+with the vocabulary split. In every layout the loss engine computes the loss and its gradients with respect to the
+hidden states in chunks, on the device that holds them, and returns one sum. `accumulate_gradients` divides it by the
+number of tokens in the whole step, so that the gradient equals that of all the step's sentences on one device.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ def train(
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; resume from the checkpoint `last` if there is one.
 
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
-    same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
-    removes an earlier run from the folder as soon as the new one can make its first step. With `insist`, data and a
-    change of steps that look like mistakes are taken as they are. A `dry_run` does all that comes before the first
-    step, and its summary says what the training will cost. `ranks` are those of a caller that has joined them already.
+    same layout equals an uninterrupted one bit for bit; in a different layout, up to rounding. `fresh` starts over, and
+    removes an earlier run from the folder as soon as the new one can take its first step. With `insist`, data and a
+    changed number of steps that look like mistakes are accepted. A `dry_run` does everything that comes before the
+    first step, and its summary says what the training will cost. Pass `ranks` if the caller has already joined them.
 
-    Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
+    Raises ConfigError, DataError or CheckpointError for the user's mistakes, TrainingError if the loss, the gradient
     or the weights are no longer finite, and OtherRankError with the message of another process that failed.
     """
     with ExitStack() as held:
         if ranks is None:
             ranks = held.enter_context(join_ranks(config.layout.timeout))
         ranks.agree(must_agree(flat(config)))
-        axes_of(config.layout, ranks.world)  # its errors, before anything is locked or read
+        axes_of(config.layout, ranks.world)  # for its errors, before anything is locked or read
         devices = devices_of(config.training, ranks)
         check_autocast(config.training.precision, devices)
         held.enter_context(ranks.enter_on_main(lambda: sole_writer(Path(config.run))))
@@ -85,10 +85,10 @@ def train(
 def train_on(
     ranks: Ranks, config: RunConfig, devices: list[torch.device], fresh: bool, insist: bool, dry_run: bool
 ) -> Summary:
-    """Train in the process that `ranks` describes, in a folder to which no other run writes."""
+    """Train in the process that `ranks` describes, in a folder that no other run writes to."""
     run = Path(config.run)
     values = flat(config)
-    sizes = model_sizes(config.model)  # its errors first, before anything is read
+    sizes = model_sizes(config.model)  # for its errors, before anything is read
     ranks.run_on_main(lambda: check_installed(config.training.trackers))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
@@ -117,7 +117,7 @@ def train_on(
         lambda: open_trackers(run, settings.trackers, values, resumed_at) if ranks.is_main else []
     )
     if fresh:
-        # Last of all, so that no error before the first step costs the earlier run
+        # Last, so that no error before the first step costs the earlier run
         ranks.run_on_main(lambda: remove_run(run, settings))
     progress = Progress(
         state, settings.steps, share, validate_every=settings.validate_every, classes=len(corpus.target)
@@ -161,9 +161,9 @@ def must_agree(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def dropout_seed(seed: int, step: int, data_rank: int) -> int:
-    """Return the random seed of a step, a function of these three numbers alone, so that none needs to be saved.
+    """Return the random seed of a step, a function of these three numbers only, so that no state needs to be saved.
 
-    `data_rank` counts the ranks that have different sentences: ranks that split the vocabulary compute the same tokens
+    `data_rank` numbers the ranks that have different sentences: ranks that split the vocabulary compute the same tokens
     and must drop the same values.
     """
     return int(numpy.random.SeedSequence([seed, step, data_rank]).generate_state(1, numpy.uint64)[0])

@@ -1,8 +1,8 @@
 """The command line: `python -m recipes.translation <command>`.
 
-Settings on the command line override those of the YAML file, which override the defaults. For a mistake of the user the
-program prints one line and exits with status 2. Each command imports what needs torch itself, so that help and error
-messages appear at once.
+Settings on the command line override those in the YAML file, which override the defaults. If the user makes a mistake,
+the program prints one line and exits with status 2. Each command imports modules that need torch inside its function,
+so that help and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ COMMANDS: dict[str, Command] = {name_of(run): run for run in RUN}
 
 
 PRINTING = ("translate", "compare")
-"""The commands that have no result but what they print."""
+"""The commands whose only result is what they print."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; return the exit status: 0, 2 for a mistake of the user, or 128 + the number of a signal."""
+    """Run a command; return the exit status: 0, 2 for a user's mistake, or 128 + the number of a signal."""
     try:
         if not argv or argv[0] in ("-h", "--help"):
             print(overview(), flush=True)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return run_command(name, rest)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OtherRankError as error:
@@ -67,30 +67,30 @@ def main(argv: Sequence[str]) -> int:
     except UnicodeEncodeError as error:
         return fail(output_lacks(error))
     except (OSError, ConfigError, DataError, CheckpointError, TrainingError, FloatingPointError) as error:
-        if isinstance(error, OSError) and error.filename:  # str(error) would begin with [Errno 13]
+        if isinstance(error, OSError) and error.filename:  # str(error) would start with [Errno 13]
             return fail(f"{error.filename}: {error.strerror}")
         return fail(str(error))
 
 
 LONGEST = 2_000
-"""Characters of an error that are printed."""
+"""The most characters of an error that are printed."""
 
 
 def fail(message: str) -> int:
     """Print an error as one line, and return the exit status for it."""
     rank = os.environ.get("RANK", "0")
     line = escape(" ".join(message.split()))
-    if len(line) > LONGEST:  # of another program's, which may quote a file
+    if len(line) > LONGEST:  # as another program's error may be, if it quotes a file
         line = f"{line[:LONGEST]}... ({len(line):,} characters)"
     if rank != "0":
         line = f"rank {rank}: {line}"
-    # In one piece: unbuffered, print writes the end of the line by itself, and the lines of two processes would mix
+    # In one piece: when unbuffered, print writes the line end separately, and two processes' lines would get mixed
     print(f"error: {line}\n", end="", file=sys.stderr)
     return 2
 
 
 def output_lacks(error: UnicodeEncodeError) -> str:
-    """Return one line for a letter that the output's encoding lacks; raise other errors of encoding again."""
+    """Return a one-line error for a letter that the output's encoding lacks; re-raise other encoding errors."""
     if codecs.lookup(error.encoding).name != codecs.lookup(sys.stdout.encoding).name:
         raise error
     letter = error.object[error.start]
@@ -99,7 +99,7 @@ def output_lacks(error: UnicodeEncodeError) -> str:
 
 def run_command(name: str, words: Sequence[str]) -> int:
     """Run a command, in as many processes as --processes says."""
-    # Python has none where the program that started it has closed it, and loses what is printed
+    # Python has no such stream if its parent closed it, and then loses what is printed
     if sys.stdout is None and name in PRINTING:
         raise ConfigError(f"there is no standard output, where {name} prints its results")
     for stream in ("stdout", "stderr"):
@@ -119,7 +119,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
 def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
     """Return the number that --processes gives, and the other words; None without it, and for one process.
 
-    Raises ConfigError for a value that is not a number, and in a process that was launched already.
+    Raises ConfigError for a value that is not a number, and in a process that was itself launched by torchrun.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.register("action", None, StoreOnce)

@@ -1,4 +1,4 @@
-"""What several commands share: their options, and how these are read."""
+"""What several commands share: options, and how they are read."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Command = Callable[[Sequence[str]], int]
 
 
 def description_of(run: Command) -> tuple[str, str]:
-    """Return what a command's docstring says of it, and its examples, a line each."""
+    """Return a command's description, from its docstring, and its examples, one per line."""
     description, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\nexample:\n")
     return description, examples
 
 
 def name_of(run: Command) -> str:
-    return run.__name__.rstrip("_")  # `import` is a word of Python
+    return run.__name__.rstrip("_")  # `import` is a Python keyword
 
 
 def parser_of(run: Command) -> OneLineParser:
@@ -54,7 +54,7 @@ def parser_of(run: Command) -> OneLineParser:
 
 
 def number(kind: Callable[[str], N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
-    """Return the function that reads an option's number; `what` says in words which of them fit."""
+    """Return the function that reads an option's number; `what` says in words which numbers fit."""
 
     def read(word: str) -> N:
         with suppress(ValueError):
@@ -85,7 +85,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "type": path,
         "help": "YAML file with settings, which options override (default: the settings of --run, if it is a run)",
     },
-    "--processes": {  # for its help: `main` has taken it from the command line before
+    "--processes": {  # only for its help: `main` has already taken it from the command line
         "metavar": "N",
         "help": "start this many processes on this machine, as torchrun does; auto starts one for each GPU or, without "
         "one, for each core, at most 4 (default: 1)",
@@ -107,7 +107,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "the setting data.tokenize, which follows the target language; for files alone, by their script)",
     },
 }
-"""Options of several commands."""
+"""Options that several commands have."""
 
 
 def add(options: argparse._ActionsContainer, *names: str) -> None:
@@ -118,24 +118,24 @@ def add(options: argparse._ActionsContainer, *names: str) -> None:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add the names of one run or several, which may also be given as other commands take them, by --run."""
+    """Add positional names of one or several runs, which may also be given by --run, as for other commands."""
     parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="a run's folder, or several")
     add(parser, "--run")
 
 
 def runs_of(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
-    """Return the runs that are named, of which there is at least one."""
+    """Return the runs that are named, at least one."""
     if options.runs and options.run != parser.get_default("run"):
         parser.error("name the runs with --run or without, not both")
     return options.runs or [options.run]
 
 
 DECODING = tuple(field.name for field in fields(DecodingConfig))
-"""The settings of decoding, each of which is an option of the commands that translate."""
+"""The decoding settings, each of which is an option of the commands that translate."""
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each setting of decoding; their values remain text, as in `add_config_options`."""
+    """Add an option for each decoding setting; the values remain text, as in `add_config_options`."""
     for name in DECODING:
         default = f"the run's own decoding.{name}, {getattr(DecodingConfig(), name)} unless it was set"
         add_setting(parser, [as_option(name)], name, SCHEMA.settings[f"decoding.{name}"], default)
@@ -146,9 +146,9 @@ def as_option(name: str) -> str:
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
-    """Read the settings; without --config, an existing run's own take the place of the defaults.
+    """Read the settings; without --config, an existing run's own settings replace the defaults.
 
-    A run without a checkpoint to resume from is begun anew: where no data is given, with its own settings, too.
+    A run without a checkpoint to resume from starts over; if no data is given, it also keeps its own settings.
     """
     config = _chosen_settings(options)
     check_folder(config.run)
@@ -162,7 +162,7 @@ def _chosen_settings(options: argparse.Namespace) -> RunConfig:
         run = str(given.get("run", RunConfig().run))
         last = Path(run) / "last"
         if whole_folder(last):
-            # A training that runs may replace the model at this moment
+            # A training in progress may replace the model at any moment
             return read_consistently(last, lambda: resumed_config(last, run, given))
         if any((Path(run) / name).exists() for name in ("resources.jsonl", "subwords")):
             given = {**unsaved_settings(Path(run), given), **given, "run": run}
@@ -177,9 +177,9 @@ def config_file(options: argparse.Namespace) -> Path | None:
 
 
 def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with which a run was begun that ended before its first checkpoint; none if data is given.
+    """Return the settings of a run that started but ended before its first checkpoint; none if data is given.
 
-    Raises ConfigError for a run that was only prepared, from other data than that of the default settings.
+    Raises ConfigError for a run that was only prepared, from data other than that of the default settings.
     """
     from recipes.translation.data.corpora import Corpora
     from recipes.translation.data.prepare import of_other_data
@@ -202,7 +202,7 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
 
 
 def resumed_config(last: Path, run: str, given: dict[str, object]) -> RunConfig:
-    """Read the settings of a run, which may have been moved to the folder `run`, with those given in their place."""
+    """Read the settings of a run, which may have been moved to the folder `run`, overridden by those given."""
     path = (whole_folder(last) or last) / "config.yaml"
     config = load_config(path, {**given, "run": run})
     saved = load_config(path)
@@ -212,7 +212,7 @@ def resumed_config(last: Path, run: str, given: dict[str, object]) -> RunConfig:
 
 
 def check_folder(run: str) -> None:
-    """Raise ConfigError unless a run can be in the folder that the settings name."""
+    """Raise ConfigError unless the folder that the settings name can hold a run."""
     if not run:
         raise ConfigError("run is empty, perhaps because a shell variable is not set: name the folder of the run")
     check_run(Path(run))
@@ -223,8 +223,8 @@ READ = ("file", "sources", "references", "hypotheses", "prefixes", "constraints"
 
 
 def check_typed(options: argparse.Namespace) -> None:
-    """Raise an error for settings of decoding, files and runs that are wrong as typed, before torch is imported."""
-    # Each by itself: whether they fit together, the run's own settings of decoding say
+    """Raise an error for decoding settings, files and runs that are wrong as typed, before torch is imported."""
+    # Each by itself: whether they fit together depends on the run's own decoding settings
     for name, value in decoding_overrides(options).items():
         SCHEMA.read_overrides({name: value}, as_option(name.removeprefix("decoding.")))
     for file in (getattr(options, name, None) for name in READ):
@@ -236,7 +236,7 @@ def check_typed(options: argparse.Namespace) -> None:
 
 
 def decoding_overrides(options: argparse.Namespace) -> dict[str, object]:
-    """Return the settings of decoding that are given on the command line."""
+    """Return the decoding settings that are given on the command line."""
     given = {}
     for name in DECODING:
         if getattr(options, name, None) is not None:  # not every command has them
@@ -253,7 +253,7 @@ def require(package: str) -> None:
 def checkpoint_folder(run: str, checkpoint: str | None) -> Path:
     """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none.
 
-    Raises ConfigError for a --run that is the folder of another model than --checkpoint chooses.
+    Raises ConfigError for a --run that is the folder of a model other than the one that --checkpoint chooses.
     """
     named = Path(run)
     if checkpoint and whole_folder(named) and named.resolve().name != checkpoint:
@@ -278,7 +278,7 @@ def saved_model(run: str, options: argparse.Namespace) -> SavedModel:
 
 
 def load(run: str, options: argparse.Namespace) -> Translator:
-    """Read the model of a run into this one process, on its GPU, if any, with the decoding options given."""
+    """Read the model of a run into this process only, on its GPU, if any, with the decoding options given."""
     import torch
 
     from recipes.translation.run_folder.checkpoint import load_translator
@@ -297,7 +297,7 @@ def models_of_runs(
 
 
 def exported_folder(run: str) -> Path:
-    """Return the folder of an export for CTranslate2: the one that is named, or that of a run."""
+    """Return the folder of an export for CTranslate2: the one that is named, or the one in a run."""
     if (Path(run) / "model.bin").is_file():
         return Path(run)
     return Path(run) / "ctranslate2"
@@ -317,7 +317,7 @@ def load_exported(run: str, options: argparse.Namespace) -> ExportedTranslator:
 
 
 def outdated_export(run: str) -> str:
-    """Return that a run's export says it was made from a model which the run has no longer; empty otherwise."""
+    """Return a note if a run's export was made from a model that the run no longer has; empty otherwise."""
     from recipes.translation.run_folder.made_from import model_with, origin_digest, weights_digest
 
     named = Path(run)
@@ -331,7 +331,7 @@ def outdated_export(run: str) -> str:
 
 
 def note_outdated_average(run: str, checkpoint: str | None) -> None:
-    """Say where a run has been trained since its models, which --checkpoint averaged asks for, were averaged."""
+    """Print a note if --checkpoint averaged is given, but the run has been trained since its models were averaged."""
     averaged = whole_folder(Path(run) / "averaged")
     last = whole_folder(Path(run) / "last")
     if checkpoint != "averaged" or averaged is None or last is None:

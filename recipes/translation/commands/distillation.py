@@ -37,7 +37,7 @@ STUDENT: dict[str, object] = {
 
 
 ORIGINAL = frozenset({"data.train", "data.format", "corpora"})
-"""The settings that name the sentences that a teacher translates; a student is trained on its own files."""
+"""The settings that name the sentences for a teacher to translate; a student is trained on its own files."""
 
 
 def distil(argv: Sequence[str]) -> int:
@@ -87,7 +87,7 @@ def distil(argv: Sequence[str]) -> int:
     with join_ranks(config.layout.timeout) as ranks:
         if originally:
             ranks.run_on_main(lambda: check_same_sentences(Corpora(originally)))
-        # The training data of one that is resumed are the translations
+        # A resumed student's training data are already the translations
         summary = train(config, ranks=ranks) if resumed else distil_model(config, options.fresh, ranks)
         print(summary)
         if not summary.stopped_by:
@@ -99,11 +99,11 @@ def distil(argv: Sequence[str]) -> int:
 
 
 def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
-    """Return the student's settings: those of its run, if it is resumed, or of --config, or else the teacher's."""
+    """Return the student's settings: those of its run, if it is resumed, those of --config, or else the teacher's."""
     from recipes.translation.run_folder.other_model import teacher_folder
 
     given: dict[str, object] = {**overrides(options)}
-    if resumed:  # whose training data are the translations
+    if resumed:  # its training data are the translations
         for name in ORIGINAL & given.keys():
             setattr(options, name, None)
         return run_config(options)

@@ -1,4 +1,4 @@
-"""The commands that judge a model."""
+"""The commands that evaluate models."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _evaluations(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
-    """Translate and score what the options name: one test set, or those of several corpora."""
+    """Translate and score what the options name: one test set, or the test sets of several corpora."""
     from recipes.translation.scores.evaluate import add_command_scores, evaluate_files
 
     if options.hypotheses:
@@ -114,7 +114,7 @@ def _evaluate_model(options: argparse.Namespace, translator: Translator, ranks: 
     else:
         sets = Corpora(translator.config).held_out(options.split or "test")
         found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
-    if options.ensemble:  # what --run alone has translated stays
+    if options.ensemble:  # so that results of --run without the ensemble are kept
         found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
     return found
 

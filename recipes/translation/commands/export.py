@@ -30,7 +30,7 @@ PACKAGES = {
     "onnx": ["onnxruntime", "onnxscript"],
     "hf": ["transformers"],
 }
-"""What each format needs."""
+"""The packages that each format needs."""
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
 
 
@@ -102,7 +102,7 @@ def write(folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
 
 
 def facts_of(saved: SavedModel, checkpoint: Path) -> dict[str, Any]:
-    """Return the facts that are saved with a model; raise CheckpointError where training has replaced it since."""
+    """Return the facts that are saved with a model; raise CheckpointError if training has replaced it since."""
     from recipes.translation.run_folder.checkpoint import load_facts
     from recipes.translation.run_folder.made_from import weights_digest
 

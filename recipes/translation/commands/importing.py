@@ -1,4 +1,4 @@
-"""The command that makes a run of a published model."""
+"""The command that turns a published model into a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `translate` that say how to search: what they may be, and which of them do not go together."""
+"""The options of `translate` for the search: their values, and which of them do not go together."""
 
 from __future__ import annotations
 

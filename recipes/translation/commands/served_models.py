@@ -1,4 +1,4 @@
-"""The models of a service: a run in torch, or what it was exported to, once for each of its pairs of languages."""
+"""The models of a service: a run in torch, or its export, once for each of its language pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def served_models(name: str, given: Translator | ExportedTranslator, aligner: Translator | None) -> list[Model]:
-    """Return a model, once for each of its pairs of languages; `aligner` is its run in torch, where there is one."""
+    """Return a model, once for each of its language pairs; `aligner` is its run in torch, if there is one."""
     found = []
     for pair in language_pairs(Corpora(given.config)):
         config = given.config.with_languages(*pair)
@@ -45,7 +45,7 @@ def translate(
     n_best: int,
     links: bool,
 ) -> list[Line]:
-    """Translate lines in torch or by CTranslate2, but those that cannot be; link words where that is possible."""
+    """Translate lines in torch or with CTranslate2, except those that are refused; link words if possible."""
     refused = refusals(given.source, given.text, lines)
     fine = [line for number, line in enumerate(lines) if number not in refused]
     if isinstance(given, Translator):

@@ -81,7 +81,7 @@ port = number(int, lambda found: 0 <= found <= 65535, "a whole number from 0 to 
 
 
 def models_of(run: str, options: argparse.Namespace) -> list[Model]:
-    """Read the model of a run, for the engine that is asked for, or else that which the run has; say which it is."""
+    """Read the model of a run, for the engine that is asked for or else the one that the run has; print which it is."""
     from recipes.translation.commands.served_models import served_models
 
     exported = exported_folder(run)

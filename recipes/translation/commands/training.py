@@ -116,7 +116,7 @@ def train(argv: Sequence[str]) -> int:
     resumed = not options.fresh and whole_folder(Path(config.run) / "last") is not None
     from recipes.translation.data.corpora import Corpora
 
-    if "RANK" not in os.environ:  # several processes say it together, later
+    if "RANK" not in os.environ:  # several processes report such errors together, later
         check_data(Corpora(config), insist=options.insist or resumed)
 
     from recipes.translation.processes.ranks import join_ranks
@@ -152,7 +152,7 @@ PURPOSES = {
 
 
 def next_steps(corpora: Corpora) -> str:
-    """Return a line for each command to go on with, as it can be pasted."""
+    """Return a line for each command to continue with, ready to be pasted."""
     from recipes.translation.training.loaded_models import was_in_parts
     from recipes.translation.training.summary import command
 

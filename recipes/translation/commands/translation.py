@@ -107,7 +107,7 @@ def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
     """Return whether a person types the sentences; raise ConfigError if nobody can."""
     if options.sentences or options.file:
         return False
-    # Python has none where the program that started it has closed it
+    # Python has no standard input if its parent closed it
     if sys.stdin is None:
         raise ConfigError("there is no standard input: give sentences, or --file")
     if not sys.stdin.isatty():
@@ -124,14 +124,14 @@ def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
 def is_streaming(options: argparse.Namespace, ranks: Ranks) -> bool:
     """Return whether lines of the standard input are translated as they arrive.
 
-    Several processes share all of them, and what goes by line in a file is compared with their number.
+    They are not if several processes share them, or if another file has a line for each, whose number is compared.
     """
     by_line = options.prefixes or options.constraints or options.alignments
     return not (options.sentences or options.file or by_line or ranks.world > 1 or sys.stdin.isatty())
 
 
 def piped_lines() -> Iterator[tuple[int, list[str]]]:
-    """Yield the lines of the standard input, all that have arrived at a time, after the number of those before."""
+    """Yield how many lines came before, and all lines of the standard input that have arrived since."""
     where = "the standard input"
     before = 0
     rest = bytearray()
@@ -152,15 +152,15 @@ def piped_lines() -> Iterator[tuple[int, list[str]]]:
 
 
 BLOCK = 1 << 24
-"""Bytes that are read at a time, at most; usually a whole file."""
+"""The most bytes that are read at a time; usually a whole file."""
 
 
 Translate = Callable[[list[str], int], list[str]]
-"""Returns the lines that show the translations of sentences, given the number of those before."""
+"""Returns the lines that show the translations of sentences, given the number of sentences before them."""
 
 
 def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, Translate]:
-    """Return an exported model's settings, and what translates with it in one process: it has threads of its own."""
+    """Return an exported model's settings, and a function that translates with it, in one process with many threads."""
     if ranks.world > 1:
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
     translator = load_exported(options.run, options)
@@ -197,7 +197,7 @@ def translation_lines(
 def choose_translations(
     sources: Sequence[str], texts: Sequence[Sequence[str]], options: argparse.Namespace, data: DataConfig
 ) -> list[str]:
-    """Return the one of each sentence's translations that --mbr or --metric-command prefers."""
+    """Return, for each sentence, the translation that --mbr or --metric-command prefers."""
     from recipes.translation.scores import rerank
 
     if options.mbr == "command":
@@ -208,14 +208,14 @@ def choose_translations(
 
 
 def table(found: Sequence[Sequence[Translation]], scores: bool, before: int = 0) -> list[str]:
-    """Return a line for each translation: its sentence's number, score and log-probability if wanted, and its text."""
+    """Return a line for each translation: its sentence's number, the score and log-probability if wanted, its text."""
     lines = []
     for number, row in enumerate(found, start=before + 1):
         for one in row:
             columns = [str(number)]
             if scores:
                 columns += [f"{one.score:.6f}", f"{one.log_probability:.6f}"]
-            # A tab in the text would be one more column
+            # A tab in the text would make one more column
             lines.append("\t".join([*columns, one.text.replace("\t", " ")]))
     return lines
 

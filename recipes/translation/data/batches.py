@@ -1,4 +1,4 @@
-"""Batches of sentence pairs with a budget of tokens: little padding, a new order every epoch, every pair once."""
+"""Batches of sentence pairs within a token budget: little padding, a new order every epoch, every pair once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 class Epochs(Protocol):
-    """The batches of every epoch, a function of the epoch's number alone."""
+    """The batches of every epoch, a function of the epoch's number only."""
 
     def epoch(self, number: int) -> Sequence[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
@@ -57,7 +57,7 @@ class TokenBatches:
     """Pairs of sentences in subwords, cut into batches of at most `batch_tokens` cells on either side.
 
     The pairs of a batch have similar lengths. Every epoch has the same number of batches, `len(self)`, and contains
-    every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
+    every pair once. The pairs of each batch and the order of the batches depend only on (seed, epoch), so that a run
     resumes in the middle of an epoch with `epoch(n)[done:]`. A pair longer than `max_length` subwords on either side is
     left out and counted in `dropped`; a pair that exceeds the budget is a batch of its own.
 
@@ -91,7 +91,7 @@ class TokenBatches:
 
     @property
     def source_lengths(self) -> Array:
-        """Return the number of subwords of each source, without start and end symbol."""
+        """Return the number of subwords of each source, without start and end symbols."""
         return self.sources.lengths(0, len(self.sources))
 
     @property
@@ -100,7 +100,7 @@ class TokenBatches:
         return self.targets.lengths(0, len(self.targets))
 
     def _order_by(self, source_lengths: Lengths, target_lengths: Lengths) -> None:
-        """Order the pairs by these lengths, in subwords without start and end symbol."""
+        """Order the pairs by these lengths, in subwords without start and end symbols."""
         short = [numpy.empty(0, numpy.int32)]
         for start, end in self._slices():
             longer = numpy.maximum(source_lengths(start, end), target_lengths(start, end))
@@ -112,7 +112,7 @@ class TokenBatches:
         self._cuts = self._find_cuts(self._counts(self.pairs(0)))
 
     def __len__(self) -> int:
-        if not len(self.pairs(0)):  # all are too long, or of corpora with weight 0
+        if not len(self.pairs(0)):  # all are too long, or belong to corpora with weight 0
             return 0
         return len(self._cuts) + 1  # k cuts make k + 1 batches
 
@@ -134,7 +134,7 @@ class TokenBatches:
         found = self._sort(pairs)
         # Without a mixture every epoch has the same pairs
         cuts = self._cuts if self.mixture is None else self._find_cuts(found.counts)
-        # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
+        # The random numbers break ties between pairs of equal lengths, so that batches have different pairs every epoch
         ties = rng.random(len(pairs))
         order = numpy.empty_like(pairs)
         start = 0
@@ -158,7 +158,7 @@ class TokenBatches:
         return self.mixture.draw_epoch(epoch, self.pairs_short_enough)
 
     def with_lengths(self, source_lengths: Array, target_lengths: Array) -> TokenBatches:
-        """Return the batches of the same pairs in the order that other lengths give."""
+        """Return batches of the same pairs, ordered by other lengths."""
         found = copy.copy(self)
         found._order_by(lambda start, end: source_lengths[start:end], lambda start, end: target_lengths[start:end])
         return found
@@ -175,14 +175,14 @@ class TokenBatches:
             yield start, min(start + SLICE, len(self.sources))
 
     def _sort_lengths(self, source_lengths: Lengths, target_lengths: Lengths) -> None:
-        """Sort the lengths that occur, a few thousand at most, so that an epoch's sort does not compare them.
+        """Sort the lengths that occur, a few thousand at most, so that an epoch's sort need not compare them.
 
-        Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
-        target lengths still has similar source lengths as well.
+        Target lengths descend. Source lengths descend for one target length and ascend for the next, so that a batch
+        with two target lengths still has similar source lengths.
         """
 
         def lengths(of_side: Lengths, start: int, end: int) -> Array:
-            """Return the lengths of one side; of pairs that are left out only that they are, as a table has each."""
+            """Return one side's lengths, capped just above `max_length`, since a table has an entry for each length."""
             if self.max_length == math.inf:
                 return of_side(start, end)
             return numpy.minimum(of_side(start, end), int(self.max_length) + 1)
@@ -203,7 +203,7 @@ class TokenBatches:
         of_target, of_source = targets[found // max(1, len(sources))] + 1, sources[found % max(1, len(sources))] + 1
         direction = numpy.where(of_target % 2 == 0, -1, 1)
         order = numpy.lexsort((direction * of_source, -of_target))
-        # numpy sorts 16 bits by radix
+        # numpy uses a radix sort for 16 bits
         places = numpy.empty(len(occurs), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int32)
         places[found[order]] = numpy.arange(len(order))
         self._places = numpy.empty(len(self.sources), places.dtype)
@@ -212,14 +212,14 @@ class TokenBatches:
         self._longer = numpy.maximum(of_target, of_source)[order]
 
     def _counts(self, pairs: Array) -> Array:
-        """Count the pairs of each of the lengths that occur."""
+        """Count the pairs with each combination of lengths that occurs."""
         counts = numpy.zeros(len(self._longer), numpy.int64)
         for start in range(0, len(pairs), SLICE):
             counts += numpy.bincount(self._places[pairs[start : start + SLICE]], minlength=len(counts))
         return counts
 
     def _sort(self, pairs: Array) -> Sorted:
-        """Sort pairs by their lengths: count them, and put each part of the pairs behind those before it."""
+        """Sort pairs by their lengths: count them, then place each slice of the pairs behind the slices before it."""
         counts = self._counts(pairs)
         places = numpy.empty(len(pairs), numpy.int32)
         free = numpy.cumsum(counts) - counts
@@ -227,7 +227,7 @@ class TokenBatches:
             lengths = self._places[pairs[start : start + SLICE]]
             order = numpy.argsort(lengths, kind="stable")
             of_part = numpy.bincount(lengths, minlength=len(counts))
-            # Where the first pair of each length goes, less its place in the sorted part
+            # Where the first pair of each length goes, minus its place in the sorted slice
             shift = free - (numpy.cumsum(of_part) - of_part)
             places[shift[lengths[order]] + numpy.arange(len(order))] = start + order
             free += of_part
@@ -236,8 +236,8 @@ class TokenBatches:
     def _find_cuts(self, counts: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
 
-        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
-        has the same pairs.
+        Random tie-breaking only exchanges pairs of equal lengths on both sides, so the cuts are the same in every epoch
+        that has the same pairs.
         """
         cuts = []
         start = 0
@@ -260,22 +260,22 @@ class TokenBatches:
 
 
 Lengths = Callable[[int, int], Array]
-"""The lengths of the sentences from one number to another."""
+"""Returns the lengths of the sentences from one index to another."""
 SLICE = 1 << 18
-"""Pairs whose lengths are in memory at a time."""
+"""Number of pairs whose lengths are in memory at a time."""
 
 
 class Sorted(NamedTuple):
     """Pairs in the order of their lengths."""
 
     places: Array
-    """Their places in the array that was sorted."""
+    """Their indices in the array that was sorted."""
     counts: Array
-    """How many there are of each of the lengths that occur."""
+    """How many pairs have each combination of lengths that occurs."""
 
 
 def _distinct(lengths: Lengths, slices: Iterable[tuple[int, int]]) -> tuple[Array, Array]:
-    """Return the lengths that occur, which rise, and for each length its place among them."""
+    """Return the lengths that occur, in ascending order, and for each length its place among them."""
     occurs = numpy.zeros(1, bool)
     for start, end in slices:
         found = lengths(start, end)
@@ -286,11 +286,11 @@ def _distinct(lengths: Lengths, slices: Iterable[tuple[int, int]]) -> tuple[Arra
 
 
 def order_of(ties: Array) -> Array:
-    """Return the order of random numbers that a stable sort gives, which takes three times as long."""
+    """Return the order in which a stable sort puts random numbers, in a third of its time."""
     order: Array = numpy.argsort(ties)
     ordered = ties[order]
     if (ordered[1:] == ordered[:-1]).any():
-        # Equal ones are in an order that depends on the processor
+        # The order of equal numbers depends on the processor
         order = numpy.argsort(ties, kind="stable")
     return order
 
@@ -300,9 +300,9 @@ class EpochBatches(Sequence[list[int]]):
 
     Args:
         order: the indices of all batches.
-        cuts: where the second of them begins there, the third, and so on.
+        cuts: where the second batch begins in `order`, the third, and so on.
         shuffled: the number of the batch that comes first, second, and so on.
-        first: what is added to every index.
+        first: an offset that is added to every index.
     """
 
     def __init__(self, order: Array, cuts: Sequence[int], shuffled: Array, first: int = 0) -> None:
@@ -322,10 +322,10 @@ class EpochBatches(Sequence[list[int]]):
 
 
 def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:
-    """Return what one data rank computes of a step: the data ranks' batches contain each sentence exactly once.
+    """Return one data rank's share of a step; together, the data ranks' batches contain each sentence exactly once.
 
     Each data rank gets the same number of whole batches. The remaining batches, fewer than `data_ranks`, are each
-    divided by sentences; a batch of fewer sentences than data ranks leaves some of them nothing.
+    divided by sentences; a batch with fewer sentences than data ranks leaves nothing for some of them.
     """
     # Of 7 batches, each of 3 data ranks gets 2 whole ones and a third of the sentences of the seventh
     even = len(batches) // data_ranks * data_ranks
@@ -334,7 +334,7 @@ def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: in
 
 
 Position = tuple[int, int]
-"""An epoch, and the number of its batches that are done."""
+"""An epoch, and how many of its batches are done."""
 
 
 class Steps(Dataset[tuple[Position, list[Batch]]]):
@@ -342,9 +342,9 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
 
     Args:
         batches: the data.
-        accumulate: batches in a step.
+        accumulate: number of batches in a step.
         data_rank, data_ranks: which of the processes with different sentences this is; see `batches_of_rank`.
-        device: the device of the model; for an accelerator, worker processes make the batches, in pinned memory.
+        device: the model's device; for an accelerator, worker processes make the batches, in pinned memory on CUDA.
     """
 
     def __init__(self, batches: Epochs, accumulate: int, data_rank: int, data_ranks: int, device: torch.device) -> None:
@@ -362,17 +362,17 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
         return position, [self.batches.batch(batch) for batch in indices]
 
     def after(self, epoch: int, done: int) -> Iterator[tuple[Position, list[Batch]]]:
-        """Yield steps without end, starting after `done` batches of `epoch`; a step may cross the end of an epoch."""
+        """Yield steps endlessly, starting after `done` batches of `epoch`; a step may cross the end of an epoch."""
         loader = DataLoader(
             self,
             batch_size=None,
             sampler=self._indices(epoch, done),
-            collate_fn=tuple,  # as it is
+            collate_fn=tuple,  # no collation
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_parent,
         )
-        # Workers are born with these signals blocked: one that comes at once must not end them
+        # Workers start with these signals blocked: one that arrives at once must not end them
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_PARENT)
         try:
             return iter(loader)
@@ -388,31 +388,31 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
                 if len(step) == self.accumulate:
                     yield (epoch, number + 1), batches_of_rank(step, self.data_rank, self.data_ranks)
                     step = []
-            del batches  # before the next ones need as much memory
-            # A step that is not full takes its other batches from the next epoch: all steps are the same size
+            del batches  # before those of the next epoch need as much memory
+            # A step that is not full takes its other batches from the next epoch, so that all steps have the same size
             epoch += 1
             done = 0
 
 
 WORKERS = 2
-"""Worker processes that make batches ahead of an accelerator."""
+"""Number of worker processes that make batches ahead of an accelerator."""
 
 
 LEFT_TO_THE_PARENT = {signal.SIGINT, signal.SIGTERM}
-"""A terminal sends Ctrl-C, and Slurm SIGTERM, to the workers too, but the parent finishes a step."""
+"""A terminal sends Ctrl-C, and Slurm SIGTERM, to the workers as well, but the parent still finishes its step."""
 if sys.platform == "darwin":
     # macOS does not say who sent a signal; blocked there, SIGTERM would never end a worker
     LEFT_TO_THE_PARENT.remove(signal.SIGTERM)
 
 
 def _leave_signals_to_the_parent(_: int) -> None:
-    """Let only the parent end this process, which was born with LEFT_TO_THE_PARENT blocked."""
+    """Let only the parent end this process, which started with LEFT_TO_THE_PARENT blocked."""
     if signal.SIGTERM in LEFT_TO_THE_PARENT:
         threading.Thread(target=_end_by_parent, daemon=True).start()
 
 
 def _end_by_parent() -> None:
-    """End this process by a SIGTERM of its parent, and of nobody else."""
+    """End this process on a SIGTERM from its parent, and from nobody else."""
     parent = os.getppid()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass

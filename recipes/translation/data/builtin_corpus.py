@@ -1,7 +1,7 @@
 """A generated English-German corpus: sentences with number words, dates, clock times and prices.
 
 It needs no download and no licence, is unlimited, and has exactly one correct translation of every sentence in either
-direction, so that exact match measures how much of the language a model has learned. A model has to learn some German
+direction, so that exact match measures how much of the language a model has learned. The model must learn some German
 grammar: units before tens (`dreiundzwanzig`), half hours named after the next hour (`halb acht`), case (`der dritte
 Mai`, `am dritten Mai`), gender (`der rote Tisch`, `den roten Tisch`), and verbs that move to the second position or are
 separated (`Am Montag fährt der Zug um acht Uhr ab.`).
@@ -29,7 +29,7 @@ from recipes.translation.text.pair import Pair, Split
 
 
 def clock(hour: int, minute: int) -> Pair:
-    """Spell a time on the twelve-hour clock (hour 1 to 12), as it follows `at` and `um`."""
+    """Spell a time on the twelve-hour clock (hour 1 to 12), as used after `at` and `um`."""
     following = hour % 12 + 1
     if minute == 0:
         return Pair(f"{english_number(hour)} o'clock", f"{german_stem(hour)} Uhr")
@@ -74,7 +74,7 @@ def _one_accusative(noun: words.Noun) -> str:
     return {"der": "einen", "die": "eine", "das": "ein"}[noun.article] + " " + noun.de
 
 
-# Random draws. Only Random.random() is guaranteed not to change across Python versions, so they all use nothing else.
+# Random draws. Only Random.random() is guaranteed not to change across Python versions, so they use nothing else.
 
 T = TypeVar("T")
 
@@ -261,9 +261,9 @@ FRAMES: tuple[Callable[[random.Random], Pair], ...] = (
 
 
 def split_of(source: str) -> Split:
-    """Return the split of an English sentence, which depends on its text alone: valid and test get a twentieth each.
+    """Return the split of an English sentence, which depends only on its text: valid and test get a twentieth each.
 
-    The grammar translates one to one, so that a German sentence is in one split only, too.
+    The grammar translates one to one, so that each German sentence is in only one split, too.
     """
     # SHA-256, since Python's own hash of a text differs from process to process
     bucket = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") % 20
@@ -292,7 +292,7 @@ def each_pair(count: int, seed: int, split: Split = "train") -> Iterator[Pair]:
     seen: set[Pair] = set()
     while drawn < count:
         pair = _pick(rng, FRAMES)(rng)
-        # All splits are drawn from one stream of sentences, which no number of pairs changes
+        # All splits are drawn from one stream of sentences, which does not depend on the number of pairs
         if split_of(pair.source) != split or pair in seen:
             continue
         if split != "train":

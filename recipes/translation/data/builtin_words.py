@@ -1,4 +1,4 @@
-"""Hold the words of the built-in corpus: months, people, goods, events and places, in English and German."""
+"""The words of the built-in corpus: months, people, goods, events and places, in English and German."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipes.translation.text.pair import Pair
 
 
 class Noun(NamedTuple):
-    """An English noun, the German one, and the German definite article, which tells the gender."""
+    """An English noun, the German one, and the German definite article, which indicates the gender."""
 
     en: str
     de: str

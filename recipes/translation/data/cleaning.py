@@ -1,7 +1,7 @@
-"""Cleaning of training pairs by rules that need no model: each says of a pair that it is not a translation.
+"""Cleaning of training pairs by rules that need no model; each recognises pairs that are not translations.
 
 The rules are those that toolkits and shared tasks have in common: length and ratio as in Moses' `clean-corpus-n.perl`,
-copies after Khayrallah and Koehn (2018, "On the impact of various types of noise on neural machine translation").
+copies as in Khayrallah and Koehn (2018, "On the impact of various types of noise on neural machine translation").
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import mostly_in, scripts_of_language
 
 Rule = Callable[[Pair], bool]
-"""Return whether a pair is to be removed."""
+"""Returns whether a pair is to be removed."""
 
 EMPTY = "an empty side"
 VISIBLE = re.compile(r"[^\s\x01-\x1f\x7f-\x9f\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
-"""A character that can be seen. Of all others, such as zero-width spaces, one of the rules of subwords makes blanks."""
+"""A visible character. One of the subword rules turns all others, such as zero-width spaces, into blanks."""
 
 CONTINUATION = (
     "[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00be"
     "\u20ac\u0192\u2020\u2021\u02c6\u2030\u0160\u2039\u0152\u017d\u2022\u02dc\u2122\u0161\u203a\u0153\u017e\u0178]"
 )
-"""What Latin-1 and Windows-1252 make of a further byte of a UTF-8 character, other than quotes, dots, dashes and
+"""What Latin-1 and Windows-1252 make of a continuation byte of a UTF-8 character, except quotes, dots, dashes and
 blanks, which may follow a real Ã in capitals."""
 DAMAGED = re.compile(
     "\ufffd"  # what decoders put in place of bytes that are not UTF-8
     "|[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]"  # controls; tab, line ends, separators and U+0085 are blanks
     f"|[ÂÃÄÅ]{CONTINUATION}"  # ü as Ã¼, š as Å¡
     "|â€"  # curly quotes and dashes as â€œ
-    f"|(?:[ÐÑÎÏ]{CONTINUATION}){{2}}"  # Cyrillic and Greek, two letters on end
+    f"|(?:[ÐÑÎÏ]{CONTINUATION}){{2}}"  # Cyrillic and Greek, two letters in a row
 )
 
 
 ENTITY = re.compile(r"&(?: ?amp ?;)? ?(#? ?\w{1,32}) ?;")
-"""&apos; as Moses and HTML write it, also escaped twice or divided into words: &amp;#45; and & quot ;"""
+"""&apos; as Moses and HTML write it, even escaped twice or split into words: &amp;#45; and & quot ;"""
 TAG = re.compile(
     "<!--|<!\\[CDATA\\[|<[!?][A-Za-z]|</?[A-Za-z][\\w:.-]*(?:\\s+[\\w:.-]+\\s*=\\s*(?:\"[^\"]*\"|'[^']*'|[^\\s<>]+))*\\s*/?>"
 )
 
 
 def markup_in(text: str, symbols: frozenset[str] = frozenset()) -> str:
-    """Return the first tag or character entity of a text that is none of the symbols, or the empty string."""
+    """Return the first tag or character entity in a text that is not one of the symbols, or the empty string."""
     if "<" in text:
         for tag in TAG.finditer(text):
             if tag[0] not in symbols:
@@ -64,20 +64,20 @@ def markup_in(text: str, symbols: frozenset[str] = frozenset()) -> str:
 COMMAND = "cleaning.metric_command"
 BELOW = "scored too low"
 AT_ONCE = 100_000
-"""Pairs for which the program is started once."""
+"""Number of pairs that one start of the program scores."""
 
 
 class Cleaning:
     """The rules that are set, and how many pairs each of them has removed.
 
     Args:
-        settings: which rules; pairs with an empty side are removed without one.
+        settings: which rules to apply; pairs with an empty side are always removed.
         source, target: the languages, for the rule about scripts.
-        symbols: words such as <url> that are no markup.
+        symbols: words such as <url> that are not markup.
 
     Raises:
-        ConfigError: `cleaning.script` for a language whose script is not known; a `cleaning.metric_command` that
-            cannot run, or needs references.
+        ConfigError: for `cleaning.script` with a language whose script is not known; for a `cleaning.metric_command`
+            that cannot run, or that needs references.
     """
 
     def __init__(self, settings: CleaningConfig, source: str, target: str, symbols: Sequence[str] = ()) -> None:
@@ -89,13 +89,13 @@ class Cleaning:
             check_without_references(self._command, COMMAND)
         self._counts_markup = not settings.markup
         self.markup = 0
-        """Pairs with markup that are kept."""
+        """Number of pairs with markup that are kept."""
         self.example = ""
         self.removed = dict.fromkeys([*self._rules, *([BELOW] if self._command else [])], 0)
         self.read = 0
 
     def clean(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Yield the pairs that no rule removes, in their order; each other one counts for the first rule it breaks."""
+        """Yield the pairs that no rule removes, in order; each other pair counts for the first rule that it breaks."""
         for pair in self._filter_by_score(self._filter_by_rules(pairs)):
             if self._counts_markup and (found := _markup_of(pair, self._symbols)):
                 self.markup += 1
@@ -112,7 +112,7 @@ class Cleaning:
                 self.removed[broken] += 1
 
     def _filter_by_score(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
-        """Yield the pairs that the program of the settings does not score below the least number."""
+        """Yield the pairs that the metric command does not score below `cleaning.metric_least`."""
         if not self._command:
             yield from pairs
             return
@@ -135,7 +135,7 @@ def _markup_of(pair: Pair, symbols: frozenset[str]) -> str:
 
 
 def rules(settings: CleaningConfig, source: str, target: str, symbols: frozenset[str] = frozenset()) -> dict[str, Rule]:
-    """Return the rules that are set, by the words of the log, in the order in which they are asked."""
+    """Return the rules that are set, keyed by their wording in the log, in the order in which they are applied."""
     found: dict[str, Rule] = {EMPTY: lambda pair: not all(map(VISIBLE.search, pair))}
     if settings.encoding:
         found["wrong encoding"] = lambda pair: any(map(DAMAGED.search, pair))
@@ -162,7 +162,7 @@ def _ratio(pair: Pair) -> float:
 
 
 def _is_copy(pair: Pair) -> bool:
-    """Return whether both sides are the same but for case and blanks; numbers and signs alone may well be."""
+    """Return whether both sides are the same apart from case and blanks; only numbers and signs may well be."""
     source, target = (" ".join(side.casefold().split()) for side in pair)
     return source == target and any(map(str.isalpha, source))
 
@@ -181,7 +181,7 @@ def _wrong_script(source: str, target: str) -> Rule:
 
 
 def _repetition_rule() -> Rule:
-    """Return the rule for a pair that was asked about before, of which 16 bytes are kept, and not its text."""
+    """Return the rule for a pair that has occurred before; of each pair only a 16-byte digest is kept."""
     seen: set[bytes] = set()
 
     def is_repeated(pair: Pair) -> bool:

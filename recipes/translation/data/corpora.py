@@ -1,4 +1,4 @@
-"""The corpora of a run: what it is trained, validated and tested on, as its settings name them."""
+"""The corpora of a run: what it is trained, validated and tested on, according to its settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HeldOutSplit = Literal["valid", "test"]
 
 @dataclass(frozen=True)
 class CorpusSplit:
-    """The training, validation or test data of one pair of languages."""
+    """The training, validation or test data of one language pair."""
 
     config: RunConfig
     name: str
@@ -40,9 +40,9 @@ class CorpusSplit:
     data: DataConfig
     """Where its pairs come from."""
     tags: tuple[str, ...] = ()
-    """What stands in front of each source sentence; of the section data, only in training."""
+    """What is put in front of each source sentence; for the section data, only in training."""
     weight: float = 1.0
-    """In training."""
+    """The weight of the corpus in training."""
 
     @property
     def setting(self) -> str:
@@ -58,16 +58,16 @@ class CorpusSplit:
 
     @cached_property
     def pairs(self) -> list[Pair]:
-        """Return validation or test pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
+        """Read validation or test pairs, without tags, only once; raise DataError as `load_pairs` does."""
         with naming_corpus(self.name):
             return load_pairs(self.data, self.split, self.config.subwords.lowercase)
 
     def tagged_pairs(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Return the pairs with their sources as `translate` takes them: under a corpus's tags, except empty ones."""
+        """Return the pairs with sources as `translate` takes them: with a corpus's tags in front, except empty ones."""
         return [Pair(self.source(pair), pair.target) if pair.source.split() else pair for pair in pairs]
 
     def source(self, pair: Pair) -> str:
-        """Return the source sentence under the tags."""
+        """Return the source sentence with the tags in front."""
         return " ".join((*self.tags, pair.source))
 
     @property
@@ -77,7 +77,7 @@ class CorpusSplit:
 
 
 def _without_blanks(pair: Pair) -> Pair:
-    """Return a pair without blanks that a copy may have lost."""
+    """Return a pair without the blanks that a copy may have lost."""
     return Pair(" ".join(pair.source.split()), " ".join(pair.target.split()))
 
 
@@ -90,12 +90,12 @@ class Corpora:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.training = self._training()
-        """Those of the section corpora, or else the one of data.train."""
+        """The corpora of the section corpora, or else the one of data.train."""
         self._hashes: Hashes = {}
 
     @cached_property
     def text(self) -> TrainingText:
-        """Open the training text, cleaned and without tags, which is read first unless it has been already."""
+        """Open the training text, cleaned and without tags; unless it exists already, read it from the data first."""
         folder = self.text_folder
         if not folder.exists():
             start = time.monotonic()
@@ -113,14 +113,14 @@ class Corpora:
 
     @property
     def cache(self) -> Path:
-        """Return the folder of what is made of the training data once, and found again."""
+        """Return the folder for what is made from the training data once and then reused."""
         if self.config.data.cache:
             return Path(expand_path(self.config.data.cache, "data.cache"))
         return Path(self.config.run, "data")
 
     @cached_property
     def text_key(self) -> str:
-        """Return the name of the training text: a hash of all that it is made from."""
+        """Return the name of the training text: a hash of everything it is made from."""
         made_from = {
             "data": self.identity,
             "cleaning": dataclasses.asdict(self.config.cleaning),
@@ -130,13 +130,13 @@ class Corpora:
         return hashlib.sha256(json.dumps([LAYOUT, made_from]).encode()).hexdigest()[:32]
 
     def each_corpus(self, say: Callable[[str], None] = say_to_stderr) -> Iterator[tuple[CorpusSplit, Iterable[Pair]]]:
-        """Read every training corpus; yield it with its pairs, and tell `say` what is noticed."""
+        """Read every training corpus; yield it with its pairs, and report what is noticed to `say`."""
         for corpus in self.training:
             yield corpus, self._each_pair(corpus, say)
 
     @cached_property
     def identity(self) -> object:
-        """Return what determines the training text before it is cleaned, as JSON: settings, SHA-256 of the contents."""
+        """Return what determines the training text before cleaning, as JSON: settings, and SHA-256 of the contents."""
         names = ("format", "source", "target", "builtin_pairs")
         found = {}
         for corpus in self.training:
@@ -152,7 +152,7 @@ class Corpora:
             yield from each_training_pair(corpus.data, config.subwords, config.cleaning, name, self._hashes, say)
 
     def note_held_out(self) -> None:
-        """Say how many validation and test pairs are in the training data as well."""
+        """Report how many validation and test pairs are also in the training data."""
         sets = {each.setting: set(map(_without_blanks, each.pairs)) for each in self.all_held_out}
         for corpus, found in zip(self.training, self.text.pairs_among(list(sets.values())), strict=True):
             for (setting, pairs), there in zip(sets.items(), found, strict=True):
@@ -165,12 +165,12 @@ class Corpora:
 
     @property
     def all_held_out(self) -> list[CorpusSplit]:
-        """Return the validation data, and the test data if there is some."""
+        """Return the validation data, and the test data if there is any."""
         return [*self.valid, *self._test]
 
     @cached_property
     def valid(self) -> list[CorpusSplit]:
-        """Return the validation data, as `held_out` does, whose pairs are read once."""
+        """Return the validation data, as `held_out` does, but such that its pairs are read only once."""
         return self.held_out("valid")
 
     @cached_property
@@ -180,7 +180,7 @@ class Corpora:
     def held_out(self, split: HeldOutSplit) -> list[CorpusSplit]:
         """Return the validation or test data of every corpus that has some, or else that of the section data.
 
-        Raises ConfigError where both are given; DataError where neither is, but for the built-in corpus.
+        Raises ConfigError if both are given; DataError if neither is, except for the built-in corpus.
         """
         config = self.config
         names = [name for name, corpus in config.corpora.items() if getattr(corpus, split)]
@@ -203,9 +203,9 @@ class Corpora:
         return [self._of_section(name, split) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
-        """Return whether the settings name validation or test data, or the run has that of the built-in corpus.
+        """Return whether the settings name validation or test data, or the run uses that of the built-in corpus.
 
-        Corpora from files are not judged by the built-in one, but a teacher's translations of it are.
+        Corpora from files are not tested on the built-in one, but a teacher's translations of it are.
         """
         config = self.config
         if any(getattr(corpus, split) for corpus in config.corpora.values()) or getattr(config.data, split):
@@ -218,7 +218,7 @@ class Corpora:
         )
 
     def the_one(self, split: HeldOutSplit) -> CorpusSplit:
-        """Return the only validation or test data of a run; raise DataError where several corpora have some."""
+        """Return the only validation or test data of a run; raise DataError if several corpora have some."""
         (first, *others) = self.held_out(split)
         if others:
             names = ", ".join(f"{split}.{each.name}" for each in (first, *others))
@@ -231,17 +231,17 @@ class Corpora:
         return first
 
     def mixture(self, sizes: Sequence[int]) -> Mixture | None:
-        """Return how the corpora, which have these many pairs, are mixed; None to train on every pair once an epoch."""
+        """Return how corpora of these sizes in pairs are mixed; None to train on every pair once per epoch."""
         weights = [corpus.weight for corpus in self.training]
         if len(set(weights)) == 1 and (self.config.data.temperature == 1 or len(weights) == 1):
             return None
         return Mixture(sizes, weights, self.config.data.temperature, self.config.training.seed)
 
     def check(self) -> None:
-        """Check the training data, and read validation and test data, so that mistakes are found before the training.
+        """Check the training data, and read validation and test data, so that mistakes are found before training.
 
         Validation data is required, test data is optional. Raises DataError and ConfigError as `check_training`,
-        `held_out` and `load_pairs` do, and for a temperature with nothing to mix.
+        `held_out` and `load_pairs` do, and for a temperature if there is nothing to mix.
         """
         self.check_training()
         if sum(corpus.weight > 0 for corpus in self.training) < 2:
@@ -261,7 +261,7 @@ class Corpora:
             each.pairs  # noqa: B018  (reads them)
 
     def check_training(self) -> None:
-        """Raise an error where the training data is not named as its format needs; the files are not read."""
+        """Raise an error if the training data is not named as its format requires; the files are not read."""
         config = self.config
         targets = list(dict.fromkeys(corpus.data.target for corpus in self.training))
         if config.data.language_tags and config.data.target not in targets:
@@ -296,7 +296,7 @@ class Corpora:
         ]
 
     def _of_section(self, name: str, split: Split) -> CorpusSplit:
-        """Return a split of a corpus of the section corpora."""
+        """Return a split of a corpus in the section corpora."""
         corpus, data = self.config.corpora[name], self.config.data
         return CorpusSplit(self.config, name, split, data_of(name, corpus, data), corpus_tags(corpus, data))
 
@@ -307,25 +307,25 @@ def only_held_out(corpus: CorpusConfig) -> bool:
 
 
 def language_pairs(corpora: Corpora) -> list[tuple[str, str]]:
-    """Return the pairs of languages that a run was trained on, that of its section data first.
+    """Return the language pairs that a run was trained on, that of its section data first.
 
-    Without tags of the target language a model cannot be told to translate to another one than `data.target`.
+    Without target-language tags a model cannot be told to translate into any language but `data.target`.
     """
     config = corpora.config
     trained = list(dict.fromkeys((corpus.data.source, corpus.data.target) for corpus in corpora.training))
     pairs = [pair for pair in trained if config.data.language_tags or pair[1] == config.data.target]
-    # Where no corpus has data.target, which then is a default that nobody set, the model can do what its corpora do
+    # If no corpus has data.target, it is a default that nobody set, and the model can do what its corpora do
     return sorted(pairs or trained, key=lambda pair: pair != (config.data.source, config.data.target))
 
 
 def data_of(name: str, corpus: CorpusConfig, data: DataConfig) -> DataConfig:
-    """Return the files and languages of the corpus of this name; what it leaves out is that of the section data."""
+    """Return the files and languages of the corpus of this name; what it omits is taken from the section data."""
     own: dict[str, Any] = {
         key: getattr(corpus, key) for key in ("path", "source", "target") if getattr(corpus, key) is not None
     }
     splits = {split: getattr(corpus, split) for split in ("train", "valid", "test")}
     formats = (format_of_files(f"corpora.{name}.{split}", names) for split, names in splits.items() if names)
     own["format"] = corpus.format or next(formats, None) or "builtin"
-    if own["format"] == "builtin":  # which has no files: data.path is that of the others
+    if own["format"] == "builtin":  # it has no files: data.path is for the other corpora
         own.setdefault("path", "")
     return dataclasses.replace(data, **splits, **own)

@@ -28,12 +28,12 @@ from recipes.translation.text.subwords import Subwords
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation data of one pair of languages."""
+    """Validation data of one language pair."""
 
     held_out: CorpusSplit
     batches: TokenBatches
     pairs: Sequence[Pair]
-    """Their sources as `translate` takes them: under the tags of a corpus."""
+    """With sources as `translate` takes them: with the corpus's tags in front."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Corpus:
     target: Subwords
     train: TokenBatches | DrawnBatches
     valid: Sequence[ValidationSet]
-    """One, or that of several pairs of languages."""
+    """One set for each language pair."""
     fingerprint: str
-    """SHA-256 of all ids, and of draws where subwords are sampled, which a resumed run compares."""
+    """SHA-256 of all ids, and of sample draws if subwords are sampled; a resumed run compares it."""
     read: Sequence[str] = ()
     """What was read, a line for each corpus."""
 
@@ -59,7 +59,7 @@ def load_corpus(
 ) -> Corpus:
     """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches.
 
-    One process of each machine writes the training text and its ids, where they are not there yet; all of them map the
+    One process on each machine writes the training text and its ids if they do not exist yet; all processes map the
     result. Without `insist`, data that looks like a mistake is refused (`check_meant`).
     """
     # On every rank: data.path and data.cache may differ between machines
@@ -77,7 +77,7 @@ def load_corpus(
 
 
 def _check(corpora: Corpora, insist: bool) -> None:
-    """Check that all data and the tokenisers of BLEU are available."""
+    """Check that all data and the tokenisers for BLEU are available."""
     config = corpora.config
     if not insist:
         check_meant(corpora)
@@ -98,7 +98,7 @@ def _subwords(
 
 
 def stored_ids(corpora: Corpora, source: Subwords, target: Subwords) -> Store:
-    """Return the ids of the training pairs, whose files are checked, or are written if there are none."""
+    """Return the ids of the training pairs; write their files if there are none, and check them."""
     folder = ids_folder(corpora, source, target)
     start = time.monotonic()
     what = "reused"
@@ -120,7 +120,7 @@ def _open_corpus(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus
     digest = hashlib.sha256(json.dumps(store.digests).encode())
     mixture = corpora.mixture(store.corpora)
     if mixture is not None:
-        # Where one corpus ends and the next begins decides how often a pair is drawn
+        # The boundaries between corpora determine how often a pair is drawn
         digest.update(repr(store.corpora).encode())
     train = TokenBatches(
         store.flat("source", IDS),
@@ -147,7 +147,7 @@ def _open_corpus(corpora: Corpora, source: Subwords, target: Subwords) -> Corpus
 def _describe_corpora(
     corpora: Corpora, sizes: Sequence[int], train: TokenBatches, valid: Sequence[ValidationSet]
 ) -> list[str]:
-    """Return a line for each corpus: its files, its languages, its pairs and, of several, its share of an epoch."""
+    """Return a line for each corpus: its files, languages and pairs and, if there are others, its share of an epoch."""
     counts = list(sizes)
     if train.mixture is not None:
         counts = train.mixture.counts(train.pairs_short_enough)
@@ -164,7 +164,7 @@ def _describe_corpora(
 def validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) -> ValidationSet:
     settings, text = held_out.config.training, ModelText.of(held_out.config)
     pairs = held_out.tagged_pairs(held_out.pairs)
-    # Validation has every pair, or its scores would be of easier sentences
+    # Validation keeps every pair, or its scores would be those of easier sentences
     batches = TokenBatches(
         source.encode([text.source(pair.source) for pair in pairs]),
         target.encode([pair.target for pair in pairs]),
@@ -178,7 +178,7 @@ def validation_set(held_out: CorpusSplit, source: Subwords, target: Subwords) ->
 
 
 def ids_folder(corpora: Corpora, source: Subwords, target: Subwords) -> Path:
-    """Return where the ids of the training pairs are: its name is a hash of all that they are made from."""
+    """Return the folder of the training pairs' ids, whose name is a hash of everything they are made from."""
     tags = [corpus.tags for corpus in corpora.training]
     made_from = [LAYOUT, corpora.text_key, tags, source.digest, target.digest]
     return corpora.cache / f"ids-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]}"

@@ -1,6 +1,6 @@
-"""Batches of sentence pairs whose subwords are drawn anew in every epoch.
+"""Batches of sentence pairs whose subwords are sampled anew in every epoch.
 
-A draw is a function of (seed, epoch, pair), so that a run resumes in the middle of an epoch, and every process draws
+A draw is a function of (seed, epoch, pair), so that a run can resume in the middle of an epoch, and every process draws
 the same.
 """
 
@@ -23,14 +23,14 @@ from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import Subwords
 
 PROBED = 1_000
-"""Pairs whose draws are part of the data's fingerprint."""
+"""Number of pairs whose draws are part of the data's fingerprint."""
 SLICE = 1_000
-"""Pairs drawn between two looks at whether the process is about to end."""
+"""Number of pairs drawn between two checks whether the process is about to end."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn of one side of the pairs."""
+    """How one side of the pairs is drawn."""
 
     subwords: Subwords
     sampling: float
@@ -46,13 +46,13 @@ class DrawnBatches:
     epoch contains the pairs that `plain` does. A draw that is longer than `max_length` is replaced by the sentence's
     usual subwords.
 
-    Sampled subwords are many more than others. So they are drawn twice: their lengths before an epoch, for batches
-    within the budget of tokens, and themselves when a batch is made; nothing but the two lengths of a pair is kept.
+    Sampling makes more subwords than usual, so they are drawn twice: before an epoch for their lengths, to make batches
+    within the token budget, and again when a batch is made; only the two lengths of each pair are kept in between.
     While an epoch is in use, a thread draws the lengths of the next one.
 
     Args:
-        plain: the batches of which nothing is sampled.
-        source, target: what is drawn of either side.
+        plain: the batches without sampling.
+        source, target: how each side is drawn.
     """
 
     def __init__(self, plain: TokenBatches, source: Drawing, target: Drawing) -> None:
@@ -63,7 +63,7 @@ class DrawnBatches:
 
     @property
     def dropped(self) -> int:
-        """Return the number of pairs that are left out of every epoch, as longer than `max_length`."""
+        """Return the number of pairs that are left out of every epoch because they are longer than `max_length`."""
         return self.plain.dropped
 
     @property
@@ -98,11 +98,11 @@ class DrawnBatches:
         return sources, targets
 
     def probe(self) -> tuple[list[Ids], list[Ids]]:
-        """Draw the first pairs as the first epoch does: what shows whether another process draws the same."""
+        """Draw the first pairs as the first epoch does, to show whether another process draws the same."""
         return self.draw(0, range(min(self._pairs, PROBED)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process needs, which is everything but the thread's work."""
+        """Return what a worker process needs: everything but the thread's work."""
         return {**self.__dict__, "_orders": {}}
 
     def _draw_side(self, which: int, ids: Sequence[Ids], epoch: int, pairs: Sequence[int]) -> list[Ids]:
@@ -122,7 +122,7 @@ class DrawnBatches:
         return self._orders[epoch].result()
 
     def _draw_order(self, epoch: int) -> TokenBatches:
-        # The lengths of pairs that the epoch does not contain stay: a pair too long must not come in by a shorter draw
+        # Pairs outside the epoch keep their lengths: one that is too long must not get in through a shorter draw
         lengths = (self.plain.source_lengths.astype(numpy.int32), self.plain.target_lengths.astype(numpy.int32))
         pairs = numpy.unique(self.plain.pairs(epoch))
         for start in range(0, len(pairs), SLICE):
@@ -149,7 +149,7 @@ class DrawnBatches:
 def drawn_batches(
     corpora: Corpora, plain: TokenBatches, source: Subwords, target: Subwords
 ) -> TokenBatches | DrawnBatches:
-    """Return what every epoch draws of the training pairs `plain`: themselves, unless the settings ask for more."""
+    """Return batches that sample the training pairs in every epoch, or `plain` unless the settings ask for sampling."""
     config = corpora.config
     settings = config.subwords
     sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
@@ -163,7 +163,7 @@ def drawn_batches(
 
 @lru_cache(maxsize=4)
 def _seeds(seed: int, epoch: int, which: int, pairs: int) -> numpy.typing.NDArray[numpy.uint32]:
-    """Return a seed for each sentence of a side in an epoch."""
+    """Return a seed for each sentence of one side in an epoch."""
     seeds: numpy.typing.NDArray[numpy.uint32]
     seeds = numpy.random.SeedSequence([seed, epoch, which]).generate_state(pairs, numpy.uint32).astype(numpy.uint32)
     return seeds

@@ -1,4 +1,4 @@
-"""Data that can be trained on, and is most often not what was meant: the same file twice, or languages exchanged."""
+"""Data that can be trained on, but is rarely what was meant: the same file twice, or swapped languages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAY = "if that is intended, add --insist"
 
 
 def check_meant(corpora: Corpora) -> None:
-    """Raise DataError for a file that is given for two purposes, or whose name ends in another language."""
+    """Raise DataError for a file that is given for two purposes, or whose name ends in a different language."""
     held_out = [*corpora.valid, *(corpora.held_out("test") if corpora.has("test") else [])]
     for each in [*corpora.training, *corpora.valid]:
         if each.data.format == "text":
@@ -32,7 +32,7 @@ def check_meant(corpora: Corpora) -> None:
 
 
 def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
-    """Raise DataError for one file as source and target, and for names that end in another language."""
+    """Raise DataError for one file as both source and target, and for names that end in a different language."""
     source, target = paths
     section = setting.rpartition(".")[0]
     if (how := _how_same(source, target)) is not None:
@@ -51,13 +51,13 @@ def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
 
 
 def ending_of(path: Path) -> str:
-    """Return the two letters in which a file's name ends after a dot, most often a language; empty for other names."""
+    """Return the two letters after a dot that a file's name ends with, usually a language; empty for other names."""
     found = re.search(r"\.([a-z]{2})$", without_compression(path.name).removesuffix(".txt"))
     return found[1] if found else ""
 
 
 def _sources(corpus: CorpusSplit) -> list[Path]:
-    """Return what tells a split from others: its files, or on the hub the names of data set and split."""
+    """Return what distinguishes a split from others: its source file or, on the hub, the data set and split names."""
     if corpus.data.format == "builtin":
         return []
     if corpus.data.format == "hub":
@@ -66,14 +66,14 @@ def _sources(corpus: CorpusSplit) -> list[Path]:
 
 
 def _how_same(one: Path, other: Path) -> str | None:
-    """Return how two files are the same, as words to add to their names; None if they are not."""
+    """Return in what way two files are the same, as words to add to their names; None if they are not."""
     if one == other:
         return ""
     if not (one.is_file() and other.is_file()):
         return None
     if one.samefile(other):
         return ", one file under two names"
-    # Nothing is the same of empty files, which are refused by themselves
+    # Empty files do not count as the same; they are refused elsewhere
     if one.stat().st_size and filecmp.cmp(one, other, shallow=False):
         return ", which have the same contents"
     return None

@@ -12,13 +12,13 @@ Array = numpy.typing.NDArray[Any]
 
 
 class Mixture:
-    """Several corpora, which follow each other, sampled by weight and temperature.
+    """Several concatenated corpora, sampled by weight and temperature.
 
-    An epoch has as many pairs as the corpora have together. Of them a corpus of n pairs and weight w has a share in
+    An epoch has as many pairs as the corpora together. A corpus of n pairs and weight w has a share of them in
     proportion to w n^(1/T), where T is the temperature (Arivazhagan et al. 2019, "Massively multilingual neural machine
-    translation in the wild", section 4.2), and at least one pair, unless w is 0. A corpus is gone through from pass to
-    pass, each in an order of its own, and an epoch continues where the last one ended: no pair is used twice before
-    all pairs of its corpus are used. The pairs of an epoch depend on (seed, epoch) alone.
+    translation in the wild", section 4.2), and at least one pair, unless w is 0. Each corpus is gone through in passes,
+    each in a new order, and an epoch continues where the last one ended: no pair is used twice before all pairs of its
+    corpus have been used. The pairs of an epoch depend only on (seed, epoch).
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], temperature: float, seed: int) -> None:
@@ -28,7 +28,7 @@ class Mixture:
         self._seed = seed
 
     def counts(self, usable: Array) -> list[int]:
-        """Return how many pairs of each corpus an epoch has, of which only the `usable` indices may be drawn."""
+        """Return how many pairs of each corpus an epoch has if only the `usable` indices may be drawn."""
         sizes = numpy.array([len(members) for members in self._members(usable)])
         sizes[self._weights == 0] = 0
         if not sizes.any():
@@ -36,10 +36,10 @@ class Mixture:
         shares = self._weights * sizes ** (1 / self._temperature) * (sizes > 0)
         exact = sizes.sum() * shares / shares.sum()
         counts = exact.astype(numpy.int64)
-        # The pairs that rounding down leaves over go where it took most
+        # The pairs left over by rounding down go to the corpora that lost most by it
         most = numpy.argsort(counts - exact, kind="stable")
         counts[most[: round(sizes.sum()) - counts.sum()]] += 1
-        # A share below one pair is one pair, or a small corpus would never be used; there are at least as many pairs
+        # A share below one pair becomes one, or a small corpus would never be used; there are enough pairs for that
         for corpus in ((shares > 0) & (counts == 0)).nonzero()[0]:
             counts[corpus] = 1
             counts[counts.argmax()] -= 1

@@ -47,7 +47,7 @@ def english_number(number: int) -> str:
 
 
 def german_number(number: int) -> str:
-    """Spell a cardinal number as in counting, where a final one is `eins`: `einundzwanzigtausendeins` is 21,001."""
+    """Spell a cardinal number as in counting, where a final 1 is `eins`: `einundzwanzigtausendeins` is 21,001."""
     stem = german_stem(number)
     if number % 100 == 1:  # 1, 101 and 2,001, but neither 11 nor 21, in which one is not the last element
         return stem + "s"
@@ -55,7 +55,7 @@ def german_number(number: int) -> str:
 
 
 def german_stem(number: int) -> str:
-    """Spell a number as the first element of a compound, where one is `ein`."""
+    """Spell a number as the first element of a compound, where 1 is `ein`."""
     _check_number(number)
     if number == 1:
         return "ein"

@@ -12,16 +12,16 @@ from recipes.translation.text.subwords import Symbols
 
 
 def most_subwords(sizes: Sizes, symbols: Symbols) -> int | None:
-    """Return the most subwords of a sentence beside its symbols; None where positions are not learned."""
+    """Return the most subwords a sentence may have besides its symbols; None if positions are not learned."""
     if not isinstance(sizes, TransformerConfig) or ARCHITECTURES[sizes.architecture].positions != "learned":
         return None
     return sizes.max_positions - max(len(symbols.source([])), len(symbols.target([])) - 1)
 
 
 def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) -> None:
-    """Raise ConfigError or DataError where a sentence could have more tokens than the model has learned positions.
+    """Raise ConfigError or DataError if a sentence could have more tokens than the model has learned positions.
 
-    `lengths` are the most subwords of a sentence by the settings that say so.
+    `lengths` are the most subwords of a sentence, keyed by the settings that allow them.
     """
     most = most_subwords(sizes, corpus.source.symbols)
     if most is None:

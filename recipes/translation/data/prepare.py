@@ -25,11 +25,11 @@ from recipes.translation.text.subwords import Subwords, normalizations, subword_
 
 SETTINGS = "settings.json"
 SHAPING = ("vocab_size", "joint", "kind", "lowercase")
-"""The settings of `subwords` on which the models depend; those of sampling only use them."""
+"""The settings of `subwords` that the models depend on; those for sampling only use the models."""
 
 
 def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
-    """Train the subword models of source and target into `<run>/subwords/`, or read them from there.
+    """Train the subword models for source and target into `<run>/subwords/`, or read them from there.
 
     With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. Models are
     reused only if they were made from the same text with the same settings, and no byte of them has changed since. The
@@ -41,7 +41,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     settings = inputs_of(corpora)
     make = _copy if config.subwords.model else _train
     ready = None
-    with suppress(CheckpointError):  # whatever is wrong with them, they can be made again
+    with suppress(CheckpointError):  # whatever is wrong with the models, they can be made again
         ready = verified_folder(folder)
     if ready is None or field_in(ready / SETTINGS) != settings:
         check_symbols([*ModelText.of(config).tags, *config.subwords.symbols])
@@ -62,17 +62,17 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
 
 
 LATER = ("markup", "metric_command", "metric_least")
-"""The rules of cleaning that models of earlier versions do not name."""
+"""The cleaning rules that models made by earlier versions do not name."""
 
 
 def inputs_of(corpora: Corpora) -> dict[str, object]:
-    """Return everything on which the models depend: the training text, and the subword settings.
+    """Return everything that the models depend on: the training text, and the subword settings.
 
-    Files are identified by their contents: a file that was written again may have the same name, size and time.
+    Files are identified by their contents: a rewritten file may have the same name, size and time.
     """
     config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in (*SHAPING, "train_pairs")}
-    # What is not set is left out: the models of earlier versions, without these settings, are reused as they are
+    # Settings at their defaults are left out, so that models made by earlier versions without them can be reused
     if config.subwords.normalization:
         subwords["normalization"] = list(normalizations(config.subwords))
     for name in ("character_coverage", "byte_fallback"):
@@ -81,7 +81,7 @@ def inputs_of(corpora: Corpora) -> dict[str, object]:
     if config.subwords.model:
         try:
             subwords["model"] = [sha256(path) for path in own_files(config.subwords)]
-        except DataError:  # the run has copies, and needs the files no longer
+        except DataError:  # the run has copies, and no longer needs the files
             subwords["model"] = field_in(Path(config.run) / "subwords" / SETTINGS, "subwords", "model")
     cleaning = {
         name: value for name, value in dataclasses.asdict(config.cleaning).items() if value or name not in LATER
@@ -103,7 +103,7 @@ def own_files(subwords: SubwordConfig) -> list[Path]:
 
 
 def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
-    """Copy the subwords that the user brings."""
+    """Copy the user's own subword models."""
     config = corpora.config
     names = dict.fromkeys(subword_names(config.subwords))
     with replaced_folder(folder) as new:
@@ -123,7 +123,7 @@ def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
 
 
 def of_other_data(folder: Path, corpora: Corpora) -> bool:
-    """Return whether there are models in the folder that were made from other data than these settings name."""
+    """Return whether the folder has models that were made from data other than these settings name."""
     data = field_in(folder / SETTINGS, "data")
     return data is not None and bool(data != corpora.identity)
 
@@ -158,7 +158,7 @@ def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
 
 
 def train_pairs(text: TrainingText, given: int | None) -> int:
-    """Return from how many pairs subwords are made: as many as are asked for, or as have TRAIN_BYTES."""
+    """Return how many pairs the subwords are made from: as many as are asked for, or as make up TRAIN_BYTES."""
     if given is not None:
         return given
     size = len(text.sources.values) + len(text.targets.values)
@@ -169,9 +169,9 @@ TRAIN_BYTES = 10_000_000
 
 
 def draw_indices(pairs: int, count: int) -> Sequence[int]:
-    """Draw `count` of so many pairs, each as likely as any other and the same in every run; all of them for 0.
+    """Draw `count` of `pairs` indices, all equally likely and the same in every run; return all of them for 0.
 
-    It is by reservoir sampling (algorithm R in Vitter 1985, "Random sampling with a reservoir").
+    This is reservoir sampling (algorithm R in Vitter 1985, "Random sampling with a reservoir").
     """
     if not 0 < count < pairs:
         return range(pairs)

@@ -1,7 +1,7 @@
 """Sentence pairs from the built-in corpus, from files, or from the Hugging Face hub.
 
-Parquet files are read by pyarrow and the hub by Hugging Face `datasets`, which are imported only for them. No code of a
-data set is ever run, and only hub data is read over the network.
+Parquet files are read with pyarrow and the hub with Hugging Face `datasets`, which are imported only when needed. Code
+that comes with a data set is never run, and only hub data is read over the network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from recipes.translation.text.pair import Pair, Split
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
-"""Pairs in each of the built-in corpus's valid and test splits, or a tenth of the training pairs if that is fewer."""
+"""Number of pairs in each of the built-in corpus's valid and test splits; at most a tenth of the training pairs."""
 
 
 NO_RULES = CleaningConfig()
@@ -47,8 +47,8 @@ def load_pairs(
 ) -> list[Pair]:
     """Read the pairs of a split, as (source language, target language), in the order of the data.
 
-    `cleaning` applies only to `train`, see `each_training_pair`. `valid` and `test` contain all pairs, so that a
-    translation has a line for each line of its reference.
+    `cleaning` applies only to `train`, see `each_training_pair`. `valid` and `test` contain all pairs, so that there is
+    a translated line for each line of the reference.
     """
     if split == "train":
         return list(each_training_pair(data, SubwordConfig(lowercase=lowercase), cleaning, split))
@@ -56,7 +56,7 @@ def load_pairs(
 
 
 def say_to_stderr(line: str) -> None:
-    """Say what was noticed in the data."""
+    """Print what was noticed in the data."""
     print(line, file=sys.stderr)
 
 
@@ -68,10 +68,10 @@ def each_training_pair(
     hashes: Hashes | None = None,
     say: Callable[[str], None] = say_to_stderr,
 ) -> Iterator[Pair]:
-    """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
+    """Yield the training pairs one by one, without those that the rules remove or that have an empty side.
 
-    `say` gets the number that each rule removes, under `name`. The data is never whole in memory. `hashes` gets those
-    of files of lines; one of which they are known must not have changed.
+    `say` receives the number of pairs that each rule removes, under `name`. The data is never in memory as a whole.
+    `hashes` receives those of files of lines; a file whose hash it already has must not have changed.
     """
     rules = Cleaning(cleaning, data.source, data.target, subwords.symbols)
     yield from lowercase_pairs(rules.clean(_read_split(data, "train", hashes)), subwords.lowercase)
@@ -101,7 +101,7 @@ def _read_split(data: DataConfig, split: Split, hashes: Hashes | None = None) ->
 
 
 def lowercase_pairs(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
-    """Return the pairs in lower case, if that is wanted."""
+    """Return the pairs, in lower case if `lowercase` is true."""
     if not lowercase:
         return pairs
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
@@ -110,7 +110,7 @@ def lowercase_pairs(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
 def fingerprint(data: DataConfig, split: Split, hashes: Hashes | None = None) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    Files in `hashes` are not opened again. It is empty for the built-in corpus, which is determined by the settings.
+    Files in `hashes` are not opened again. The result is empty for the built-in corpus, which the settings determine.
     """
     if data.format == "builtin":
         return ""
@@ -154,7 +154,7 @@ def _text(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pai
 
 
 def aligned_pairs(paths: Sequence[Path], purpose: str, hashes: Hashes | None = None) -> Iterator[Pair]:
-    """Read two files, where the n-th line of one translates the n-th line of the other."""
+    """Read two files in which the n-th line of one translates the n-th line of the other."""
     counts = [0, 0]
     for lines in zip_longest(*(_lines(path, purpose, hashes) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
@@ -167,7 +167,7 @@ def aligned_pairs(paths: Sequence[Path], purpose: str, hashes: Hashes | None = N
 
 
 def _tsv(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
-    """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
+    """Read one file with columns separated by tabs and named in the first line. Quotes have no special meaning."""
     (path,) = paths_of(data, split)
     lines = _lines(path, f"data.{split}", hashes)
     header = next(lines).split("\t")
@@ -178,7 +178,7 @@ def _tsv(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair
         cells = line.split("\t")
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
-        # A writer that quotes does so wherever there is a quote: the first cell that can tell decides
+        # A writer that quotes cells does so wherever there is a quote, so the first cell that shows it settles it
         for cell in () if decided else (cells[source], cells[target]):
             if '"' in cell and not SPOKEN.fullmatch(cell):
                 if QUOTED.fullmatch(cell):
@@ -188,9 +188,9 @@ def _tsv(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair
 
 
 QUOTED = re.compile('"(?:[^"]|"")*"')
-"""A cell as csv writers quote it: within the quotes each one is doubled."""
+"""A cell as csv writers quote it, with each quote inside doubled."""
 SPOKEN = re.compile('"[^"]*"')
-"""One that may be so, or direct speech."""
+"""A cell that may be quoted, or be direct speech."""
 
 
 def quoted_cell_error(where: str, cell: str) -> DataError:
@@ -228,7 +228,7 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
 
 
 def _jsonl(data: DataConfig, split: Split, hashes: Hashes | None) -> Iterator[Pair]:
-    """Read one file with a JSON object in each line that is not empty."""
+    """Read one file with a JSON object on each line that is not empty."""
     (path,) = paths_of(data, split)
     for number, line in enumerate(_lines(path, f"data.{split}", hashes), start=1):
         where = f"{path}:{number}"
@@ -249,7 +249,7 @@ def _parse_line(line: str, where: str) -> object:
 
 
 def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; raise ValueError for a key that occurs twice, of which json keeps the last."""
+    """Return a JSON object as a dict; raise ValueError for a key that occurs twice: json would keep only the last."""
     record = dict(entries)
     if len(record) < len(entries):
         ((repeated, _),) = Counter(name for name, _ in entries).most_common(1)
@@ -268,7 +268,7 @@ def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 
 def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
-    """Read a split of a data set on the hub, which remains in `datasets`' cache; its progress bars are not shown."""
+    """Read a split of a data set on the hub, without progress bars; `datasets` keeps it in its cache."""
     import datasets
 
     (name,) = names_of(data, split)
@@ -291,17 +291,17 @@ def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 
 def _commit_of(rows: Any) -> str:
-    """Return the commit that `datasets` has read, by the addresses of its files; empty if it has not kept them."""
+    """Return the commit that `datasets` has read, from its files' addresses; empty if it has not kept them."""
     files = getattr(rows.info, "download_checksums", None) or {}
     return next((found[1] for file in files if (found := re.search(r"@([0-9a-f]{40})/", file))), "")
 
 
 SLICE = 10_000
-"""Rows of a table that are in memory at a time."""
+"""Number of rows of a table that are in memory at a time."""
 
 
 def _language_columns(names: list[str], data: DataConfig) -> list[str]:
-    """Return the columns with the languages; all, for an error that names them, where there are none."""
+    """Return the columns with the languages; if there are none, all columns, so that an error can name them."""
     for columns in ([data.source, data.target], ["translation"]):
         if set(columns).issubset(names):
             return columns
@@ -316,7 +316,7 @@ def _of_batches(batches: Iterable[Any], data: DataConfig, where: str) -> Iterato
 
 
 def _pair(record: Any, data: DataConfig, where: str) -> Pair:
-    """Return the two languages of a record, from its own keys or from those of its key `translation`."""
+    """Return the two languages of a record, from its own keys or from those in its entry `translation`."""
     if isinstance(record, dict) and data.source not in record:
         record = record.get("translation", record)
     if not isinstance(record, dict):
@@ -347,7 +347,7 @@ def _lines(path: Path, purpose: str, hashes: Hashes | None) -> Iterator[str]:
 
 
 DOCUMENT = re.compile(r"\s*<(\?xml|!DOCTYPE|tmx|xliff|mteval|(src|ref|tst)set|refset|html)\b[^>]*>?", re.IGNORECASE)
-"""How SGML of WMT, TMX, XLIFF and other XML begin."""
+"""How WMT's SGML, TMX, XLIFF and other XML begin."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
 
@@ -358,14 +358,14 @@ def _languages(data: DataConfig) -> list[tuple[str, str]]:
 
 @contextmanager
 def _explain_errors(where: str) -> Iterator[None]:
-    """Convert any other error into a DataError of one line, with the root cause and what was being read."""
+    """Convert any other error into a one-line DataError, with the root cause and what was being read."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         cause: BaseException = error
-        # `datasets` wraps errors several times; the first of them names the reason
+        # `datasets` wraps errors several times; the innermost one gives the reason
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__

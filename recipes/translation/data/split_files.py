@@ -1,4 +1,4 @@
-"""The files of a split: which of them the settings name, and whether that is what the format needs."""
+"""The files of a split: which ones the settings name, and whether these are what the format needs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from recipes.translation.text.pair import Split
 
 
 def check_named(data: DataConfig, split: Split) -> None:
-    """Raise DataError unless the settings fit together, and name as many files of a split as its format needs.
+    """Raise DataError unless the settings fit together, and name as many files for a split as its format needs.
 
-    The files must exist; they are not read. What contradicts the format would otherwise give an unrelated error, or
-    none.
+    The files must exist; they are not read. Without this check, settings that contradict the format would give an
+    unrelated error, or none.
     """
     for setting, names in (("train", data.train), ("valid", data.valid), ("test", data.test), ("path", (data.path,))):
         if data.format == "builtin" and any(names):
@@ -24,7 +24,7 @@ def check_named(data: DataConfig, split: Split) -> None:
                 f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
                 f"set data.format (text for two files, tsv, jsonl, tmx, parquet or hub), or leave data.{setting} out"
             )
-        if setting == "path" or data.format == "hub":  # these are no names of files
+        if setting == "path" or data.format == "hub":  # these are not file names
             continue
         for name in names:
             if named_format(name) not in (None, data.format):
@@ -32,7 +32,7 @@ def check_named(data: DataConfig, split: Split) -> None:
                     f"data.format is {data.format}, but data.{setting} names {name}: set data.format "
                     f"{named_format(name)}, or rename the file"
                 )
-    # With one column as both sides a model would learn to copy
+    # With one column for both sides a model would learn to copy
     if data.format in ("tsv", "jsonl", "tmx", "parquet", "hub") and data.source == data.target:
         raise DataError(
             f"data.source and data.target are both {data.source}, and in format {data.format} they name the columns: "
@@ -78,7 +78,7 @@ def paths_of(data: DataConfig, split: Split) -> list[Path]:
 
 @contextmanager
 def naming_corpus(corpus: str) -> Iterator[None]:
-    """Add a corpus's name, if it has one, to an error."""
+    """Within the block, add the corpus's name, if it has one, to errors."""
     try:
         yield
     except (DataError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""Sentence pairs of a TMX file, the XML in which translation memories are exchanged (TMX 1.4b, LISA 2005)."""
+"""Sentence pairs from a TMX file, the XML format for exchanging translation memories (TMX 1.4b, LISA 2005)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from recipes.translation.files.lines import Hashes, open_unpacked
 from recipes.translation.text.pair import Pair
 
 LANGUAGE = ("{http://www.w3.org/XML/1998/namespace}lang", "lang")
-"""What names the language of a variant, today and in old files."""
+"""The attributes that name a variant's language, in current and in old files."""
 CODES = ("bpt", "ept", "it", "ph", "ut")
-"""Elements with the codes of another program's formatting, which are no text."""
+"""Elements with another program's formatting codes, which are not text."""
 LINE_BREAK = re.compile(r"[ \t]*[\r\n]+[ \t]*")
 
 
 def tmx_pairs(path: Path, source: str, target: str, hashes: Hashes | None = None) -> Iterator[Pair]:
-    """Yield the pairs of two languages, without the units that lack one of them, whose number is printed.
+    """Yield the pairs of two languages; units that lack one of them are left out, and their number is printed.
 
-    A language is found by its code (en) or by one of a region (en-GB); the first variant of a unit counts. A line break
-    becomes a blank.
+    A language is found by its code (en) or by that code with a region (en-GB); a unit's first variant counts. A line
+    break becomes a blank.
     """
     languages: set[str] = set()
     read = lacking = 0
@@ -46,7 +46,7 @@ def tmx_pairs(path: Path, source: str, target: str, hashes: Hashes | None = None
 
 
 def _units(path: Path, hashes: Hashes | None) -> Iterator[Element]:
-    """Yield each unit; those before it are not kept."""
+    """Yield each unit, without keeping earlier ones in memory."""
     with open_unpacked(path, hashes) as file:
         open_elements: list[Element] = []
         try:
@@ -81,12 +81,12 @@ def _text(element: Element) -> Iterator[str]:
 
 
 def _name(element: Element) -> str:
-    """Return an element's name without its namespace, which some programs write."""
+    """Return an element's name without the namespace that some programs write."""
     return element.tag.rpartition("}")[2]
 
 
 def _in(texts: dict[str, str], language: str) -> str | None:
-    """Return the text in a language: of this very code or else the first of one of its regions."""
+    """Return the text in a language: the one with exactly this code, or else the first with one of its regions."""
     known = {code.lower().replace("_", "-"): text for code, text in reversed(texts.items())}
     wanted = language.lower().replace("_", "-")
     if wanted in known:

@@ -1,8 +1,8 @@
-"""Sequences of different lengths as flat arrays in files: written once, checked, and mapped by every process.
+"""Items of different lengths as flat arrays in files: written once, checked, and mapped by every process.
 
-A store is a folder. Each of its sequences has two files of plain little-endian numbers: NAME.values has the items one
-after the other, and NAME.ends, in uint64, where each of them ends. store.json has their types and SHA-256, and whatever
-else its maker notes. Nothing is run from a store, and no item is in memory until it is asked for.
+A store is a folder. Each of its sequences of items has two files of plain little-endian numbers: NAME.values has the
+items one after another, and NAME.ends, in uint64, where each of them ends. store.json has the files' types and SHA-256,
+and whatever else its writer notes. No code is ever run from a store, and no item is in memory until it is asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 NOTE = "store.json"
 ENDS = "<u8"
 SLICE = 10_000
-"""Items that are made, written or checked at a time."""
+"""Number of items that are made or written at a time."""
 DTYPES = ("|u1", "<u2", "<u4", ENDS)
 """Types of numbers: bytes of UTF-8 text, the ids of small and of large vocabularies, and ends."""
 NOTED = fields(
@@ -43,20 +43,20 @@ NOTED = fields(
         "said": TEXTS,
     }
 )
-"""What store.json must be."""
+"""The required form of store.json."""
 
 
 class Kind(NamedTuple):
-    """What items are, and how they are made of a part of an array."""
+    """What the items are, and how they are made from part of an array."""
 
     unpacked: Callable[[Array], Any]
-    """Makes of it something that can be sliced."""
+    """Turns part of an array into something that can be sliced."""
     item: Callable[[Any], Any]
-    """Makes an item of such a slice."""
+    """Turns such a slice into an item."""
 
 
 def _decode(text: bytes) -> str:
-    # In a store whose digests somebody has computed again, the bytes may be anything
+    # In a store whose digests somebody has recomputed, the bytes may be anything
     return text.decode(errors="replace")
 
 
@@ -65,13 +65,13 @@ TEXT_ITEMS = Kind(numpy.ndarray.tobytes, _decode)
 
 
 class Flat(Sequence[T]):
-    """Items of different lengths, one after the other in one array.
+    """Items of different lengths, one after another in one array.
 
     Args:
         values: the array.
         ends: where each item ends in it.
         kind: what the items are.
-        files: those of both arrays, if they are mapped: another process maps them itself.
+        files: the files of both arrays, if they are mapped; unpickled in another process, they are mapped there again.
     """
 
     def __init__(self, values: Array, ends: Array, kind: Kind, files: tuple[Path, Path] | None = None) -> None:
@@ -127,7 +127,7 @@ def map_files(values: Path, ends: Path, dtype: str, kind: Kind) -> Flat[Any]:
 
 
 def _map_file(path: Path, dtype: str) -> Array:
-    if not path.stat().st_size:  # which cannot be mapped
+    if not path.stat().st_size:  # an empty file cannot be mapped
         return numpy.empty(0, dtype)
     return numpy.memmap(path, dtype, "r").view(numpy.ndarray)
 
@@ -142,7 +142,7 @@ class FlatWriter:
         self._end = 0
 
     def add(self, values: Array | bytes, lengths: Sequence[int]) -> None:
-        """Add items, given one after the other, with the number of values of each."""
+        """Add items, given as concatenated values, with the number of values of each."""
         if not isinstance(values, bytes):
             values = values.astype(self.dtype).tobytes()
         ends = self._end + numpy.cumsum(lengths, dtype=ENDS)
@@ -152,7 +152,7 @@ class FlatWriter:
 
 
 class Store:
-    """A store of whole and checked files, or of files that another process of this machine has checked."""
+    """A store whose files `check` verifies, unless another process on this machine has already done so."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -197,8 +197,8 @@ class Store:
     def check(self, limits: Mapping[str, int]) -> Self:
         """Raise DataError unless the files are those that were written, and have sequences with values below `limits`.
 
-        Whoever can write to a folder that is shared can compute the SHA-256 again: what is read by these files must
-        still be one item for each pair, and ids of the vocabulary.
+        Anyone who can write to a shared folder can recompute the SHA-256, so the sequences themselves are checked as
+        well: they must have one item for each pair, and ids within the vocabulary.
         """
         if foreign := [path.name for path in _files_of(self.folder) if not stat.S_ISREG(path.lstat().st_mode)]:
             raise damaged_store_error(self.folder, f"{foreign[0]} is not a file")
@@ -236,7 +236,7 @@ def names_of(name: str) -> tuple[str, str]:
 
 
 def parts_of(array: Array) -> Iterator[Array]:
-    """Yield an array in parts, so that what is computed of it is small."""
+    """Yield an array in parts, so that intermediate results stay small."""
     for start in range(0, len(array), PART):
         yield array[start : start + PART]
 
@@ -249,7 +249,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Compute the SHA-256 of every file of a store, several at a time."""
+    """Compute the SHA-256 of every file in a store, several at a time."""
     paths = _files_of(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {path.name: digest for path, digest in zip(paths, pool.map(sha256, paths), strict=True)}
@@ -263,10 +263,10 @@ def damaged_store_error(folder: Path, reason: str) -> DataError:
 def write_store(
     folder: Path, dtypes: Mapping[str, str], write: Callable[[Mapping[str, IO[bytes]]], dict[str, Any]]
 ) -> None:
-    """Write a store, whole or not at all: `write` fills its files, by their names, and returns the rest of the note.
+    """Write a store, whole or not at all: `write` fills its files, given by name, and returns the rest of the note.
 
-    Several runs may write the same store at the same time: on one machine the others wait for the first; another
-    machine, whose locks may not be seen here, writes a folder of its own. The first one stays.
+    Several runs may write the same store at the same time. On one machine the others wait for the first; another
+    machine, whose locks may not be visible here, writes a folder of its own. The first to be finished is kept.
     """
     make_folder(folder.parent)
     unfinished = folder.with_name(f".unfinished-{folder.name}-{socket.gethostname()}")
@@ -284,12 +284,12 @@ def write_store(
 
 
 def sequence(name: str, dtype: str) -> dict[str, str]:
-    """Return the files of a sequence with their types."""
+    """Return the names of a sequence's files with their types."""
     values, ends = names_of(name)
     return {values: dtype, ends: ENDS}
 
 
 def writer(files: Mapping[str, IO[bytes]], name: str, dtype: str) -> FlatWriter:
-    """Return what writes a sequence into its files."""
+    """Return the writer of a sequence's files."""
     values, ends = names_of(name)
     return FlatWriter(files[values], files[ends], dtype)

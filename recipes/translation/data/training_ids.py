@@ -1,4 +1,4 @@
-"""The ids of the training pairs, of which every process maps the files."""
+"""The ids of the training pairs, in files that every process maps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.subwords import UNK, Subwords
 
 LAYOUT = 1
-"""Part of every key: it changes when this file writes something else from the same text."""
+"""Part of every key; increase it when this module writes something different from the same text."""
 
 
 class Part(NamedTuple):
-    """Pairs of one corpus that are divided into subwords at a time."""
+    """Pairs of one corpus that are split into subwords at a time."""
 
     start: int
     end: int
     tags: tuple[str, ...]
-    """What stands in front of their sources."""
+    """What is put in front of their sources."""
 
 
 def write_ids(
     folder: Path, text: TrainingText, tags: Sequence[tuple[str, ...]], subwords: tuple[Subwords, Subwords], threads: int
 ) -> None:
-    """Divide the training text into subwords, with the tags of each corpus, in this many threads."""
+    """Split the training text into subwords, with the tags of each corpus, in this many threads."""
     dtypes = ["<u2" if len(side) <= 1 << 16 else "<u4" for side in subwords]
 
     def write(files: Mapping[str, IO[bytes]]) -> dict[str, Any]:
@@ -68,18 +68,18 @@ def _parts(corpora: Sequence[int], tags: Sequence[tuple[str, ...]]) -> Iterator[
 
 
 Encoded = list[tuple[Array, list[int]]]
-"""Of each side the ids of all sentences, one after the other, and the number of each one's."""
+"""For each side, the concatenated ids of all sentences, and the number of ids of each sentence."""
 
 
 def _encode_parts(
     text: TrainingText, tags: Sequence[tuple[str, ...]], subwords: tuple[Subwords, Subwords], threads: int
 ) -> Iterator[tuple[Encoded, OtherForm]]:
-    """Yield each part in subwords, a part for each thread ahead: the memory does not grow with the corpus."""
+    """Yield each part in subwords, working ahead by only one part per thread: memory does not grow with the corpus."""
     begun: deque[Future[tuple[Encoded, OtherForm]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for part in _parts(text.corpora, tags):
             begun.append(pool.submit(_encode_part, text, part, subwords))
-            # While one part is written, every thread has another one
+            # While one part is written, every thread has another to work on
             if len(begun) > threads:
                 yield begun.popleft().result()
         while begun:

@@ -1,7 +1,7 @@
-"""The text of the training pairs, cleaned and without tags: read from its files once, and from then on mapped.
+"""The text of the training pairs, cleaned and without tags: read from the corpora once, and from then on mapped.
 
-The subwords are made from it, and the ids of the pairs. It also has a digest of each pair, by which validation
-and test pairs are found in the training data.
+The subwords and the ids of the pairs are made from it. It also has a digest of each pair, to find validation and test
+pairs in the training data.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from recipes.translation.data.token_store import (
 from recipes.translation.text.pair import Pair
 
 LAYOUT = 1
-"""Part of every key: it changes when this file writes something else from the same data."""
+"""Part of every key; increase it when this module writes something different from the same data."""
 SIDES = ("source", "target")
 BYTES = "|u1"
 DIGESTS = "digests"
 DIGEST = 8
-"""Bytes of a pair's digest: of 100 million pairs and 1,000 held-out ones, one is found by mistake in 10^8 runs."""
+"""Bytes of a pair's digest: with 100 million pairs and 1,000 held-out ones, one in 10^8 runs has a false match."""
 
 
 class TrainingText:
-    """The text of all training corpora, one corpus after the other."""
+    """The text of all training corpora, one corpus after another."""
 
     def __init__(self, store: Store) -> None:
         self.corpora = store.corpora
@@ -51,7 +51,7 @@ class TrainingText:
         return len(self.sources)
 
     def pairs_among(self, held_out: Sequence[set[Pair]]) -> Iterator[list[int]]:
-        """Yield for each training corpus how many pairs of each set it has, either way round."""
+        """Yield for each training corpus how many pairs of each set it contains, in either direction."""
         known = [_both_ways(pairs) for pairs in held_out]
         start = 0
         for count in self.corpora:
@@ -65,18 +65,18 @@ LAST_BITS = numpy.uint64((1 << 16) - 1)
 
 
 def _both_ways(pairs: set[Pair]) -> Array:
-    """Return the digests of pairs and of their sides exchanged, (pairs, 2)."""
+    """Return the digests of pairs, as they are and with their sides exchanged, (pairs, 2)."""
     found = [digest_of(each) for pair in pairs for each in (pair, Pair(pair.target, pair.source))]
     return numpy.frombuffer(b"".join(found), "<u8").reshape(-1, 2)
 
 
 def _find_digests(digests: Array, wanted: Array) -> Array:
-    """Return those of the digests that are wanted, each of a training corpus asked for once."""
+    """Return the wanted digests that occur among a training corpus's, each of which is read once."""
     wanted = numpy.unique(wanted)
     if not len(wanted):
         return wanted
     there = numpy.zeros(len(wanted), bool)
-    # A digest's last 16 bits rule out nearly all of millions, faster than a search for each
+    # A look-up of a digest's last 16 bits rules out nearly all of millions, faster than a search for each
     possible = numpy.zeros(1 << 16, bool)
     possible[wanted & LAST_BITS] = True
     for part in parts_of(digests):
@@ -87,13 +87,13 @@ def _find_digests(digests: Array, wanted: Array) -> Array:
 
 
 def digest_of(pair: Pair) -> bytes:
-    """Return what a pair is known by, but for blanks, which a copy may have lost."""
+    """Return the digest that identifies a pair, ignoring blanks that a copy may have lost."""
     text = "\0".join(" ".join(side.split()) for side in pair)
     return blake2b(text.encode(), digest_size=DIGEST).digest()
 
 
 def write_text(folder: Path, corpora: Callable[[Callable[[str], None]], Iterable[Iterable[Pair]]]) -> None:
-    """Write the pairs of the corpora, given by a function of whom to tell what is noticed in them."""
+    """Write the pairs that `corpora` returns, given a function to report what is noticed in them."""
 
     def write(files: Mapping[str, IO[bytes]]) -> dict[str, Any]:
         said: list[str] = []

@@ -1,4 +1,4 @@
-"""Which models other programs can be given."""
+"""Which models can be exported to other programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.translation.run_folder.translator import Translator, model_sizes
 
 
 def transformer_sizes(model: Translator | SavedModel) -> TransformerConfig:
-    """Return the sizes of a Transformer that other programs have; raise ConfigError for any other model."""
+    """Return the sizes of a Transformer that other programs support; raise ConfigError for any other model."""
     preset = model.config.model.preset
     sizes = model_sizes(model.config.model)
     if isinstance(sizes, DecoderOnlyConfig):

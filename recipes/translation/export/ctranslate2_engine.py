@@ -1,4 +1,4 @@
-"""Translate with CTranslate2: the search is its own, text and subwords are handled as by `translate`."""
+"""Translate with CTranslate2: the search is CTranslate2's, text and subwords are handled as in `translate`."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class ExportedTranslator:
 def load(folder: Path, overrides: Mapping[str, object] | None = None) -> ExportedTranslator:
     """Read the model that `export --to ctranslate2` wrote, for the CPU.
 
-    As many batches are translated at the same time as torch has threads, each by one of them. Several threads for one
-    batch were slower than one, for models of width 128 and 512 (docs/export.md).
+    It translates as many batches at a time as torch has threads, each in one thread. Several threads per batch were
+    slower than one, for models of width 128 and 512 (docs/export.md).
     """
     whole = verified_folder(folder)
     config, source, target = load_belongings(whole, overrides)
     threads = torch.get_num_threads()
     try:
         engine = ctranslate2.Translator(str(whole), inter_threads=threads, intra_threads=1)
-    except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a variable that is missing
+    except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a missing variable
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
     finally:
-        torch.set_num_threads(threads)  # CTranslate2 gives this process's OpenMP, and so torch, `intra_threads`
+        torch.set_num_threads(threads)  # CTranslate2 sets this process's OpenMP, and so torch, to `intra_threads`
     for side, subwords in (("source", source), ("target", target)):
         if _vocabulary(whole, side) != subwords.pieces():
             raise CheckpointError(
@@ -62,7 +62,7 @@ def load(folder: Path, overrides: Mapping[str, object] | None = None) -> Exporte
 
 
 def _vocabulary(folder: Path, side: str) -> object:
-    """Read the vocabulary of a side, from its own file where the sides do not share one; None if it cannot be read."""
+    """Read one side's vocabulary, from its own file if the sides do not share one; None if it cannot be read."""
     path = folder / "shared_vocabulary.json"
     if not path.exists():
         path = folder / f"{side}_vocabulary.json"
@@ -73,7 +73,7 @@ def translate(translator: ExportedTranslator, sentences: Sequence[str], before: 
     """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
     Greedy translations (beam 1) are those of the model in torch, up to rounding. With a wider beam CTranslate2 searches
-    until `beam` hypotheses are finished; the best of them by the length normalisation of the settings is taken.
+    until `beam` hypotheses are finished; the best of them by the length normalisation in the settings is taken.
     """
     found = [row[0] for row in alternatives(translator, sentences, 1, before)]
     note_unfinished(found, "translate", before)
@@ -83,7 +83,7 @@ def translate(translator: ExportedTranslator, sentences: Sequence[str], before: 
 def alternatives(
     translator: ExportedTranslator, sentences: Sequence[str], n_best: int, before: int = 0
 ) -> list[list[Translation]]:
-    """Return the `n_best` translations of each sentence, best first, at most as many as the beam is wide.
+    """Return the `n_best` translations of each sentence, best first; there are at most `beam` of them.
 
     An empty sentence has one translation, which is empty.
     """
@@ -112,7 +112,7 @@ def search(
     n_best: int,
 ) -> list[list[Hypothesis]]:
     """Return the best translations found for each source, as ids, none longer than its limit."""
-    tags = len(subwords.symbols.start) - 1  # which each begins with
+    tags = len(subwords.symbols.start) - 1  # number of tags that each hypothesis begins with
     shared = shared_limits(sources, limits)
     found = _search(engine, subwords, sources, dict(enumerate(shared)), decoding)
     cut = {
@@ -126,11 +126,11 @@ def search(
 
 
 def shared_limits(sources: list[list[str]], limits: list[int]) -> list[int]:
-    """Return a few limits, none above those given: CTranslate2 has one limit for a whole batch.
+    """Reduce the limits to a few, none above those given, since CTranslate2 has one limit for a whole batch.
 
-    A limit of some source is shared by the longer ones of at most two thirds of it, whose translations mostly stay
-    below it. A search whose hypotheses all do finds the same under any larger limit, because log-probabilities only
-    fall as a hypothesis grows. It would not find the same under a smaller one, which cuts what is then unfinished.
+    A source shares a smaller limit if it has at most two thirds as many pieces, as its translations then mostly stay
+    below it. A search whose hypotheses all do so finds the same under any larger limit, because log-probabilities only
+    fall as a hypothesis grows. Otherwise the smaller limit may cut off hypotheses, and `search` repeats the search.
     """
     shared = list(limits)
     smallest = 0
@@ -148,7 +148,7 @@ def _search(
     limits: Mapping[int, int],
     decoding: DecodingConfig,
 ) -> dict[int, ctranslate2.TranslationResult]:
-    """Search for the rows of `limits`, those of one limit together."""
+    """Search for the rows of `limits`, those with the same limit together."""
     pieces = subwords.pieces()
     start = subwords.symbols.start
     never = {PAD, start[-1]}

@@ -1,7 +1,7 @@
 """Write a model in the format of CTranslate2, an engine for fast translation on CPUs and GPUs.
 
-The folder has CTranslate2's own files (model.bin, config.json, vocabularies), and beside them the run's config.yaml and
-subword models, so that it is all that translation needs: `python -m recipes.translation translate --engine ctranslate2
+The folder has CTranslate2's own files (model.bin, config.json, vocabularies) and the run's config.yaml and subword
+models, so that it has everything that translation needs: `python -m recipes.translation translate --engine ctranslate2
 --run FOLDER`, or `ctranslate2.Translator(FOLDER)` in any program.
 """
 
@@ -29,7 +29,7 @@ from recipes.translation.text.subwords import EOS, UNK
 
 
 class SavedVariable(model_spec.Variable):
-    """Weights of a saved model, one below the other, as a variable of CTranslate2's; they are read when it asks."""
+    """Weights of a saved model, stacked along their rows, as a CTranslate2 variable that is read on demand."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: Sequence[str], dtype: str = "float32") -> None:
         self.saved = saved
@@ -38,17 +38,17 @@ class SavedVariable(model_spec.Variable):
 
     @property
     def shape(self) -> list[int]:
-        """Return the shape of all of them."""
+        """Return the shape of the stacked weights."""
         shapes = [describe_tensors(self.saved)[name].shape for name in self.names]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
     @property
     def dtype(self) -> str:
-        """Return the name of the type in which they are written."""
+        """Return the name of the type that they are written in."""
         return self._dtype
 
     def numpy(self) -> numpy.ndarray[Any, Any]:
-        """Return an array, which CTranslate2 may write to."""
+        """Return an array that CTranslate2 may write to."""
         values: numpy.ndarray[Any, Any] = self._read_rows().numpy()
         return values
 
@@ -61,7 +61,7 @@ class SavedVariable(model_spec.Variable):
         return self._read_rows().view(torch.uint8).numpy().tobytes()
 
     def _read_rows(self) -> Tensor:
-        rows = torch.cat([self.saved[name].cpu().float() for name in self.names])  # a copy, even of one
+        rows = torch.cat([self.saved[name].cpu().float() for name in self.names])  # a copy, even of a single weight
         return rows.to(getattr(torch, self._dtype))
 
     def _to(self, dtype: str) -> SavedVariable:
@@ -79,14 +79,14 @@ class SavedVariables:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def of(self, *parameters: Tensor) -> SavedVariable:
-        """Return the weights, one below the other."""
+        """Return the weights, stacked along their rows."""
         return SavedVariable(self.saved, [self.names[id(parameter)] for parameter in parameters])
 
 
 def write(saved: SavedModel, folder: Path, quantization: str | None) -> None:
-    """Replace `folder` by one with the model in CTranslate2's format; `quantization` None keeps float32.
+    """Replace `folder` with one that has the model in CTranslate2's format; `quantization` None keeps float32.
 
-    One weight at a time is in memory and, with `quantization` of 8 or 16 bits as integers, what all become.
+    Only one weight at a time is in memory and, with an integer `quantization`, the quantized form of all of them.
     """
     spec = spec_of(saved)
     spec.validate()
@@ -98,7 +98,7 @@ def write(saved: SavedModel, folder: Path, quantization: str | None) -> None:
 
 
 def spec_of(saved: SavedModel) -> specs.TransformerSpec:
-    """Return the model as CTranslate2 describes one, with its weights in float32."""
+    """Return CTranslate2's description of the model, with the weights in float32."""
     config = saved.config
     sizes = transformer_sizes(saved)
     model = model_on_meta(sizes, saved.source, saved.target)
@@ -110,7 +110,7 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
         activation=getattr(common_spec.Activation, sizes.activation.upper()),
         layernorm_embedding=isinstance(model.src_embed.norm, nn.LayerNorm),
     )
-    # A source has its end symbol too, and a target its start symbol and perhaps a tag
+    # A source also has its end symbol, and a target its start symbol and perhaps a tag
     longest = max(config.training.max_length, config.decoding.max_length) + 2
     for side, stack, embedding in (
         (spec.encoder, model.encoder, model.src_embed),

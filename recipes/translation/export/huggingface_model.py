@@ -4,14 +4,14 @@
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
-A post-norm model becomes a Marian model, a pre-norm one a Pegasus model: the same architecture but for the positions.
-Here sine and cosine of a frequency alternate, there all sines come before all cosines. The dimensions of the hidden
-states are permuted accordingly in every weight, which changes no output. A model that was imported has its own class
-again, and its positions in their order already.
+A post-norm model becomes a Marian model, a pre-norm one a Pegasus model: the same architecture except for positions.
+Here the sine and cosine of a frequency alternate; in transformers all sines come before all cosines. The dimensions of
+the hidden states are permuted accordingly in every weight, which changes no output. An imported model gets its original
+class back, and its positions are already in the right order.
 
-There a translation of Marian or Pegasus starts with padding, the last subword, and CTranslate2's converter takes its
-vector to be 0. So the start symbol is written as padding, and Marian's vectors of tokens are less by its own. What that
-changes is the same at every position, so that biases of the first layer make up for it:
+In transformers, translations by Marian and Pegasus start with padding, the last subword, and CTranslate2's converter
+assumes that its vector is 0. So the start symbol is written as padding, and for Marian its vector c is subtracted from
+all token vectors. The resulting change is the same at every position, so biases of the first layer compensate for it:
 
     W (e + c) + b = W e + (b + W c)
 """
@@ -55,19 +55,19 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 MULTILINGUAL = ("m2m100", "mbart")
-"""Architectures whose files are fairseq's: of the ids, of the tags of languages, and of generation."""
+"""Architectures that follow fairseq in their ids, language tags and generation settings."""
 
 
 def write(saved: SavedModel, folder: Path) -> None:
-    """Replace `folder` by one with the model in float32, its generation settings and its tokenizer.
+    """Replace `folder` with one that has the model in float32, its generation settings and its tokenizer.
 
-    Only one weight at a time is in memory. Raises ConfigError for a pre-norm model with two vocabularies, where Pegasus
-    has one, and for a projection with a bias, which M2M-100 has not.
+    Only one weight at a time is in memory. Raises ConfigError for a pre-norm model with two vocabularies, since Pegasus
+    has one, and for an output projection with a bias, which M2M-100 does not have.
     """
     with torch.device("meta"):
         model = empty_model(saved)
     weights = weights_of(saved, model)
-    # What transformers' own `save_pretrained` notes, which has all weights in memory
+    # As transformers' `save_pretrained` would set them, which is not used because it has all weights in memory
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "float32"
     ids = ids_there(saved)
@@ -84,12 +84,12 @@ def write(saved: SavedModel, folder: Path) -> None:
 
 
 def is_multilingual(saved: SavedModel) -> bool:
-    """Return whether the model is one of several languages that was imported."""
+    """Return whether the model is an imported multilingual one."""
     return transformer_sizes(saved).architecture in MULTILINGUAL
 
 
 def ids_there(saved: SavedModel) -> tuple[list[int], list[int]]:
-    """Return our ids of source and target in the order of theirs.
+    """Return our ids for source and target, in the order of transformers' ids.
 
     The start symbol comes last in a vocabulary that both sides share; fairseq begins with <s>, <pad>, </s>, <unk>.
     """
@@ -104,7 +104,7 @@ def ids_there(saved: SavedModel) -> tuple[list[int], list[int]]:
 
 
 def empty_model(saved: SavedModel) -> PreTrainedModel:
-    """Return a model of the class and the sizes that fit, with random weights."""
+    """Return a model of the matching class and sizes, with random weights."""
     config = saved.config
     sizes = transformer_sizes(saved)
     source, target = len(saved.source), len(saved.target)
@@ -126,7 +126,7 @@ def empty_model(saved: SavedModel) -> PreTrainedModel:
         "activation_function": sizes.activation,
         "dropout": sizes.dropout,
         "scale_embedding": True,
-        # A source has its end symbol too, and a target its start symbol
+        # A source also has its end symbol, and a target its start symbol
         "max_position_embeddings": longest,
         "pad_token_id": pad,
         "bos_token_id": start,
@@ -142,7 +142,7 @@ def empty_model(saved: SavedModel) -> PreTrainedModel:
         if sizes.norm == "post":
             raise ConfigError(f"the model is post-norm, and {sizes.architecture} of transformers is pre-norm")
         if sizes.architecture == "mbart":
-            # CTranslate2's converter takes the language for the start of the older models by this name
+            # By this name CTranslate2's converter recognises the older models, which start with the language
             kind = "MBart50Tokenizer" if len(saved.target.symbols.start) > 1 else "MBartTokenizer"
             shared |= {"max_position_embeddings": sizes.max_positions, "tokenizer_class": kind}
             return MBartForConditionalGeneration(MBartConfig(**shared))
@@ -179,19 +179,19 @@ def order_of(sizes: TransformerConfig) -> Tensor:
 
 
 class Origin(NamedTuple):
-    """Which weight here a weight of transformers is made from."""
+    """Which weight here one of transformers' weights is made from."""
 
     name: str
     part: int
     parts: int
-    """Of the weight here, along its first axis."""
+    """How many parts the weight here is divided into, along its first axis."""
 
 
 def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
-    """Return every weight of transformers' model, which is on "meta", by its name; each is made when it is asked for.
+    """Return every weight of transformers' model, which is on "meta", by name; each is made when it is asked for.
 
-    The dimensions of hidden states are permuted, and the rows of vocabularies. Positions that transformers keeps in its
-    files are its own, unless they are learned.
+    The dimensions of hidden states and the rows of vocabularies are permuted. Positions that transformers keeps in its
+    files are computed by transformers, unless they are learned.
     """
     origins = origins_of(saved)
     sizes = transformer_sizes(saved)
@@ -211,7 +211,7 @@ def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
         tensor = shifted(own, saved.weights[own].float())
         if own in rows:
             tensor = tensor[rows[own]]
-        if re.search(r"norm\.|output\.|outer\.", own):  # of hidden states, or added to them
+        if re.search(r"norm\.|output\.|outer\.", own):  # applied to hidden states, or added to them
             tensor = tensor[order]
         elif tensor.dim() == 2:
             tensor = tensor[:, order]
@@ -225,27 +225,27 @@ def weights_of(saved: SavedModel, model: PreTrainedModel) -> OneByOne:
 
 
 def weights_there(model: PreTrainedModel, origins: dict[str, Origin]) -> tuple[dict[str, Tensor], set[str]]:
-    """Return the tensors of transformers' files, and the names of those that are computed."""
-    # A tied weight under the first of its names
+    """Return the tensors in transformers' files, and the names of those that are computed."""
+    # Each tied weight appears under its first name
     kept = dict(chain(model.named_parameters(), model.named_buffers()))
     computed = {name for name in kept if re.search(r"embed_positions\.weights?$", name) and name not in origins}
-    if not isinstance(model, PegasusForConditionalGeneration):  # the files of the others have none
+    if not isinstance(model, PegasusForConditionalGeneration):  # the other classes' files have no positions
         kept = {name: each for name, each in kept.items() if name not in computed}
         computed = set()
     if unknown := kept.keys() - origins.keys() - computed:
         raise AssertionError(f"weights without a counterpart: {', '.join(sorted(unknown))}")
     used = {origins[name].name for name in kept.keys() - computed}
     if isinstance(model, M2M100ForConditionalGeneration):
-        used.add("generator.bias")  # which is 0
+        used.add("generator.bias")  # it is 0
     if unused := {each.name for each in origins.values()} - used:
         raise AssertionError(f"weights without a counterpart there: {', '.join(sorted(unused))}")
     return kept, computed
 
 
 def shift_to_start(saved: SavedModel, origins: dict[str, Origin]) -> Callable[[str, Tensor], Tensor]:
-    """Return the function that makes the start symbol's vector 0 and no output another, given each weight by its name.
+    """Return a function that, applied to each weight, makes the start symbol's vector 0 without changing any output.
 
-    A projection that is tied to the vectors then adds the same to every logit.
+    A projection that is tied to the vectors then only adds the same number to every logit.
     """
     embedding = origins["model.decoder.embed_tokens.weight"].name
     start = saved.weights[embedding][saved.target.symbols.start[0]].float()
@@ -256,7 +256,7 @@ def shift_to_start(saved: SavedModel, origins: dict[str, Origin]) -> Callable[[s
         if own == embedding:
             return tensor - start
         if own in [f"{side}.layers.0.self_attention.output.bias" for side in sides]:
-            return tensor + moved  # the residual's
+            return tensor + moved  # for the residual connection
         if re.match(rf"({'|'.join(sides)})\.layers\.0\.self_attention\..*bias", own):
             return tensor + saved.weights[own.replace("bias", "weight")].float() @ moved
         return tensor
@@ -265,7 +265,7 @@ def shift_to_start(saved: SavedModel, origins: dict[str, Origin]) -> Callable[[s
 
 
 def origins_of(saved: SavedModel) -> dict[str, Origin]:
-    """Return, by its name in transformers, what each weight is made from, tied ones under each of their names."""
+    """Return what each weight is made from, by its name in transformers; tied ones appear under all their names."""
     model = model_on_meta(transformer_sizes(saved), saved.source, saved.target)
     first = {id(weight): name for name, weight in model.named_parameters()}
     found = {}
@@ -277,22 +277,22 @@ def origins_of(saved: SavedModel) -> dict[str, Origin]:
 
 
 def generation_config(decoding: DecodingConfig, start: Sequence[int], model: Any) -> GenerationConfig:
-    """Return the run's settings of translation; transformers divides a log-probability by length^length_penalty.
+    """Return the run's decoding settings for transformers, which divides a log-probability by length^length_penalty.
 
-    `start` is what a translation starts with, by the ids there, and `model` is the model's config.
+    `start` is what a translation starts with, in transformers' ids, and `model` is the model's config.
     """
     settings: dict[str, Any] = {}
     if decoding.beam > 1:  # transformers refuses a length penalty without beams
         settings["length_penalty"] = length_penalty_there(decoding)
     never = sorted({model.pad_token_id, start[-1]})
-    if len(start) > 1:  # suppressed, the tag could not be forced
+    if len(start) > 1:  # the tag could not be forced if it were suppressed
         settings |= {"forced_bos_token_id": start[1], "bad_words_ids": [[each] for each in never]}
     else:
         settings["suppress_tokens"] = never
     return GenerationConfig(
         **settings,
         num_beams=decoding.beam,
-        max_length=decoding.max_length + len(start),  # the start is counted there
+        max_length=decoding.max_length + len(start),  # transformers counts the start
         min_length=decoding.min_length and decoding.min_length + len(start),
         no_repeat_ngram_size=decoding.no_repeat_ngram,
         pad_token_id=model.pad_token_id,
@@ -309,7 +309,7 @@ def write_tokenizer(saved: SavedModel, ids: tuple[list[int], list[int]], folder:
     separate = saved.source.pieces() != saved.target.pieces()
     special = saved.source.pieces()
     pieces = list(special)
-    if not separate:  # the start symbol is padding there
+    if not separate:  # the start symbol becomes padding
         start = saved.target.symbols.start[0]
         pieces[PAD], pieces[start] = special[start], special[PAD]
     write_vocabulary(pieces, ids[0], folder / "vocab.json")
@@ -331,7 +331,7 @@ def write_tokenizer(saved: SavedModel, ids: tuple[list[int], list[int]], folder:
 def write_vocabulary(pieces: Sequence[str], ids: Sequence[int], path: Path) -> None:
     """Write the id of every subword.
 
-    transformers looks up the tag of a language, such as >>fra<<, without the blank that begins its piece.
+    transformers looks up a language tag, such as >>fra<<, without the blank that its piece begins with.
     """
     names = [re.sub("^\u2581(>>.+<<)$", r"\1", pieces[each]) for each in ids]
     numbers = {name: number for number, name in enumerate(names)}

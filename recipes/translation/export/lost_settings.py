@@ -1,4 +1,4 @@
-"""What of a run's settings of translation the files of another program cannot hold, and what comes nearest there."""
+"""Which of a run's decoding settings another program's files cannot hold, and what comes nearest there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.model_text import ModelText
 
 USUAL_LENGTH = 25
-"""Subwords of a translation at which two length penalties are made to agree."""
+"""The translation length, in subwords, at which two length penalties are made to agree."""
 
 
 def length_penalty_there(decoding: DecodingConfig) -> float:
     """Return the exponent of transformers' and CTranslate2's length^exponent that comes nearest to the length penalty.
 
-    Of ((5 + n) / 6)^a the logarithm rises by a n / (5 + n) where that of n rises by 1.
+    When log n rises by 1, the logarithm of ((5 + n) / 6)^a rises by a n / (5 + n).
     """
     if decoding.length_norm == "length":
         return decoding.length_penalty
@@ -24,13 +24,13 @@ def length_penalty_there(decoding: DecodingConfig) -> float:
 
 
 def lost_settings_in(folder: Path, to: str) -> list[str]:
-    """Return `lost_settings` of the model in a folder."""
+    """Return the `lost_settings` of the model in a folder."""
     config = saved_config(folder)
     return list(lost_settings(config.decoding, ModelText.of(config), to))
 
 
 def lost_settings(decoding: DecodingConfig, text: ModelText, to: str) -> Iterator[str]:
-    """Yield a line for each setting that a format has no place for, with what comes nearest."""
+    """Yield a line for each setting that a format has no place for, with the nearest alternative."""
     if to == "safetensors":
         return
     penalty = length_penalty_there(decoding)

@@ -1,7 +1,7 @@
 """Write the tokenizer of an imported M2M-100, NLLB-200 or mBART model as transformers reads it.
 
-The run has the sentencepiece model with our ids and the tags of the languages as pieces that no text has. There the
-sentencepiece model has the pieces of text alone, and the tags come after them.
+The run has a sentencepiece model with our ids, which has the language tags as pieces that occur in no text. In
+transformers the sentencepiece model has only pieces of text, and the tags come after them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SPM = "sentencepiece.bpe.model"
 
 
 def write_multilingual_tokenizer(saved: SavedModel, ids: Sequence[int], folder: Path) -> None:
-    """Write the files of the tokenizer, whose ids are ours in the order `ids`.
+    """Write the tokenizer's files, in which our ids are in the order `ids`.
 
-    Raises ConfigError where transformers' tokenizer of that kind would have other ids: it has a list of languages of
-    its own.
+    Raises ConfigError if transformers' tokenizer of that kind would have different ids, as it has a list of languages
+    of its own.
     """
     subwords = saved.source
     names = [subwords.pieces()[each] for each in ids]
@@ -60,7 +60,7 @@ def write_multilingual_tokenizer(saved: SavedModel, ids: Sequence[int], folder: 
 
 
 def _of_text(subwords: Subwords) -> bytes:
-    """Return the sentencepiece model with the pieces of text alone, after its own three special ones."""
+    """Return the sentencepiece model with only the pieces of text, after sentencepiece's own three special ones."""
     model = model_of(subwords.model_bytes())
     pieces = list(model.pieces)
     text = [piece for piece in pieces[EOS + 1 :] if piece.type not in (Piece.CONTROL, Piece.UNKNOWN)]
@@ -80,7 +80,7 @@ def _of_text(subwords: Subwords) -> bytes:
 
 
 def _tags(subwords: Subwords) -> list[int]:
-    """Return the ids of the tags of languages, among the pieces that no text has."""
+    """Return the ids of the language tags, which are among the pieces that occur in no text."""
     pieces = model_of(subwords.model_bytes()).pieces[: len(subwords)]
     never = ("<", "madeupword")
     return [

@@ -1,12 +1,12 @@
-"""Write a model as two ONNX graphs, an encoder and a cached decoder step, with what a program must know to drive them.
+"""Write a model as two ONNX graphs, an encoder and a cached decoder step, and what a program must know to run them.
 
-    encoder   source (B, S)             -> mask, memory, state before the first step
+    encoder   source (B, S)                   -> mask, memory, state before the first step
     decoder   token (B,), mask, memory, state -> log_probabilities (B, V), next state
 
-The source has the end symbol, and is padded at the end; the token is the latest of each translation, the start symbol
-at first. The mask (B, 1, 1, S) is added to the scores of attention to the memory. Memory and state are the keys and
+The source has the end symbol, and is padded at the end; the token is the latest of each translation, at first the start
+symbol. The mask (B, 1, 1, S) is added to the scores of attention to the memory. Memory and state are the keys and
 values (B, H, time, K) of each layer: those of the source, and those of all steps so far. Each part of the state has the
-same name in the encoder's outputs and the decoder's inputs, and `next_` before it in the decoder's outputs.
+same name in the encoder's outputs and the decoder's inputs, prefixed with `next_` in the decoder's outputs.
 
 The folder has encoder.onnx, decoder.onnx, the run's config.yaml and subword models, and onnx.json:
 
@@ -14,7 +14,7 @@ The folder has encoder.onnx, decoder.onnx, the run's config.yaml and subword mod
     source_subwords, target_subwords      the sentencepiece models
     max_length                            the run's longest translation, in subwords
     encoder, decoder                      the names of each graph's inputs and outputs
-    state                                 the names of what every step replaces, in the order of the decoder's outputs
+    state                                 the names of what each step replaces, in the order of the decoder's outputs
 
 Shapes: B sentences, S source time, T target time, H heads, K width of a head, V vocabulary.
 """
@@ -49,14 +49,14 @@ from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, subword_names
 
 OPSET = 18
-"""The oldest that torch.onnx writes, so that older runtimes read the files too."""
+"""The oldest version that torch.onnx writes, so that older runtimes can read the files too."""
 
 
 def write(saved: SavedModel, folder: Path) -> None:
-    """Replace `folder` by one with the model in float32, after a check in ONNX Runtime.
+    """Replace `folder` with one that has the model in float32, after a check in ONNX Runtime.
 
-    One weight at a time is in memory, and in the check what the system maps of the files. Raises ConfigError for a
-    model that is not a Transformer, or an imported one.
+    Only one weight at a time is in memory and, during the check, what the system maps of the files. Raises ConfigError
+    for a model that is not an encoder-decoder, or that was imported.
     """
     sizes = transformer_sizes(saved)
     if (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
@@ -75,7 +75,7 @@ def write(saved: SavedModel, folder: Path) -> None:
 
 
 def facts_of(subwords: SubwordConfig, max_length: int, names: Mapping[str, Any]) -> dict[str, object]:
-    """Return what a program that drives the graphs must know."""
+    """Return what a program that runs the graphs must know."""
     source, target = subword_names(subwords)
     return {
         "pad": PAD,
@@ -90,20 +90,20 @@ def facts_of(subwords: SubwordConfig, max_length: int, names: Mapping[str, Any])
 
 
 TOLERANCE = 1e-3
-"""Rounding is below a tenth of it; an equation that differs is far above."""
+"""Rounding errors are below a tenth of it; a wrong equation gives far larger differences."""
 
 
 def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder, weights: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError unless a few steps of the graphs in `folder` have the log-probabilities of the model.
+    """Raise ConfigError unless a few steps of the graphs in `folder` give the log-probabilities of the model.
 
-    So what an exporter gets wrong is not written. `model` is on "meta".
+    This keeps graphs that the exporter got wrong from being written. `model` is on "meta".
     """
     src, tgt = example(model)
     lend(model, weights)
     with evaluating(model):
         expected: Tensor = model.generator(model(src, tgt)).log_softmax(-1)
     found = log_probabilities(folder, names, src, tgt)
-    # A token whose bias is -inf has no difference but nan
+    # For a token whose bias is -inf the difference would be nan
     difference = torch.where(found == expected, 0.0, found - expected).abs().max().item()
     if not difference <= TOLERANCE:
         raise ConfigError(
@@ -113,7 +113,7 @@ def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder, weights
 
 
 def lend(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Let each module of a model on "meta" have its own weights, in float32, while it is called."""
+    """Give each module of a model on "meta" its own weights, in float32, only while it is called."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     for module in model.modules():
         for own, weight in list(module.named_parameters(recurse=False)):
@@ -140,7 +140,7 @@ def example(model: EncoderDecoder) -> tuple[Tensor, Tensor]:
 def log_probabilities(folder: Path, names: Mapping[str, Any], src: Tensor, tgt: Tensor) -> Tensor:
     """Feed the target to the graphs, token by token: (B, T, V)."""
     options = onnxruntime.SessionOptions()
-    # Otherwise it copies every matrix; so it maps the file
+    # Otherwise ONNX Runtime copies every matrix instead of mapping the file
     options.add_session_config_entry("session.disable_prepacking", "1")
     encoder, decoder = (
         onnxruntime.InferenceSession(folder / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
@@ -156,7 +156,7 @@ def log_probabilities(folder: Path, names: Mapping[str, Any], src: Tensor, tgt: 
 
 
 def names_of(model: EncoderDecoder) -> dict[str, Any]:
-    """Return what the graphs call their inputs and outputs, and the parts of the state in the order of the outputs."""
+    """Return the names of the graphs' inputs and outputs, and of the state's parts in the order of the outputs."""
     state = [f"{part}_{layer}" for layer in range(len(model.decoder.layers)) for part in ("keys", "values")]
     held = ["mask", *(f"memory_{part}" for part in state), *state]
     return {
@@ -180,7 +180,7 @@ class EncoderGraph(nn.Module):
         scores = added_scores(mask, states)
         assert scores is not None
         memory = [layer.memory_attention.keys_values(states) for layer in self.model.decoder.layers]  # type: ignore[union-attr, operator]
-        empty = [one[:, :, :0].clone() for one in tensors_of(memory)]  # clones, for every output needs a name
+        empty = [one[:, :, :0].clone() for one in tensors_of(memory)]  # clones, since every output needs a name
         return (scores, *tensors_of(memory), *empty)
 
 
@@ -203,7 +203,7 @@ class StepGraph(nn.Module):
 
 
 class LongerCache(LayerCache):
-    """A layer's keys and values as tensors that a step makes longer: a graph has no room to write to in place."""
+    """A layer's keys and values as tensors that each step extends: a graph cannot write to spare room in place."""
 
     def extend(self, new: KeyValues) -> KeyValues:
         """Return the keys and values of all steps."""
@@ -214,27 +214,27 @@ class LongerCache(LayerCache):
 
 
 def tensors_of(pairs: Sequence[KeyValues]) -> list[Tensor]:
-    """Return keys and values of each layer, one after the other."""
+    """Return the keys and values of each layer as one flat list."""
     return [tensor for pair in pairs for tensor in (pair.keys, pair.values)]
 
 
 def pairs_of(tensors: Sequence[Tensor]) -> list[KeyValues]:
-    """Return what `tensors_of` took."""
+    """Invert `tensors_of`."""
     return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def save(
     build: Callable[[], EncoderDecoder], weights: Mapping[str, Tensor], names: Mapping[str, Any], folder: Path
 ) -> None:
-    """Write `encoder.onnx` and `decoder.onnx`, and their weights to a file beside each, one after the other."""
-    # Not on "meta", where torch.onnx meets strides that it cannot write
+    """Write `encoder.onnx` and `decoder.onnx`, and their weights, one at a time, to a file beside each."""
+    # Not on "meta", where torch.onnx encounters strides that it cannot write
     with FakeTensorMode(), torch.no_grad():
         model = build().eval()
         source = torch.full((2, 3), model.pad + 1)
         encoder, step = EncoderGraph(model), StepGraph(model)
         mask, *rest = encoder(source)
         memory = rest[: len(names["state"])]
-        # Any length but 1, which an export takes for one that is always 1
+        # Any length but 1, which an export would treat as constant
         state = [torch.zeros_like(one[:, :, :2]) for one in memory]
         time = [{0: "batch", 2: "source"}] * len(memory)
         past = [{0: "batch", 2: "past"}] * len(state)
@@ -255,19 +255,19 @@ def save(
                 value.const_value = onnx_ir.LazyTensor(
                     read, dtype=onnx_ir.DataType.FLOAT, shape=value.shape, name=value.name
                 )
-        found.optimize()  # after that, as it reads them
+        found.optimize()  # afterwards, as it reads the weights
         found.save(folder / f"{name}.onnx", external_data=True)
 
 
 def written_weight(weights: Mapping[str, Tensor], name: str) -> onnx_ir.TensorProtocol:
-    """Return a weight as it is written."""
+    """Return a weight in the form in which it is written."""
     return onnx_ir.tensor(weights[name].detach().cpu().float().numpy())
 
 
 def program(
     module: nn.Module, arguments: tuple[Any, ...], names: dict[str, list[str]], free: dict[str, Any]
 ) -> torch.onnx.ONNXProgram:
-    """Return the graph of a module's forward; `free` has the names of the axes of any length, by argument."""
+    """Return the graph of a module's forward; `free` names, for each argument, the axes that may have any length."""
     with quiet():
         found = torch.onnx.export(
             module.eval(),
@@ -280,13 +280,13 @@ def program(
             optimize=False,
         )
     assert found is not None
-    ClearMetadataAndDocStringPass()(found.model)  # the lines of code, with their folders, that made each node
+    ClearMetadataAndDocStringPass()(found.model)  # drops the code lines, and their folders, that made each node
     return found
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch.onnx from reporting operators of other packages, and of axes that share a name."""
+    """Keep torch.onnx from reporting operators of other packages, and axes that share a name."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
 """Folders that are replaced as a whole, and whose files are verified when they are read.
 
-The files are written to a temporary folder next to the target, flushed to the disk, listed with their SHA-256 in
-`manifest.json`, and only then renamed to the target. A process that is killed at any moment leaves the old folder or
-the new one. Files that the manifest does not list belong to someone else, and are never deleted.
+The files are written to a temporary folder next to the target, flushed to the disk and listed with their SHA-256 in
+`manifest.json`; only then is the folder renamed to the target. A process that is killed at any moment leaves the old
+folder or the new one. Files that the manifest does not list belong to someone else, and are never deleted.
 
-A folder can also be named by a pointer (see `pointers`): whatever reads it accepts either.
+A folder can also be named by a pointer (see `pointers`): functions that read it accept either.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from recipes.translation.files.writing import beside, by_name, claim, flush, mov
 
 MANIFEST = "manifest.json"
 LISTED = fields({"files": fields({"*": fields({"sha256": TEXT})}, bool, "the names of files")})
-"""What it must be."""
+"""The required form of the manifest."""
 MODELS = ("best", "last", "averaged")
-"""The models of a run that its results can be of."""
+"""The models of a run that results can come from."""
 
 
 Found = TypeVar("Found")
@@ -36,9 +36,9 @@ Found = TypeVar("Found")
 def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Yield an empty folder to write files to, which replaces `target` at the end of the block.
 
-    If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder. Of two
-    processes at once one waits for the other, and the later one's folder stays. To `digests` the block can add the
-    SHA-256 of files that it has computed while writing them, by name; the others are read again.
+    If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder. If two
+    processes do this at once, one waits for the other, and the later one's folder stays. The block can add the SHA-256
+    that it computed while writing files to `digests`, by file name; the other files are read again.
 
     Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
@@ -49,9 +49,9 @@ def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> I
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with claim(new, folder=True):
-            check_replaceable(target)  # here, where no other process renames it between two looks
+            check_replaceable(target)  # here, where no other process can rename it between two checks
             yield new
-            # Listed before it is renamed: a folder with a manifest is complete
+            # The manifest is written before the rename: a folder with a manifest is complete
             _write_manifest(new, digests or {})
             for path in [*new.iterdir(), new]:
                 flush(path)
@@ -83,7 +83,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def check_itself(*paths: Path) -> None:
-    """Raise CheckpointError for a symbolic link where a folder or a pointer is replaced."""
+    """Raise CheckpointError for a symbolic link where a folder or a pointer is to be replaced."""
     for path in filter(Path.is_symlink, paths):
         raise CheckpointError(
             f"{path} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
@@ -92,7 +92,7 @@ def check_itself(*paths: Path) -> None:
 
 
 def whole_folder(target: Path) -> Path | None:
-    """Return the folder with the last complete contents of `target`, or at which it points; None if there is none."""
+    """Return the folder with the last complete contents of `target`, or that it points to; None if there is none."""
     folder = target
     with suppress(CheckpointError):
         folder = named_folder(target) or target
@@ -104,7 +104,7 @@ def whole_folder(target: Path) -> Path | None:
 
 
 def model_folder(named: str | Path, model: str = "best") -> Path:
-    """Return the folder of a model that is named by itself or by its run; without a check that it has one."""
+    """Return the folder of a model, given itself or its run, without checking that there is a model in it."""
     folder = Path(named)
     if whole_folder(folder) is None:  # it is not a checkpoint itself, so it is the run that contains one
         folder = folder / model
@@ -112,9 +112,9 @@ def model_folder(named: str | Path, model: str = "best") -> Path:
 
 
 def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
-    """Return `whole_folder(target)` after a check of its files' hashes; raise CheckpointError if any is damaged.
+    """Return `whole_folder(target)` after checking its files' hashes; raise CheckpointError if any is damaged.
 
-    With `names`, only those of these files that exist are checked.
+    With `names`, only these files are checked, if they exist.
     """
     folder = whole_folder(target)
     if folder is None:
@@ -138,7 +138,7 @@ def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
 
 
 def read_consistently(target: Path, read: Callable[[], Found]) -> Found:
-    """Return what `read` reads in `target`: all of one folder, and once more if another process has replaced it."""
+    """Return what `read` reads in `target`, reading again if another process replaces the folder in the meantime."""
     while True:
         before = _manifest_of(target)
         try:
@@ -152,7 +152,7 @@ def read_consistently(target: Path, read: Callable[[], Found]) -> Found:
 
 
 def _manifest_of(target: Path) -> bytes:
-    """Return the manifest of the complete folder, which tells it from others; empty without a readable one."""
+    """Return the complete folder's manifest, which distinguishes it from others; empty if it cannot be read."""
     with suppress(OSError):
         return ((whole_folder(target) or target) / MANIFEST).read_bytes()
     return b""
@@ -170,7 +170,7 @@ def remove_folder(target: Path) -> None:
     """Remove `target` and the folders of an interrupted replacement; raises as `check_removable` does."""
     check_removable(target)
     _remove_own(beside(target, "previous"))
-    gone = beside(target, "new")  # renamed first, so that a process that is killed leaves a complete folder or none
+    gone = beside(target, "new")  # renamed first, so that a killed process leaves a complete folder or none
     shutil.rmtree(gone, ignore_errors=True)
     if target.exists():
         target.rename(gone)
@@ -218,7 +218,7 @@ def _retire(old: Path, successor: Path) -> None:
 
 
 def _remove_own(folder: Path) -> None:
-    """Remove the listed files, and last the manifest, by which a removal that was interrupted can be completed."""
+    """Remove the listed files, and the manifest last, so that an interrupted removal can be completed."""
     if not folder.is_dir():
         return
     if any(folder.iterdir()):
@@ -235,7 +235,7 @@ def _write_manifest(folder: Path, known: Mapping[str, str]) -> None:
     }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
-    usual = manifest.stat().st_mode  # by the umask; some libraries make files that only their owner can read
+    usual = manifest.stat().st_mode  # set by the umask; some libraries write files that only their owner can read
     for path in paths:
         if path.stat().st_mode != usual:
             path.chmod(usual)

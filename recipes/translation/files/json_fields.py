@@ -1,4 +1,4 @@
-"""JSON of files: how it is parsed, what each field must be, and the line that says which of them is not."""
+"""JSON files: how they are parsed, what each field must be, and a one-line error for a field that is wrong."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 MISSING = object()
-"""The value of a field that an object does not have."""
+"""Stands for the value of a field that an object does not have."""
 Check = Callable[[Any, str], None]
-"""Raises WrongFieldError for a value that is not what it must be; the text is the name of its field."""
+"""Raises WrongFieldError for a value that is not what it must be; the second argument is the name of its field."""
 
 
 def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON, each object by `make_object`; raise ValueError also for what is nested too deeply for Python."""
+    """Parse JSON, with `make_object` for each object; raise ValueError, even if it is nested too deeply for Python."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
@@ -23,14 +23,14 @@ def parse_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]],
 
 
 def read_json(path: Path, check: Check = lambda found, field: None) -> Any:
-    """Read a saved JSON file; raise ValueError where it is none, or not what `check` asks for."""
+    """Read a saved JSON file; raise ValueError if it is not JSON, or not what `check` requires."""
     found = parse_json(path.read_text(encoding="utf-8"))
     check(found, "")
     return found
 
 
 def field_in(path: Path, *names: str | int) -> Any:
-    """Return a field of a JSON file, by its name and those around it; None if it cannot be read, for any reason."""
+    """Return the field of a JSON file at a path of nested keys; None if it cannot be read, for any reason."""
     try:
         found = read_json(path)
         for name in names:
@@ -41,17 +41,17 @@ def field_in(path: Path, *names: str | int) -> Any:
 
 
 class WrongFieldError(ValueError):
-    """A field has a value of another kind, or none."""
+    """A field has the wrong kind of value, or is missing."""
 
     def __init__(self, field: str, found: object, what: str) -> None:
         name = field or "it"
-        if not name.isprintable():  # a line break in a name
+        if not name.isprintable():  # such as a name with a line break
             name = ascii(name)
         super().__init__(f"{name} is {_quote(found)}, and must be {what}")
 
 
 def value(what: str, fits: Callable[[Any], bool]) -> Check:
-    """Return the check of a single value."""
+    """Return a check for a single value."""
 
     def check(found: Any, field: str) -> None:
         if not fits(found):
@@ -61,12 +61,12 @@ def value(what: str, fits: Callable[[Any], bool]) -> Check:
 
 
 def maybe(check: Check) -> Check:
-    """Return the check of a field that may be missing, or null."""
+    """Return a check for a field that may be missing or null."""
     return lambda found, field: None if found is MISSING or found is None else check(found, field)
 
 
 def each(check: Check) -> Check:
-    """Return the check of a list and its items."""
+    """Return a check for a list and its items."""
 
     def check_items(found: Any, field: str) -> None:
         if not isinstance(found, list):
@@ -78,7 +78,7 @@ def each(check: Check) -> Check:
 
 
 def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda found: True, what: str = "") -> Check:
-    """Return the check of an object: of its fields by their names or patterns, and of whether these fit each other.
+    """Return a check for an object: for its fields, by names or patterns, and for whether they fit together.
 
     Other fields may be anything.
     """
@@ -99,12 +99,12 @@ def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda fou
 
 
 def is_whole(found: object) -> bool:
-    """Return whether a value of JSON is a whole number; true and false are not."""
+    """Return whether a JSON value is a whole number; true and false are not."""
     return isinstance(found, int) and not isinstance(found, bool)
 
 
 def _quote(found: object) -> str:
-    """Return a value as the file has it, shortened and in one line."""
+    """Return a value as it is in the file, shortened and on one line."""
     if found is MISSING:
         return "missing"
     try:

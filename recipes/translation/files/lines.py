@@ -18,26 +18,26 @@ from recipes.translation.errors import DataError
 
 
 def is_plain(start: bytes) -> bool:
-    """Return whether a file that begins with these bytes has its text as it is, in UTF-8."""
+    """Return whether a file that begins with these bytes may be plain UTF-8 text: not UTF-16, and not compressed."""
     marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, *(each.magic for each in COMPRESSIONS))
     return not start.startswith(marks)
 
 
 def _by_pyarrow(file: io.BufferedReader, codec: str) -> Any:
-    """Unpack what Python itself cannot: pyarrow comes with `datasets`."""
+    """Unpack what Python itself cannot; pyarrow comes with `datasets`."""
     import pyarrow
 
     return pyarrow.CompressedInputStream(file, codec)
 
 
 PACKED = 1 << 16
-"""How many packed bytes are read at a time."""
+"""How many compressed bytes are read at a time."""
 
 
 class _Streams(io.RawIOBase):
-    """The text of a file of one or several compressed streams, one after the other.
+    """The text of a file that consists of one or several compressed streams.
 
-    Python's own `LZMAFile` and `BZ2File` take a later stream that is damaged for the end of the file.
+    Python's own `LZMAFile` and `BZ2File` mistake a damaged later stream for the end of the file.
     """
 
     def __init__(self, file: io.BufferedReader, decompressor: Callable[[], Any]) -> None:
@@ -71,14 +71,14 @@ class _Streams(io.RawIOBase):
 
 
 class Compression(NamedTuple):
-    """A way to pack a file: the end of its name, its first bytes, and what unpacks it."""
+    """A compression format: the end of file names, the first bytes, and what unpacks it."""
 
     suffix: str
     magic: bytes
     opened: Callable[[io.BufferedReader], Any] | None = None
-    """Unpacks while reading; None for what has several files, or cannot be unpacked."""
+    """Unpacks while reading; None for formats that hold several files or cannot be unpacked here."""
     way: str = ""
-    """The command that unpacks such a file, where it cannot be read."""
+    """The command that unpacks such a file, if it cannot be read here."""
 
 
 COMPRESSIONS = (
@@ -86,7 +86,7 @@ COMPRESSIONS = (
     Compression(".xz", b"\xfd7zXZ\x00", lambda file: _Streams(file, lzma.LZMADecompressor)),
     Compression(".bz2", b"BZh", lambda file: _Streams(file, bz2.BZ2Decompressor)),
     Compression(".zst", b"\x28\xb5\x2f\xfd", lambda file: _by_pyarrow(file, "zstd")),
-    # A frame to be skipped, with which pzstd begins
+    # A skippable frame, which pzstd starts with
     Compression(".zst", b"\x50\x2a\x4d\x18", lambda file: _by_pyarrow(file, "zstd")),
     Compression(".lz4", b"\x04\x22\x4d\x18", lambda file: _by_pyarrow(file, "lz4")),
     Compression(".zip", b"PK\x03\x04", way="unzip"),
@@ -94,11 +94,11 @@ COMPRESSIONS = (
     Compression(".rar", b"Rar!", way="unrar x"),
 )
 TAR = (257, b"ustar")
-"""Where an archive of files has its mark."""
+"""The position and bytes of a tar archive's signature."""
 
 
 def without_compression(name: str) -> str:
-    """Return a file's name without the end that says how it is packed."""
+    """Return a file's name without the ending that says how it is compressed."""
     for each in COMPRESSIONS:
         if name.lower().endswith(each.suffix):
             return name[: -len(each.suffix)]
@@ -111,11 +111,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 def lines_of(content: bytes, where: str, first: int = 1) -> list[str]:
-    """Return the lines of a file's bytes as `each_line` does, which begin with line `first` of `where`."""
+    """Return the lines in a file's bytes as `each_line` does; the first of them is line `first` of `where`."""
     with _explain_errors(where):
         file: io.BufferedIOBase = io.BytesIO(content)
         if first == 1:
-            # Later lines may begin with anything
+            # Later lines may start with any bytes
             file = _unpack(io.BufferedReader(io.BytesIO(content)), where)
         return list(_lines_in(file, where, first))
 
@@ -125,7 +125,7 @@ Hashes = dict[Path, tuple[int, bytes]]
 
 
 def hash_file(file: io.BufferedReader) -> tuple[int, bytes]:
-    """Return the size and the SHA-256 of an open file, which is then at its start again."""
+    """Return the size and the SHA-256 of an open file, and rewind it to its start."""
     digest = hashlib.file_digest(file, "sha256").digest()
     size = file.tell()
     file.seek(0)
@@ -133,10 +133,11 @@ def hash_file(file: io.BufferedReader) -> tuple[int, bytes]:
 
 
 def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text file, plain or compressed in a way of COMPRESSIONS, without its byte order mark.
+    """Yield the lines of a UTF-8 text file, plain or compressed (see COMPRESSIONS), without its byte order mark.
 
-    The file is never whole in memory; `hashes` gets that of the very file that is read. Raises OSError, and DataError
-    for a damaged file or text in another encoding, whose line it names, and for another file than `hashes` knows.
+    The file is never in memory as a whole; `hashes` receives the hash of the very file that is read. Raises OSError,
+    and DataError for a damaged file, for text in another encoding, naming the line, and for a file whose hash differs
+    from the one in `hashes`.
     """
     with open_unpacked(path, hashes) as file:
         yield from _lines_in(file, str(path))
@@ -144,7 +145,7 @@ def each_line(path: Path, hashes: Hashes | None = None) -> Iterator[str]:
 
 @contextmanager
 def open_unpacked(path: Path, hashes: Hashes | None = None) -> Iterator[io.BufferedIOBase]:
-    """Open a file, plain or compressed, of which `hashes` gets the hash; explain the errors of unpacking it."""
+    """Open a file, plain or compressed, and add its hash to `hashes`; explain errors in unpacking it."""
     with path.open("rb") as file:
         if hashes is not None and hashes.setdefault(path, found := hash_file(file)) != found:
             raise DataError(f"{path} has changed since this run has begun to read it: start again")
@@ -157,13 +158,13 @@ def _explain_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if getattr(error, "errno", None) is not None:  # of the system, and not of damaged content
+        if getattr(error, "errno", None) is not None:  # from the system, not from damaged content
             raise
         raise DataError(f"{where} cannot be unpacked: {error}; copy it again") from error
 
 
 def _unpack(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
-    """Return the text of a file; raise DataError where it is packed in a way that cannot be read, or an archive."""
+    """Return a file's unpacked contents; raise DataError for an archive or a compression that cannot be read."""
     start = plain.peek(8)
     packed = next((each for each in COMPRESSIONS if start.startswith(each.magic)), None)
     if packed is None:

@@ -1,10 +1,10 @@
-"""A pointer: a small file that names numbered folders beside it, and is replaced as a whole.
+"""Pointers: small files that name numbered folders near them, and are replaced as a whole.
 
     $ cat runs/mine/best
     checkpoints/step-00000200
 
-It is a file and no symbolic link, since a link could lead out of the folder, not every file system has links, and
-programs that copy folders disagree on whether to follow them.
+A pointer is a file rather than a symbolic link, since a link could lead out of the folder, not every file system has
+links, and programs that copy folders disagree on whether to follow them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from recipes.translation.errors import CheckpointError
 
 NUMBERED = "checkpoints"
-"""The folder with the numbered folders that a pointer can name."""
+"""The folder that contains the numbered folders that a pointer can name."""
 _NAME = re.compile(rf"{NUMBERED}/step-\d{{8,20}}")
 _LONGEST = 1_000_000
-"""Bytes of a pointer that are read: its names are of thirty."""
+"""The most bytes of a pointer that are read; each name has about thirty."""
 
 
 def pointer_to(folders: list[Path]) -> bytes:
@@ -28,7 +28,7 @@ def pointer_to(folders: list[Path]) -> bytes:
 
 
 def named_folder(pointer: Path) -> Path | None:
-    """Return the folder that a pointer names; None without one. Raises CheckpointError for any other file."""
+    """Return the folder that a pointer names, None if there is no file; raise CheckpointError for any other file."""
     if not pointer.is_file():
         return None
     folders = named_folders(pointer)
@@ -38,10 +38,10 @@ def named_folder(pointer: Path) -> Path | None:
 
 
 def named_folders(pointer: Path) -> list[Path]:
-    """Return the folders that a pointer to any number of them names, in its order; none without one."""
+    """Return the folders that a pointer to any number of folders names, in its order; none if there is no file."""
     if not pointer.is_file():
         return []
-    if pointer.is_symlink():  # which may be read, as any file of the user's
+    if pointer.is_symlink():  # reading through a link is allowed, as for any file of the user's
         pointer = pointer.resolve()
     with pointer.open("rb") as file:
         names = file.read(_LONGEST).decode(errors="replace").splitlines()
@@ -51,7 +51,7 @@ def named_folders(pointer: Path) -> list[Path]:
 
 
 def damaged_pointer_error(pointer: Path) -> CheckpointError:
-    """Return the error for a pointer that names anything but folders."""
+    """Return the error for a pointer that names anything other than folders."""
     return CheckpointError(
         f"{pointer} is damaged: its lines should name folders such as {NUMBERED}/step-00000200; restore it from a "
         f"copy, or write there the name of a folder that is in {pointer.parent / NUMBERED}"
@@ -59,7 +59,7 @@ def damaged_pointer_error(pointer: Path) -> CheckpointError:
 
 
 def through_pointer(path: Path) -> Path:
-    """Return where a file is whose path leads through a pointer, as `best/config.yaml` does; else the path itself."""
+    """Resolve a path that leads through a pointer, as `best/config.yaml` does; return any other path unchanged."""
     with suppress(CheckpointError):
         if folder := named_folder(path.parent):
             return folder / path.name

@@ -1,7 +1,7 @@
-"""Tensors in a file of safetensors, whose SHA-256 is computed while it is written.
+"""Tensors in a safetensors file, whose SHA-256 is computed while it is written.
 
-The format is a number of eight bytes, a JSON header of that many bytes, and the tensors' bytes one after another. It
-is written here and not by the package, which leaves the hash for a second pass; the tests compare the bytes of the two.
+The format is an eight-byte number, a JSON header of that many bytes, and the tensors' bytes one after another. It is
+written here rather than by the package, which would need a second pass for the hash; the tests compare both outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recipes.translation.files.json_fields import parse_json
 
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""The format's names of the dtypes, in the order in which the package writes tensors."""
+"""The format's names for the dtypes, in the order in which the package writes tensors."""
 
 
 class OneByOne(Mapping[str, Tensor]):
@@ -32,7 +32,7 @@ class OneByOne(Mapping[str, Tensor]):
 
     Args:
         described: every tensor on the device "meta", with its shape and dtype.
-        make: returns the tensor of a name.
+        make: returns the tensor with a given name.
     """
 
     def __init__(self, described: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
@@ -40,7 +40,7 @@ class OneByOne(Mapping[str, Tensor]):
         self.make = make
 
     def __getitem__(self, name: str) -> Tensor:
-        self.described[name]  # raises for a name that there is not
+        self.described[name]  # raises for a name that does not exist
         return self.make(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -51,7 +51,7 @@ class OneByOne(Mapping[str, Tensor]):
 
 
 class AskedOnce(OneByOne):
-    """The same, of which each must be asked for once, as other processes take part in making it."""
+    """Lazy tensors that must each be requested exactly once, since other processes take part in making them."""
 
     def __init__(self, described: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
         super().__init__(described, make)
@@ -62,38 +62,38 @@ class AskedOnce(OneByOne):
         return super().__getitem__(name)
 
     def finish(self) -> None:
-        """Ask for all that nobody has asked for."""
+        """Request all tensors that have not been requested yet."""
         while self.left:
             self[self.left[0]]
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors of these shapes and dtypes, without making any."""
+    """Return tensors with these shapes and dtypes, without making any lazy ones."""
     if isinstance(tensors, OneByOne):
         return tensors.described
     return tensors
 
 
 def rename(tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> OneByOne:
-    """Return some of the tensors by new names, each of which has its old one in `old_names`."""
+    """Return some of the tensors under new names; `old_names` maps each new name to its old one."""
     shapes = {name: describe_tensors(tensors)[old] for name, old in old_names.items()}
     return OneByOne(shapes, lambda name: tensors[old_names[name]])
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order in which the package writes tensors: wide numbers come first, and are aligned."""
+    """Return the names in the order in which the package writes tensors: wide dtypes first, so that all are aligned."""
     return sorted(tensors, key=lambda name: ([*DTYPES].index(describe_tensors(tensors)[name].dtype), name))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write a new file and return its SHA-256; each tensor is asked for once, `in_order`.
+    """Write a new file and return its SHA-256; each tensor is requested once, `in_order`.
 
     The file is not yet flushed to the disk: `replaced_folder` does that for all of a folder's files.
 
-    `metadata` is what another program looks for in the file's header.
+    `metadata` is what other programs look for in the file's header.
     """
     digest = hashlib.sha256()
-    # Both let go of Python's lock, so that hashing takes place while the disk writes
+    # Hashing and writing both release the GIL, so that they run at the same time
     with ThreadPoolExecutor(1) as beside, path.open("xb") as file:
         for part in _parts(tensors, metadata):
             hashed = beside.submit(digest.update, part)
@@ -122,13 +122,13 @@ def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) ->
 
 
 def read_tensors(path: Path) -> OneByOne:
-    """Open a file, of which each tensor is mapped into memory when it is asked for, until it is dropped.
+    """Open a file; each tensor is mapped into memory when it is requested, until the caller drops it.
 
-    Raises CheckpointError if it is not in the safetensors format. The contents are those of now, even if the file is
-    replaced meanwhile.
+    Raises CheckpointError if it is not in the safetensors format. The contents stay those at the time of this call,
+    even if the file is replaced later.
     """
     try:
-        with safe_open(path, framework="np"):  # which checks the header against the file's size
+        with safe_open(path, framework="np"):  # checks the header against the file's size
             descriptor = os.open(path, os.O_RDONLY)
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
@@ -149,7 +149,7 @@ def read_tensors(path: Path) -> OneByOne:
             return torch.empty(like.shape, dtype=like.dtype)
         begin = 8 + size + header[name]["data_offsets"][0]
         inside = begin % mmap.ALLOCATIONGRANULARITY
-        # A copy when it is written to, which changes no file
+        # Copied on write, so that writing to a tensor does not change the file
         part = mmap.mmap(descriptor, inside + like.nbytes, access=mmap.ACCESS_COPY, offset=begin - inside)
         return torch.frombuffer(part, dtype=like.dtype, count=like.numel(), offset=inside).view(like.shape)
 

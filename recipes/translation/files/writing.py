@@ -1,9 +1,9 @@
 """How files are written in a folder that may have come from elsewhere: whole or not at all, and never through a link.
 
-A link in such a folder may lead to any file of the user's. A file is therefore written as `.<name>.new`, made here,
-which is flushed to the disk and then renamed; that replaces a link of the final name and never follows it. A link of
-the new one's name, of a file that is added to, or of a folder that is written into is an error. Folders that are
-replaced as a whole are in `atomic_folder`.
+A link in such a folder may lead to any of the user's files. A file is therefore written as a new `.<name>.new`, flushed
+to the disk and then renamed, which replaces a link with the final name and never follows it. A link in place of the new
+file, of a file that is appended to, or of a folder that is written into is an error. `atomic_folder` deals with folders
+that are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import IO
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Replace files of a folder so that all are of one process; each has its old contents or the new at any moment.
+    """Replace files in a folder, all by one process; at any moment each has either its old or its new contents.
 
-    Two processes at once do so one after the other: the first file's new one, which is claimed first and renamed last,
-    is their lock.
+    Two processes that do this at once take turns: the first file's `.new` file, which is claimed first and renamed
+    last, is their lock.
     """
     with ExitStack() as held:
         for path, content in contents.items():
@@ -43,13 +43,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def move_into_place(new: Path, path: Path) -> None:
-    """Give a new file or folder, which is on the disk, the name `path`, and flush the name to the disk."""
+    """Rename a new file or folder, which is already flushed, to `path`, and flush the name to the disk."""
     os.replace(new, path)
     flush(path.parent)
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder's names to the disk: a rename must not be on the disk before the contents."""
+    """Flush a file or a folder's names to the disk: a rename must not reach the disk before the contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,7 +58,7 @@ def flush(path: Path) -> None:
 
 
 def add_to(path: Path, content: bytes) -> None:
-    """Add to the end of a file, and flush it to the disk."""
+    """Append to a file, and flush it to the disk."""
     with writing_to(path), adding_to(path) as file:
         file.write(content)
         file.flush()
@@ -66,32 +66,32 @@ def add_to(path: Path, content: bytes) -> None:
 
 
 def adding_to(path: Path) -> IO[bytes]:
-    """Open a file, made if it is missing, to read it and to add to its end."""
+    """Open a file for reading and appending; create it if it is missing."""
     return os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, unless it is there."""
+    """Make a folder and its parents, unless it exists."""
     check_no_link(path)
     while True:
         try:
             path.mkdir(parents=True, exist_ok=True)
             return
         except FileExistsError:
-            # Unless another process has renamed it after the attempt to make it, a file stands in its place
+            # Either another process has renamed the folder since, or a file is in its place
             if (mode := _mode_of(path)) is not None and not stat.S_ISDIR(mode):
                 raise
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file as `os.open` does, but no link; return its descriptor."""
+    """Open a file as `os.open` does, but never a link; return its descriptor."""
     check_regular(path, bool(flags & os.O_DIRECTORY))
-    # And a link that is put there at this moment is not followed either
+    # A link that is put there after the check is not followed either
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def check_regular(path: Path, folder: bool = False) -> None:
-    """Raise OSError for a symbolic link, and for a pipe or a device, which would be waited for without end."""
+    """Raise OSError for a symbolic link, and for a pipe or a device, which would be waited for forever."""
     check_no_link(path)
     mode = None if folder else _mode_of(path)
     if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -99,7 +99,7 @@ def check_regular(path: Path, folder: bool = False) -> None:
 
 
 def _mode_of(path: Path) -> int | None:
-    """Return what stands at a path, by one look: another process may rename it between two; None for nothing."""
+    """Return what is at a path, by a single look, since another process may rename it between two; None for nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return path.lstat().st_mode
     return None
@@ -113,21 +113,21 @@ def check_no_link(path: Path) -> None:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError of the block; that of a full disk has none."""
+    """Add the file's name to an OSError in the block; the error for a full disk has none."""
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ELOOP:  # which names the link
+        if error.errno == errno.ELOOP:  # it names the link already
             raise
         raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
 
 
 @contextmanager
 def claim(new: Path, *, folder: bool = False) -> Iterator[int]:
-    """Make an empty file or folder, which the block fills and renames; remove it if the block does not rename it.
+    """Make an empty file or folder for the block to fill and rename; remove it if the block does not rename it.
 
-    Another process that wants it waits until then, where the file system has locks. What a process that was killed has
-    left is removed. The block gets the descriptor.
+    Another process that wants it waits until then, if the file system has locks. Whatever a killed process left there
+    is removed. Yields the descriptor.
     """
     while True:
         descriptor = _make(new, folder)
@@ -142,8 +142,8 @@ def claim(new: Path, *, folder: bool = False) -> Iterator[int]:
             try:
                 yield descriptor
             finally:
-                if is_at(new, descriptor):  # after the renaming it would be another process's
-                    with suppress(OSError):  # it would hide the block's own
+                if is_at(new, descriptor):  # after the rename, what is there belongs to another process
+                    with suppress(OSError):  # it would hide an error of the block
                         _remove(new, folder)
             return
         finally:
@@ -174,16 +174,16 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def beside(target: Path, what: str) -> Path:
-    """Return the hidden path next to a file or folder where its `new` or `previous` contents are."""
+    """Return the hidden path next to a file or folder that holds its `new` or `previous` contents."""
     target = by_name(target)
     return target.with_name(f".{target.name}.{what}")
 
 
 def by_name(target: Path) -> Path:
-    """Return the path without `.` and `..`, which have no folder beside them and may lead through the folder itself."""
+    """Return the path without `.` and `..`, which have no siblings and may lead through the folder itself."""
     if target.name and ".." not in target.parts:
         return target
     if target.name in ("", ".."):
         return target.resolve()
-    # Not the last name itself, which may be a symbolic link
+    # The last name is not resolved, since it may be a symbolic link
     return target.parent.resolve() / target.name

@@ -1,4 +1,4 @@
-"""Which published models can be imported: their settings in transformers, and ours."""
+"""Which published models can be imported, and what their settings in transformers are here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from models.presets import ARCHITECTURES, Tie
 from recipes.translation.errors import CheckpointError
 
 PUBLISHED = {"marian": "opus_mt", "m2m_100": "m2m100", "mbart": "mbart"}
-"""The name in `models.PRESETS` of each kind of model, by the `model_type` of config.json."""
+"""The name in `models.PRESETS` for each `model_type` in config.json."""
 
 
 def sizes_of(config: Any, where: str) -> TransformerConfig:
-    """Return the sizes and choices of the model with a config of transformers, but for `tie`.
+    """Return the sizes and choices of the model that a transformers config describes, except `tie`.
 
-    Raises CheckpointError for a choice that the models here do not have, with its name and value.
+    Raises CheckpointError for a choice that the models here do not support, with its name and value.
     """
     if config.model_type not in PUBLISHED:
         raise CheckpointError(
@@ -56,7 +56,7 @@ def sizes_of(config: Any, where: str) -> TransformerConfig:
 
 
 def tie_of(model: Any) -> Tie:
-    """Return which of the vocabulary's matrices are one in a model of transformers, whatever config.json says."""
+    """Return which of the vocabulary's matrices are tied in a transformers model, whatever config.json says."""
     source, target = (side.embed_tokens.weight for side in (model.model.encoder, model.model.decoder))
     if target is not model.lm_head.weight:
         return "none"

@@ -1,4 +1,4 @@
-"""A folder as transformers' `save_pretrained` writes it, read by transformers, without running code from it."""
+"""Folders written by transformers' `save_pretrained`: read with transformers, without running code from them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WEIGHTS = "model.safetensors"
 OWN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing but the folder is read, and none of its code is run."""
 ROOM = 2**26
-"""So many weights more than the files have bytes do no harm."""
+"""The number of weights may exceed the files' bytes by this much without doing harm."""
 
 
 @contextmanager
 def reading(what: str, folder: Path) -> Iterator[None]:
-    """Raise CheckpointError for any error inside, and keep the remarks of transformers off the screen."""
+    """Within the block, raise CheckpointError for any error, and silence the remarks of transformers."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -35,7 +35,7 @@ def reading(what: str, folder: Path) -> Iterator[None]:
             yield
     except CheckpointError:
         raise
-    except BaseException as error:  # of many types, by what is damaged or missing
+    except BaseException as error:  # of many types, depending on what is damaged or missing
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, in tokenizers
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -50,7 +50,7 @@ def reading(what: str, folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> Any:
-    """Return what config.json says of the architecture."""
+    """Return what config.json says about the architecture."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give one with a model as transformers saves it")
     if not (folder / "config.json").is_file():
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> Any:
 
 
 def check_room(folder: Path, config: Any) -> None:
-    """Raise CheckpointError for weights that are pickled, or too few for sizes that could fill the memory."""
+    """Raise CheckpointError for pickled weights, or for sizes that need far more memory than there are weights."""
     there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not there and (pickled := sorted(folder.glob("pytorch_model*.bin"))):
         raise CheckpointError(
@@ -77,7 +77,7 @@ def check_room(folder: Path, config: Any) -> None:
 
 
 def read_generation(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the settings of translation that are set, and their file: once it was config.json."""
+    """Return the generation settings that are set, and the name of their file: in older models, config.json."""
     name = "generation_config.json"
     if not (folder / name).is_file():
         name = "config.json"
@@ -91,12 +91,12 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_weights(folder: Path, config: Any) -> Any:
-    """Return the model with its weights, in the type that they have.
+    """Return the model with its weights, in the weights' own dtype.
 
-    Raises CheckpointError for weights that are missing, left over, of another shape, or no numbers.
+    Raises CheckpointError for weights that are missing, left over, of the wrong shape, nan or inf.
     """
-    config.dtype = None  # which may be less precise than the weights
-    # An attention of another name in config.json may be code from the Hub
+    config.dtype = None  # it may be less precise than the weights
+    # A different attention in config.json may be code from the Hub
     options = {"dtype": "auto", "attn_implementation": "eager", "use_safetensors": True, "output_loading_info": True}
     with reading("the weights", folder):
         model, report = AutoModelForSeq2SeqLM.from_pretrained(
@@ -120,7 +120,7 @@ def _check(model: Any, report: dict[str, Any], folder: Path) -> None:
             f"{folder}: {name} is {tuple(there)}, and by config.json it is {tuple(expected)}: one of the two files "
             "belongs to another model"
         )
-    # M2M-100's tables of sines and cosines, which earlier versions have saved
+    # Earlier versions of transformers saved M2M-100's tables of sines and cosines
     left = sorted(name for name in report["unexpected_keys"] if not name.endswith("embed_positions.weights"))
     if left:
         raise CheckpointError(
@@ -128,14 +128,14 @@ def _check(model: Any, report: dict[str, Any], folder: Path) -> None:
             "architecture that its config.json names, or it has extra parts"
         )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        # A bias may be -inf: a token that is never to come
+        # A bias may be -inf for a token that must never come
         if not bool((tensor < math.inf).all()):
             raise CheckpointError(
                 f"{folder}: {name} has values that are nan or inf: download or convert the model again"
             )
     for side in ("encoder", "decoder"):
         positions = model.get_submodule(f"model.{side}.embed_positions")
-        made = getattr(positions, "create_weight", None)  # of Marian's, which earlier versions have saved
+        made = getattr(positions, "create_weight", None)  # for Marian's, which earlier versions saved
         if made and not torch.allclose(positions.weight, made().to(positions.weight), atol=1e-3):
             raise CheckpointError(
                 f"{folder}: model.{side}.embed_positions.weight is not the table of sines and cosines of "

@@ -1,4 +1,4 @@
-"""A published model's settings for transformers' `generate`, as settings of a run, and the names of what is lost."""
+"""A published model's settings for transformers' `generate`, as a run's settings, and the names of those lost."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ KNOWN = (
     "decoder_start_token_id pad_token_id bos_token_id use_cache transformers_version _from_model_config early_stopping "
     "forced_eos_token_id renormalize_logits output_attentions output_hidden_states remove_invalid_values"
 )
-"""Settings of translation that a run has, or that change nothing here: padding is never output, the symbols are in the
-subwords, and of the search's end see `published_model.Imported`."""
+"""Generation settings that a run has, or that change nothing here: padding is never output, the symbols are in the
+subwords, and for the end of the search see `published_model.Imported`."""
 SAMPLING = "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
-"""Settings of `generate` that have an effect where `do_sample` is true."""
+"""Settings of `generate` that have an effect only if `do_sample` is true."""
 
 
 def decoding_of(generation: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """Return the run's settings of translation; `start` is the number of tokens with which a translation begins."""
+    """Return the run's decoding settings; `start` is the number of tokens that a translation begins with."""
     found: dict[str, Any] = {
         "decoding.beam": generation.get("num_beams", 1),
         "decoding.length_norm": "length",
-        # transformers divides by length^length_penalty, 1 unless it is set
+        # transformers divides by length^length_penalty, which is 1 unless it is set
         "decoding.length_penalty": generation.get("length_penalty", 1.0),
     }
-    # The start is counted there: all of it in a length, and all but its first token in a number of new tokens
+    # transformers counts the start: all of it in a length, and all but its first token in a number of new tokens
     if generation.get("max_new_tokens"):
         found["decoding.max_length"] = generation["max_new_tokens"] - (start - 1)
     elif generation.get("max_length"):
@@ -43,8 +43,8 @@ def decoding_of(generation: Mapping[str, Any], start: int) -> dict[str, Any]:
 
 
 def lost_settings(generation: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Return the names of settings that change what `generate` gives, and that a run does not have."""
-    # By a scale of 1 transformers' own processor leaves the logits as they are
+    """Return the names of settings that change what `generate` returns, and that a run does not have."""
+    # With a scale of 1, transformers' own processor leaves the logits as they are
     neutral = {**GenerationConfig._get_default_generation_params(), "guidance_scale": 1.0}
     found = {
         name
@@ -57,7 +57,7 @@ def lost_settings(generation: Mapping[str, Any], tokenizer: Tokenizer) -> list[s
     start, *tags = (tokenizer.target_ids[each] for each in tokenizer.target.symbols.start)
     end = tokenizer.target_ids[EOS]
     never = (tokenizer.target_ids[PAD], start, *tags)
-    honoured = {  # for some of their values
+    honoured = {  # only some of their values are
         "forced_bos_token_id": generation.get("forced_bos_token_id") in (None, *tags),
         "eos_token_id": generation.get("eos_token_id", end) in (end, [end]),
         "bad_words_ids": all(words in ([each] for each in never) for words in generation.get("bad_words_ids", [])),

@@ -1,4 +1,4 @@
-"""Make a run of a model that others have published: weights, subwords and settings of translation."""
+"""Make a run from a model that others have published: weights, subwords and decoding settings."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Imported(NamedTuple):
 
     translator: Translator
     ignored: list[str]
-    """Settings of translation that a run does not have."""
+    """Generation settings that a run does not have."""
     settings_file: str
     """The file that has them."""
     searches_on: bool
-    """Whether transformers' search goes on where the run's stops."""
+    """Whether transformers' search continues where the run's stops."""
 
 
 def import_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
     """Write the published model in `folder` to the run's `best`.
 
-    `source` and `target` are the languages, which a model of several languages needs.
+    `source` and `target` are the languages, which a multilingual model needs.
 
-    Raises CheckpointError for a folder that is not such a model, or a run that is there already, and ConfigError for a
+    Raises CheckpointError for a folder that is not such a model, or a run that already exists, and ConfigError for a
     language that the model does not have.
     """
     for name in ("best", "last"):
@@ -57,7 +57,7 @@ def import_model(folder: Path, run: Path, source: str = "", target: str = "") ->
 
 
 def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
-    """Return the model in `folder`, as a translator of the run, in float32 or, where it has float64, in float64."""
+    """Return the model in `folder`, as a translator of the run, in float32 or, if its weights are, in float64."""
     config = read_config(folder)
     sizes = sizes_of(config, str(folder / "config.json"))
     check_room(folder, config)
@@ -69,7 +69,7 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     subwords = (tokenizer.source, tokenizer.target)
     model = model_on_meta(sizes, *subwords).to(torch.promote_types(theirs.dtype, torch.float32))
     fill_model(model, our_weights(model, theirs, tokenizer.source_ids, tokenizer.target_ids), folder)
-    with reading(settings_file, folder):  # whose values transformers checks when it translates
+    with reading(settings_file, folder):  # transformers checks its values only when it translates
         decoding = decoding_of(generation, len(tokenizer.target.symbols.start))
         ignored = lost_settings(generation, tokenizer)
     given = run_settings(PUBLISHED[config.model_type], sizes, tokenizer, run) | decoding
@@ -79,9 +79,9 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
 
 
 def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target_ids: Sequence[int]) -> OneByOne:
-    """Return every weight of `model`, which is on "meta", by its name; each is made when it is asked for.
+    """Return every weight of `model`, which is on "meta", by name; each is made when it is asked for.
 
-    `source_ids` and `target_ids` are the ids there, in the order of ours: rows of the vocabulary are permuted, which
+    `source_ids` and `target_ids` are the published ids in the order of ours: rows of the vocabulary are permuted, which
     changes no probability.
     """
     state = theirs.state_dict()
@@ -91,7 +91,7 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
     )
 
     def make_weight(name: str) -> Tensor:
-        if name == "generator.bias":  # which M2M-100 does not have
+        if name == "generator.bias":  # M2M-100 has none
             tensor: Tensor = state.get("final_logits_bias", torch.zeros(1, len(target_ids)))[0]
         else:
             tensor = torch.cat([state[each] for each in huggingface_names(name)])
@@ -105,7 +105,7 @@ def our_weights(model: nn.Module, theirs: Any, source_ids: Sequence[int], target
 
 
 def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, run: Path) -> dict[str, Any]:
-    """Return the settings of the run, but for those of translation."""
+    """Return the settings of the run, except those for decoding."""
     usual = PRESETS[preset]
     assert isinstance(usual, TransformerConfig)
     changed = {
@@ -115,7 +115,7 @@ def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, ru
     }
     return {
         "run": str(run),
-        # Not the built-in corpus: whoever trains on names the data
+        # Not the built-in corpus: anyone who trains it further names the data
         "data.format": "text",
         "data.source": tokenizer.languages[0],
         "data.target": tokenizer.languages[1],
@@ -128,7 +128,7 @@ def run_settings(preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, ru
 
 
 def _lengths(given: Mapping[str, Any], sizes: TransformerConfig) -> dict[str, Any]:
-    """Return lengths that a model with learned positions can read: its positions, less three for symbols."""
+    """Return the lengths that a model with learned positions can read: its positions, minus three for symbols."""
     if sizes.architecture != "mbart":
         return {}
     defaults = RunConfig()

@@ -33,17 +33,17 @@ class Tokenizer(NamedTuple):
     source: Subwords
     target: Subwords
     source_ids: list[int]
-    """The ids there, in the order of ours."""
+    """The published ids in the order of ours."""
     target_ids: list[int]
     languages: tuple[str, str]
 
 
 def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple[str, str]) -> Tokenizer:
-    """Return what becomes of the tokenizer in a folder.
+    """Return what the tokenizer in a folder becomes.
 
-    `start` is the id with which the decoder starts, and `languages` are those given by the user, or empty.
+    `start` is the id that the decoder starts with, and `languages` are those given by the user, or empty.
 
-    Raises CheckpointError where the files contradict each other, and ConfigError for a language that is not there.
+    Raises CheckpointError if the files contradict each other, and ConfigError for a language that does not exist.
     """
     with reading("the tokenizer", folder):
         theirs = AutoTokenizer.from_pretrained(folder, **OWN)
@@ -63,7 +63,7 @@ def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple
     target_ids = order_of(target)
     first = _start(start, target, tags, named[1])
     with reading("the tokenizer", folder):
-        # An empty sentence has only what stands around one: the language's tag, and the end symbol
+        # An empty sentence has only what surrounds any sentence: the language tag and the end symbol
         around = [source_ids.index(each) for each in theirs("").input_ids]
         end = around.index(EOS)
         symbols = Symbols(tuple(around[:end]), tuple(around[end:]), tuple(target_ids.index(each) for each in first))
@@ -72,7 +72,7 @@ def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple
 
 
 def _check_symbols(config: Any, vocabulary: Vocabulary) -> None:
-    """Raise CheckpointError if config.json has other ids of padding or end symbol than the tokenizer."""
+    """Raise CheckpointError if config.json and the tokenizer disagree on the id of padding or of the end symbol."""
     for key, name in (("pad_token_id", vocabulary.special["pad"]), ("eos_token_id", vocabulary.special["eos"])):
         given = getattr(config, key)
         if given is not None and given != vocabulary.ids.get(name, given):
@@ -83,9 +83,9 @@ def _check_symbols(config: Any, vocabulary: Vocabulary) -> None:
 
 
 def _start(start: Any, target: Vocabulary, tags: Mapping[str, str], language: str) -> list[int]:
-    """Return the ids before a target: what the decoder starts with, then the language's tag, unless they are one."""
+    """Return the ids before a target: what the decoder starts with, then the language tag, unless they are the same."""
     tag = [target.ids[tags[language]]] if tags else []
-    if start is None and tag:  # mBART's, which starts with the language
+    if start is None and tag:  # mBART, which starts with the language
         return tag
     if start not in range(target.size):
         raise CheckpointError(f"{target.where}: decoder_start_token_id is {start!r}, not the id of a subword")
@@ -134,7 +134,7 @@ def _multilingual(theirs: Any, folder: Path, config: Any) -> tuple[Vocabulary, d
 
 
 def _special(theirs: Any) -> dict[str, str]:
-    """Return the names of the special subwords; models without a start symbol of their own get the usual one."""
+    """Return the names of the special subwords, with the usual one for any that the model lacks."""
     usual = {"pad": "<pad>", "unk": "<unk>", "bos": "<s>", "eos": "</s>"}
     return {each: getattr(theirs, f"{each}_token") or name for each, name in usual.items()}
 

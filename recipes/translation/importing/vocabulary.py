@@ -1,8 +1,8 @@
 """The subwords of a published model as sentencepiece models with the ids that every model has here.
 
-Such a model has sentencepiece models and, beside them, its own ids of their pieces. Here a sentencepiece model knows
-the ids itself. So the same pieces are written in the order of our ids: padding, the unknown subword, the start and the
-end symbol first, then all others as they were.
+Such a model has sentencepiece models and, separately, ids for their pieces. Here the sentencepiece model itself
+determines the ids. So the same pieces are written in the order of our ids: padding, the unknown subword, the start and
+the end symbol first, then all others in their original order.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Vocabulary(NamedTuple):
     """The subwords of a published model in one language."""
 
     model: ModelProto
-    """Divides a text into pieces."""
+    """Splits a text into pieces."""
     ids: Mapping[str, int]
-    """Of every piece and special subword."""
+    """The id of every piece and special subword."""
     special: Mapping[str, str]
     """The names of pad, unk, bos and eos."""
     size: int
-    """Rows of its embedding, some of which may belong to no piece."""
+    """Number of rows in its embedding, some of which may belong to no piece."""
     where: str
     """The folder."""
     tags: frozenset[str] = frozenset()
-    """Pieces that are not text, such as the tags of languages."""
+    """Pieces that are not text, such as language tags."""
 
 
 def order_of(vocabulary: Vocabulary) -> list[int]:
-    """Return the ids there, in the order of ours; raise CheckpointError for ids that contradict the embedding."""
+    """Return the published ids in the order of ours; raise CheckpointError for ids that contradict the embedding."""
     ids, size = vocabulary.ids, vocabulary.size
     names = {each: name for name, each in ids.items()}
     for name, each in ids.items():
@@ -48,17 +48,17 @@ def order_of(vocabulary: Vocabulary) -> list[int]:
     if lacking := sorted({vocabulary.special[each] for each in ("pad", "unk", "eos")} - ids.keys()):
         raise CheckpointError(f"the vocabulary of {vocabulary.where} has no {lacking[0]}, which every model needs")
     pad, unk, eos = (ids[vocabulary.special[each]] for each in ("pad", "unk", "eos"))
-    # Without a start symbol of its own any subword may have its id: the decoder then starts with another one
+    # If the model has no start symbol, any subword may get its id: the decoder then starts with a different token
     bos = ids.get(vocabulary.special["bos"], next(each for each in range(size) if each not in (pad, unk, eos)))
     first = [pad, unk, bos, eos]
     return [*first, *(each for each in range(size) if each not in first)]
 
 
 def pieces_in_order(vocabulary: Vocabulary, order: Sequence[int]) -> list[Piece]:
-    """Return the pieces of a sentencepiece model by our ids, and after them those that the vocabulary does not have.
+    """Return the pieces of a sentencepiece model by our ids, followed by those that the vocabulary does not have.
 
-    A word is divided as before: pieces that only the vocabulary has, such as those of the other language, are never
-    found in a text; what only the sentencepiece model has is found and then unknown.
+    A word is split as before: pieces that only the vocabulary has, such as those of the other language, are never found
+    in a text; pieces that only the sentencepiece model has are found, and then unknown.
 
     Raises CheckpointError for a bpe model without some of the vocabulary's pieces: bpe would merge them.
     """
@@ -84,6 +84,6 @@ def _piece(name: str | None, number: int, own: Mapping[str, Piece], vocabulary: 
         return Piece(piece=name, type=Piece.UNKNOWN)
     if name in {*vocabulary.special.values(), *vocabulary.tags} or re.fullmatch(r"madeupword\d+", name):
         return Piece(piece=name, type=Piece.CONTROL)
-    if re.fullmatch(">>.+<<", name):  # the tag of a target language in Marian's models, a word before the sentence
+    if re.fullmatch(">>.+<<", name):  # a target-language tag in Marian's models, a word in front of the sentence
         return Piece(piece=BLANK + name, type=Piece.USER_DEFINED)
     return own.get(name, Piece(piece=name, type=Piece.UNUSED))

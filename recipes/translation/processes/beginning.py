@@ -1,21 +1,21 @@
-"""What a process does first, before it imports anything that takes time: when Ctrl-C and its launcher end it."""
+"""What a process does first, before any slow import: make sure that Ctrl-C and the end of its launcher end it."""
 
 import os
 import signal
 from types import FrameType
 
 LAUNCHER = "SEQPAR_LAUNCHER"
-"""The environment variable by which a launcher tells its processes its own number."""
+"""The environment variable that tells processes the process id of their launcher."""
 
 
 def end_at_interrupt() -> None:
-    """Let Ctrl-C end the process, with an exception where a command can handle it, and at once elsewhere."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some shells ignore it for what is in background
+    """Make Ctrl-C end the process, with an exception where a command can handle it, and at once elsewhere."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some shells ignore it for background jobs
         signal.signal(signal.SIGINT, _raise_interrupt)
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt in a command, but not while it imports: torch and numpy would lose the exception."""
+    """Raise KeyboardInterrupt in a command, but end at once in imports: torch and numpy would lose the exception."""
     in_command = False
     while frame is not None:
         code = frame.f_code
@@ -29,7 +29,7 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_launcher() -> None:
-    """Let the system end this process by SIGTERM when the launcher that started it ends, by whatever signal."""
+    """Have the system send SIGTERM to this process when the launcher that started it ends, by whatever signal."""
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is None:
         return

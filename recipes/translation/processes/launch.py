@@ -1,4 +1,4 @@
-"""Start a command in several processes of this machine, by torch's own launcher."""
+"""Start a command in several processes on this machine, with torch's own launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from recipes.translation.processes.beginning import LAUNCHER
 
 MOST_ON_CPU = 4
-"""Processes that `auto` starts at most on the CPU; the cores are divided among them."""
+"""The most processes that `auto` starts on the CPU; the cores are divided among them."""
 SECONDS_TO_STOP = 600
 """How long a step and its saving may take after Ctrl-C or SIGTERM, before torch (2.12 or newer) kills the processes."""
 
@@ -30,19 +30,19 @@ def cores() -> int:
 def launch(processes: int, argv: Sequence[str]) -> int:
     """Run `python -m recipes.translation ARGV` in `processes` processes; return the status of the first that failed.
 
-    It is `torchrun --standalone --nproc-per-node PROCESSES -m recipes.translation ARGV`. Each process has its share of
-    the cores, unless OMP_NUM_THREADS is set, and `SECONDS_TO_STOP`, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is. All of
-    them stop if this one is killed.
+    This is `torchrun --standalone --nproc-per-node PROCESSES -m recipes.translation ARGV`. Each process gets its share
+    of the cores, unless OMP_NUM_THREADS is set, and `SECONDS_TO_STOP`, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set.
+    All of them stop if this process is killed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
-    # torch's own half a minute is too short for a long step and a large checkpoint
+    # torch's default of half a minute is too short for a long step and a large checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_STOP))
     os.environ[LAUNCHER] = str(os.getpid())
-    # A process that ends for a mistake of the user has printed one line, which the launcher would bury
+    # A process that ends because of a user's mistake has printed one line, which the launcher's output would bury
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = ["--standalone", "--nproc-per-node", str(processes), "-m", "recipes.translation"]
     try:
@@ -56,9 +56,9 @@ def launch(processes: int, argv: Sequence[str]) -> int:
 
 
 def launcher_words() -> list[str]:
-    """Return the words by which torchrun, or `launch`, was called, up to the name of this recipe.
+    """Return the words of the command that called torchrun, or `launch`, up to the name of this recipe.
 
-    As in torchrun --nproc-per-node 8 -m recipes.translation. Empty where no launcher can be seen.
+    An example is torchrun --nproc-per-node 8 -m recipes.translation. Empty if no launcher can be found.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
@@ -72,9 +72,9 @@ def launcher_words() -> list[str]:
 
 
 def unambiguous(words: Sequence[str]) -> list[str]:
-    """Return words with --folder for --run, which the launcher would take for an abbreviation of its own options.
+    """Return the words with --folder for --run, which the launcher would take for an abbreviation of its own options.
 
-    After -- there are no options, but sentences.
+    After -- come sentences, not options.
     """
     options = words.index("--") if "--" in words else len(words)
     is_run = [place < options and (word == "--run" or word.startswith("--run=")) for place, word in enumerate(words)]

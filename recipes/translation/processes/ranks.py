@@ -1,6 +1,6 @@
-"""The processes of one run: how they join, which of them writes, and which error the others raise when one fails.
+"""The processes of a run: how they join, which of them writes, and which error the others raise when one fails.
 
-They are started by `torchrun`, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, such as an
+They are started by `torchrun`, or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, such as an
 `mp.spawn` script; otherwise there is one process. Only rank 0 reads and writes the run's folder and prints.
 """
 
@@ -36,12 +36,12 @@ from seqpar.distributed.collectives import broadcast_object, check_agreement, ga
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)
-"""How long a rank waits while another one works alone, on subword models or reading data. A process that ends is
-noticed at once. While rank 0 saves a checkpoint, the timeout of a step applies."""
+"""How long a rank waits while another works alone, making subword models or reading data. A process that ends is
+noticed at once. While rank 0 saves a checkpoint, the timeout for steps applies."""
 UNUSED_TAG = 1
-"""A tag under which no rank ever sends."""
+"""A tag that no rank ever sends with."""
 _joins = itertools.count()
-"""Counts how often this process has joined the others. All ranks count the same, so the number makes keys unique."""
+"""Counts how often this process has joined the others. All ranks have the same count, so it makes keys unique."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class Ranks:
     """The rank among the processes of this machine."""
     local_world: int = 1
     group: ProcessGroup | None = None
-    """All ranks, over gloo, with the timeout PATIENCE: for what is done before and after the steps, and for the thread
-    that saves during them."""
+    """All ranks, over gloo, with the timeout PATIENCE: for work before and after the steps, and for the thread that
+    saves during them."""
     step_group: ProcessGroup | None = None
-    """All ranks, over gloo, with the timeout of the settings: for work that all ranks do at the same time."""
+    """All ranks, over gloo, with the timeout in the settings: for work that all ranks do at the same time."""
     gloo_groups: list[ProcessGroup] = field(default_factory=list)
     """Every gloo group of the run that this process belongs to: their connections show whether a rank was lost."""
 
     meet: Callable[[], None] = lambda: None
-    """Called before ranks that have worked on their own exchange what they have found: where a model is sharded, those
-    that have finished help the others until all have."""
+    """Called before ranks that have worked on their own exchange their results: if a model is sharded, those that have
+    finished help the others until all have."""
 
     @property
     def is_main(self) -> bool:
@@ -71,12 +71,12 @@ class Ranks:
         return self.rank == 0
 
     def for_steps(self) -> Ranks:
-        """Return the same ranks with the timeout of the settings, for steps and validations."""
+        """Return the same ranks with the timeout in the settings, for steps and validations."""
         return replace(self, group=self.step_group)
 
     def run_on_main(self, make: Callable[[], T]) -> T:
         """Return, on every rank, what rank 0 makes; if that fails, every rank raises."""
-        # First all ranks learn whether it failed: one that waited in the broadcast could not hear of an error
+        # First all ranks learn whether it failed: a rank waiting in the broadcast could not hear of an error
         made = self.run_on_all(lambda: make() if self.is_main else None)
         return broadcast_object(made, 0, self.group)  # type: ignore[no-any-return]
 
@@ -92,7 +92,7 @@ class Ranks:
         except Exception as error:
             failed = error
             report = _portable(error)
-        # A rank that failed takes part too: the others are waiting in this collective
+        # A rank that failed takes part as well: the others are waiting in this collective
         errors = gather_objects(report, self.group)
         if any(errors):
             self._raise_first(errors, failed)
@@ -100,9 +100,9 @@ class Ranks:
 
     @contextmanager
     def enter_on_main(self, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Within the block, rank 0 is within the one that it makes; if it cannot enter it, every rank raises."""
+        """Within the block, hold the context that rank 0 makes; if it cannot be entered, every rank raises."""
         with ExitStack() as held:
-            # On all ranks, none of which may wait for a rank 0 that has raised
+            # On all ranks, so that none waits for a rank 0 that has raised
             self.run_on_all(lambda: held.enter_context(make() if self.is_main else nullcontext()))
             yield
 
@@ -129,9 +129,9 @@ class Ranks:
     def tensors_of_main(
         self, tensors: Mapping[str, Tensor], described: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that rank 0 has, one after the other and on every rank, by name.
+        """Yield the tensors that rank 0 has, one after another and on every rank, with their names.
 
-        They have the shapes and dtypes of `described`, and its order; `tensors` may be empty on other ranks.
+        They have the shapes, dtypes and order of `described`; `tensors` may be empty on other ranks.
         """
         for name, like in described.items():
             if self.is_main:
@@ -164,10 +164,10 @@ def join_ranks(timeout: float) -> Iterator[Ranks]:
     raises on one rank, the collectives of the others fail, and they raise OtherRankError with that rank's message.
 
     Args:
-        timeout: seconds that a rank waits in a step for another one.
+        timeout: seconds that a rank waits for another in a step.
 
     Raises:
-        ConfigError: ranks that do not all join in time.
+        ConfigError: if the ranks do not all join in time.
     """
     ours = not dist.is_initialized()
     if ours and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -177,7 +177,7 @@ def join_ranks(timeout: float) -> Iterator[Ranks]:
         _begin()
     world = dist.get_world_size()
     rank = dist.get_rank()
-    # gloo even where the gradients go over NCCL, since objects and signals are exchanged between CPUs
+    # gloo even if the gradients go over NCCL, since objects and signals are exchanged between CPUs
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     step_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     ranks = Ranks(
@@ -211,7 +211,7 @@ def join_ranks(timeout: float) -> Iterator[Ranks]:
 
 
 def _begin() -> None:
-    """Join the default group, under keys of this attempt only: the store may still have those of one that failed."""
+    """Join the default group under keys for this attempt only: the store may still have those of a failed attempt."""
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joins)}"
     try:
         store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
@@ -249,7 +249,7 @@ def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
     store = dist.distributed_c10d._get_default_store()
     try:
         first = store.compare_set(key, "", f"{ranks.rank} {what}").decode()
-    except Exception:  # the store was in the process of rank 0, which has ended
+    except Exception:  # the store was in rank 0's process, which has ended
         first = "0 ended"
     rank, _, theirs = first.partition(" ")
     own = int(rank) == ranks.rank
@@ -261,10 +261,10 @@ def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
 def _has_lost_a_rank(ranks: Ranks) -> bool:
     """Return whether any connection to another rank is closed.
 
-    The type of an error does not tell: gloo raises a plain RuntimeError for a lost connection, in DDP from inside
-    autograd's backward, and so does torch for anything else. The connections do. gloo closes one when the process at
-    its other end is gone or a collective times out, and from then on refuses to receive through it. Through an open
-    one the call only announces that a message would be welcome, and returns at once; none ever comes.
+    The type of an error does not tell: for a lost connection gloo raises a plain RuntimeError (with DDP, from inside
+    autograd's backward), as torch does for anything else. The connections do tell. gloo closes one when the process at
+    its other end is gone or a collective times out, and from then on refuses to receive through it. On an open
+    connection the call only posts a receive, and returns at once; no message ever comes.
     """
     for group in ranks.gloo_groups:
         for other in range(group.size()):

@@ -1,4 +1,4 @@
-"""A line that says how far the work is: redrawn on a terminal, printed every ten seconds elsewhere."""
+"""A line that shows the progress of work: redrawn on a terminal, printed every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from recipes.translation.processes.terminal import escape
 
 PLAIN_SECONDS = 10.0
-"""Seconds between two lines where the output is not a terminal."""
+"""Seconds between two lines if the output is not a terminal."""
 
 
 class StatusLine:
@@ -35,10 +35,10 @@ class StatusLine:
             self.live.stop()
 
     def show(self, line: str) -> None:
-        """Show the line in place of the one before; where it cannot be redrawn, print it if the last is old enough."""
+        """Show the line in place of the previous one; if it cannot be redrawn, print it if the last is old enough."""
         if self.redraws:
             if self.live is None:
-                # What others print meanwhile comes above the line, but never on another stream than it was meant for
+                # What is printed elsewhere meanwhile goes above the line, but never to a stream it was not meant for
                 redirected = self.stream is sys.stdout
                 self.live = Live(console=Console(file=self.stream), transient=True, redirect_stdout=redirected)
                 self.live.start()
@@ -57,12 +57,12 @@ class StatusLine:
 
 
 class SentenceProgress(StatusLine):
-    """On stderr, how many sentences are done, how fast, and how long the others will take.
+    """On stderr, how many sentences are done, how fast, and how long the rest will take.
 
     Args:
-        label: the command, which begins the line; without one, nothing is shown.
+        label: the command, which starts the line; without one, nothing is shown.
         lengths: the subwords of each sentence, in the order of the work: the time left is in proportion to them.
-        total: the sentences of all processes that share the work, for which this one stands; None for only its own.
+        total: the sentences of all processes that share the work, which this one speaks for; None for only its own.
     """
 
     def __init__(self, label: str, lengths: Sequence[int], total: int | None = None) -> None:
@@ -74,7 +74,7 @@ class SentenceProgress(StatusLine):
         self.began = time.monotonic()
 
     def advance(self, sentences: int) -> None:
-        """Count more sentences, and show the line unless they were the last."""
+        """Count further sentences, and show the line unless they were the last."""
         self.sentences += sentences
         if self.label and self.sentences < len(self.lengths):
             self.show(self.line())
@@ -92,7 +92,7 @@ class SentenceProgress(StatusLine):
 
 
 def redraws(stream: TextIO) -> bool:
-    """Return whether a line of this stream can be redrawn: a terminal can, unless its settings ask for plain text."""
+    """Return whether lines on this stream can be redrawn: on a terminal, unless its settings ask for plain text."""
     if not stream.isatty():
         return False
     if os.environ.get("NO_COLOR") or os.environ.get("CI"):

@@ -15,7 +15,7 @@ class StopSignals:
     """Within the block, note the first Ctrl-C or SIGTERM in `signal`; a second one ends the process.
 
     With several processes a second one is ignored: the terminal sends a signal to every process, and the launcher then
-    sends it once more. The launcher itself ends processes that do not stop.
+    sends it again. The launcher itself ends processes that do not stop.
     """
 
     def __init__(self, several: bool) -> None:

@@ -1,7 +1,7 @@
 """Charts as SVG, drawn by matplotlib for a page that may be light or dark.
 
-matplotlib draws in stand-in colours, which become the page's CSS variables; backgrounds are transparent and text
-remains text, so that the browser draws every script with its own fonts.
+matplotlib draws in stand-in colours, which are replaced by the page's CSS variables; backgrounds are transparent and
+text remains text, so that the browser draws every script with its own fonts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 WIDTH = 330
 HEIGHT = 205
-"""The size of a chart in CSS pixels, at which its text has its natural size; the page scales it."""
+"""The size of a chart in CSS pixels at which its text has its natural size; the page scales it."""
 INK = "#010203"
 GRID = "#010204"
 SERIES = tuple(f"#0102{16 + number:02x}" for number in range(8))
@@ -31,9 +31,9 @@ VARIABLES = {
     GRID: "var(--grid)",
     **{color: f"var(--series-{number})" for number, color in enumerate(SERIES)},
 }
-"""What the stand-in colours become."""
+"""What the stand-in colours are replaced by."""
 STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-"""Lines also differ in their dashes, for those who do not see colours, and on paper."""
+"""Lines also differ in their dashes, for readers who do not see colours, and on paper."""
 
 SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -63,14 +63,14 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     color: int
-    """The number of its color and of its dashes."""
+    """The number of its colour and of its dashes."""
     points: bool = False
-    """Whether each value is marked, as where there are few."""
+    """Whether each value is marked, for series with few values."""
 
 
 @matplotlib.rc_context(SETTINGS)
 def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legend: bool = False) -> str:
-    """Return lines over the steps as SVG; `log` is for numbers that may fall by orders of magnitude."""
+    """Return lines over the steps as SVG; `log` is for numbers that may span orders of magnitude."""
     figure, axes = _axes()
     for place, each in enumerate(series):
         marker = None
@@ -98,7 +98,7 @@ def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legen
 
 @matplotlib.rc_context(SETTINGS)
 def histogram(title: str, label: str, groups: Sequence[tuple[str, Sequence[float], int]], legend: bool) -> str:
-    """Return distributions as outlines over the same bins; each group has a label, values and a color's number."""
+    """Return distributions as outlines over the same bins; each group has a label, values and a colour number."""
     figure, axes = _axes()
     values = np.concatenate([np.asarray(group, dtype=float) for _, group, _ in groups])
     edges = bins_of(values)
@@ -116,7 +116,7 @@ def histogram(title: str, label: str, groups: Sequence[tuple[str, Sequence[float
 
 
 def bins_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the edges of about twenty bins of equal width; whole numbers lie in the middle of theirs."""
+    """Return the edges of about twenty bins of equal width; whole numbers lie inside bins, not on their edges."""
     if not (values == values.round()).all():
         return np.histogram_bin_edges(values, bins=20)
     width = max(1, round((values.max() - values.min()) / 20))
@@ -124,10 +124,10 @@ def bins_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def svg_of(figure: Figure, title: str) -> str:
-    """Return a figure as an `svg` element that a page can contain, with its title for those who do not see it."""
+    """Return a figure as an `svg` element for a page, with its title for readers who cannot see it."""
     out = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    # Ids are hashes with this salt: a page has many charts, and matplotlib would give all of them the same
+    # Ids are hashes with this salt: a page has many charts, whose ids would otherwise be the same
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": title}):
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has a font for it
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
@@ -167,7 +167,7 @@ def _axes() -> tuple[Figure, Any]:
 
 
 def _legend(axes: Any, labels: Sequence[str]) -> None:
-    """Add a legend; the lines are labelled with their places, as matplotlib leaves out a label that begins with _."""
+    """Add a legend; lines are labelled by number at first, since matplotlib omits labels that begin with _."""
     legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=11)
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
@@ -175,6 +175,6 @@ def _legend(axes: Any, labels: Sequence[str]) -> None:
 
 
 def _style(found: re.Match[str]) -> str:
-    """Replace the stand-in colours by the page's, and the font by the reader's."""
+    """Replace the stand-in colours with the page's, and the font with the reader's."""
     text = re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), found[0])
     return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)

@@ -25,20 +25,20 @@ _templates = Environment(
     lstrip_blocks=True,
 )
 page: Any = _templates.get_template("page.html").module
-"""The pieces of HTML around charts, each a macro that escapes whatever comes from data: `page.note(text)` returns a
+"""The pieces of HTML around charts; each is a macro that escapes whatever comes from data: `page.note(text)` returns a
 `Markup`."""
 WORST = 10
-"""Sentences that are shown as the worst."""
+"""Number of sentences that are shown as the worst."""
 SHOWN_VALIDATIONS = 6
-"""Validations of which a sample's translation is shown: the first, the newest, and some between them."""
+"""Number of validations whose translations of a sample are shown: the first, the newest, and some between them."""
 
 
 def write_report(run: Path, output: Path) -> int:
-    """Write the page of a run, in place of an earlier one; return its size in bytes.
+    """Write the page of a run, replacing an earlier one; return its size in bytes.
 
-    Raises DataError where there is no run.
+    Raises DataError if there is no run.
     """
-    # Half a surrogate pair can stand in JSON, but not in UTF-8
+    # Half a surrogate pair can occur in JSON, but not in UTF-8
     content = report(read_run(run)).encode("utf-8", "replace")
     write_output(output, content)
     return len(content)
@@ -60,7 +60,7 @@ def report(run: RunRecords) -> str:
 
 
 def _planned_steps(run: RunRecords) -> str:
-    """Return how many steps there are to be; empty where that is not known."""
+    """Return how many steps are planned, in words; empty if that is not known."""
     if not run.planned_steps:
         return ""
     return f"of {run.planned_steps:,}"
@@ -79,14 +79,14 @@ def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
 
 
 def format_number(number: float) -> str:
-    """Return a number with four digits, or as a whole one from 10,000 on, where these would need an exponent."""
-    if round(abs(number)) >= 10_000:  # as 9,999.6 is with four digits
+    """Return a number with four digits or, from 10,000 on, where four would need an exponent, as a whole number."""
+    if round(abs(number)) >= 10_000:  # 9,999.6 counts, since four digits would round it to 10,000
         return f"{number:,.0f}"
     return f"{number:.4g}"
 
 
 def _evaluation(run: RunRecords) -> list[str]:
-    """Return the scores that `evaluate` wrote, a table for each test set."""
+    """Return the scores that `evaluate` wrote, one table for each test set."""
     parts = []
     for name, record in run.scores.items():
         rows = [[title, cell] for field, title in TITLES.items() if (cell := _score(record, field))]
@@ -101,7 +101,7 @@ def _evaluation(run: RunRecords) -> list[str]:
 
 
 def _scored_model(run: RunRecords, name: str) -> str:
-    """Return which of the run's models has the scores of a test set, alone or with those of an ensemble."""
+    """Return which of the run's models has the scores of a test set, alone or in an ensemble."""
     if name not in run.scored:
         return " (model not recorded)"
     others = len(run.scores[name]["weights"]) - 1
@@ -141,7 +141,7 @@ def _samples(run: RunRecords) -> list[str]:
 
 
 def _sentences(run: RunRecords) -> list[str]:
-    """Return the distributions over the newest validation's sentences, and the worst of these."""
+    """Return the distributions over the newest validation's sentences, and the worst sentences."""
     parts = [page.charts(distributions(run.newest))]
     newest = run.newest
     if newest is None:

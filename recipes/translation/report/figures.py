@@ -1,4 +1,4 @@
-"""The charts of a page: which numbers they show, and what a reader should know of them."""
+"""The charts of a page: which numbers they show, and what a reader should know about them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from recipes.translation.scores.statistics import Array, compute_metric, metrics
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
-"""Points of a curve."""
+"""The most points in a curve."""
 
 MOST_PARTS = 6
-"""Corpora whose validations a chart shows beside that of all; with the training loss these are eight colors."""
+"""Number of corpora whose validations a chart shows besides the overall one; with the training loss, eight colours."""
 
 NO_TRANSLATIONS = "No translations of a validation are recorded (validate_bleu is 0, or none has taken place yet)."
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page; one without `svg` has a caption that says why."""
+    """A chart on the page; the caption of one without `svg` says why it is missing."""
 
     title: str
     caption: str
@@ -70,7 +70,7 @@ def chrf_of_sentences(newest: Record) -> Array:
 
 
 def bin_means(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return weighted means of consecutive points, at most MOST_POINTS: one point per bin of equally many."""
+    """Return weighted means of consecutive points, at most MOST_POINTS: one for each bin of (nearly) equal size."""
     if not x:
         return [], []
     starts = np.unique(np.linspace(0, len(x), min(MOST_POINTS, len(x)), endpoint=False).astype(int))
@@ -81,14 +81,14 @@ def bin_means(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) 
 
 
 def thin_points(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return the columns of every n-th point, at most MOST_POINTS of them, always with the newest."""
+    """Return every n-th point, at most MOST_POINTS and always including the newest, as two columns."""
     step = max(1, -(-len(points) // MOST_POINTS))
     kept = points[::-step][::-1]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def _chart(title: str, caption: str, series: Sequence[Series], none: str, **how: bool) -> Chart:
-    """Return the chart of the curves that have points; where there is none, one that says so."""
+    """Return the chart of the curves that have points; if none has, one whose caption says so."""
     drawn = [each for each in series if each.x]
     if not drawn:
         return Chart(title, none)
@@ -126,7 +126,7 @@ def _of_validations(run: RunRecords, metric_name: str) -> Chart:
 
 
 def _part_series(run: RunRecords, name: str, color: int) -> list[Series]:
-    """Return a curve for each of the first corpora that have validation data, where several have some."""
+    """Return a curve for each of the first corpora with validation data, if several have some."""
     return [
         _validation_series(run, f"{name}.{part}", color + number, part)
         for number, part in enumerate(run.parts[:MOST_PARTS])
@@ -134,7 +134,7 @@ def _part_series(run: RunRecords, name: str, color: int) -> list[Series]:
 
 
 def _on_parts(run: RunRecords, whole: str) -> str:
-    """Return what a caption says of the curves of single corpora; `whole` is what that of all of them shows."""
+    """Return what a caption says about the curves of single corpora; `whole` says what the overall curve shows."""
     if not run.parts:
         return ""
     which = f"each of {len(run.parts)} corpora"
@@ -150,7 +150,7 @@ def _speed(run: RunRecords) -> Chart:
         for record in run.machine
         if is_number(record.get("seconds")) and record["seconds"] > 0 and is_number(tokens.get(record["step"]))
     ]
-    # Tokens over seconds, and not a mean of speeds: each step counts by the time it took
+    # Tokens over seconds rather than a mean of speeds: each step counts in proportion to the time it took
     speeds = [count / seconds for _, seconds, count in timed]
     x, y = bin_means([step for step, *_ in timed], speeds, [seconds for _, seconds, _ in timed])
     title = "Tokens a second"

@@ -1,7 +1,7 @@
-"""Everything that a run's folder says of the run, as far as it is there.
+"""Everything that a run's folder says about the run, as far as it exists.
 
-A folder may be that of a run that has just begun, or that is being written at this moment; what is missing, or a line
-that is cut off, is None or empty, and the page says so. A field that is not what it must be is an error.
+The run may have only just begun, or be writing to the folder at this moment; whatever is missing, or a line that is cut
+off, is None or empty, and the page says so. A field that is not what it must be is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Record = Mapping[str, Any]
 
 
 def _is_number(found: object) -> bool:
-    # A larger int is none of float64's numbers, with which charts are drawn
+    # A larger int does not fit into float64, in which charts are drawn
     return isinstance(found, float) or (isinstance(found, int) and is_whole(found) and abs(found) < 2**1000)
 
 
@@ -80,17 +80,17 @@ class RunRecords:
 
     name: str
     steps: Sequence[Record]
-    """Of `metrics.jsonl`, one for each step."""
+    """Records in `metrics.jsonl`, one for each step."""
     validations: Sequence[Record]
-    """Of the same file, one for each validation."""
+    """Records in the same file, one for each validation."""
     machine: Sequence[Record]
     samples: Sequence[Record]
     newest: Record | None
-    """All translations of the newest validation, as `validation.json` has them."""
+    """All translations of the newest validation, as in `validation.json`."""
     scores: Mapping[str, Record]
     """What `evaluate` wrote, by the name of the test set."""
     scored: Mapping[str, str] = field(default_factory=dict)
-    """Which model (`best`, ...) has the scores, by the name of the test set; empty if a later one has replaced it."""
+    """Which model (`best`, ...) has the scores, by test set; empty if a later model has replaced it."""
 
     @property
     def last_step(self) -> int:
@@ -99,27 +99,27 @@ class RunRecords:
 
     @property
     def planned_steps(self) -> int:
-        """Return the steps after which training ends; 0 where they are not recorded."""
+        """Return the steps after which training ends; 0 if they are not recorded."""
         return self.newest_start.get("steps") or 0
 
     @property
     def parts(self) -> list[str]:
-        """Return the names of the corpora that have validation data, where several have some."""
+        """Return the names of the corpora that have validation data, if several have some."""
         names = (name for record in self.validations for name in record if name.startswith("valid_loss."))
         return [name.removeprefix("valid_loss.") for name in dict.fromkeys(names)]
 
     @property
     def newest_start(self) -> Record:
-        """Return what the newest start of training said of itself; empty if it said nothing."""
+        """Return what the newest start of training recorded about itself; empty if there is no record."""
         return next((each["began"] for each in reversed(self.machine) if each.get("began") is not None), {})
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Return the settings by dotted name; empty where they are not recorded."""
+        """Return the settings by dotted name; empty if they are not recorded."""
         return self.newest_start.get("settings") or {}
 
     def best(self, metric: str) -> Record | None:
-        """Return the validation that is best by a metric; None without any."""
+        """Return the validation that is best by a metric; None if there is none."""
         name = f"valid_{metric}"
         sign = 1 if VALIDATION_METRICS[metric].smaller_is_better else -1
         found = [each for each in self.validations if is_number(each.get(name))]
@@ -146,7 +146,7 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def begun_settings(folder: Path) -> dict[str, object]:
-    """Return the settings of the newest start of training, for `load_config`; empty where none are recorded."""
+    """Return the settings of the newest start of training, for `load_config`; empty if none are recorded."""
     starts = [record["began"] for record in _lines(folder / "resources.jsonl", RESOURCES) if record.get("began")]
     settings = (starts[-1].get("settings") if starts else None) or {}
     # Recorded as corpora.news, ...; the section is one setting
@@ -156,12 +156,12 @@ def begun_settings(folder: Path) -> dict[str, object]:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of a record can be drawn: a finite number that float64 can sum and scale."""
+    """Return whether a value in a record can be drawn: a finite number that float64 can sum and scale."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e280
 
 
 def check_record(record: object, check: Check, where: str) -> None:
-    """Raise DataError, with the file and the line where a record is, unless it is what it must be."""
+    """Raise DataError, naming the file and the line of the record, unless it is what it must be."""
     try:
         check(record, "")
     except WrongFieldError as error:
@@ -169,7 +169,7 @@ def check_record(record: object, check: Check, where: str) -> None:
 
 
 def _lines(path: Path, check: Check) -> list[dict[str, Any]]:
-    """Read the records of a file with one a line; raise DataError for a field that is not what it must be."""
+    """Read a file with one record per line; raise DataError for a field that is not what it must be."""
     found: list[dict[str, Any]] = []
     if not path.is_file():
         return found

@@ -19,10 +19,10 @@ from recipes.translation.run_folder.outputs import is_run
 
 
 def average(run: Path, last: int | None = None) -> list[int]:
-    """Write `<run>/averaged`, the mean of the `last` kept models, or of all; return their steps, in their order.
+    """Write `<run>/averaged`, the mean of the `last` kept models, or of all; return their steps, in ascending order.
 
-    They are of one run, which refuses to resume beside kept models of another. Raises CheckpointError if fewer are kept
-    than asked for.
+    The models belong to one run, since a run refuses to resume next to kept models of another. Raises CheckpointError
+    if fewer are kept than asked for.
     """
     while True:
         kept = kept_models(run)
@@ -34,7 +34,7 @@ def average(run: Path, last: int | None = None) -> list[int]:
         except (CheckpointError, OSError):
             if kept_models(run) == kept:
                 raise
-            # Otherwise training has kept a later model meanwhile, and removed the earliest
+            # Otherwise training has meanwhile kept a later model, and removed the earliest
     steps = [step_of(model.folder) for model in models]
     write_model(run / "averaged", models[-1], mean_of_weights(models), {"step": steps[-1], "averaged_steps": steps})
     return steps
@@ -54,7 +54,7 @@ def check_enough(kept: Sequence[Path], count: int, run: Path) -> None:
 
 
 def mean_of_weights(models: Sequence[SavedModel]) -> OneByOne:
-    """Compute the mean of each tensor, when it is asked for, in float64, rounded once to the dtype of the last one."""
+    """Compute each tensor's mean when it is asked for, in float64, rounded once to the last model's dtype."""
     shapes = describe_tensors(models[-1].weights)
 
     def mean(name: str) -> Tensor:

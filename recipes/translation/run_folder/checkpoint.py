@@ -1,23 +1,23 @@
-"""Checkpoints: models that can be used on their own, and the states from which training resumes.
+"""Checkpoints: models that can be used on their own, and the states that training resumes from.
 
 A model's folder, such as `<run>/averaged` or `<run>/checkpoints/step-00000200`:
 
     config.yaml          every setting, resolved
     joint.model          the subwords, or source.model and target.model
-    model.safetensors    the weights; a tied one is stored once. With training.lora_rank LoRA's matrices are beside the
-                         weights, and are added up when the model is read, except to train on
+    model.safetensors    the weights; a tied one is stored once. With training.lora_rank LoRA's matrices are stored
+                         separately, and are merged when the model is read, except to resume training
     model.json           the step and its validation
 
 The folder of the state that belongs to it, `<run>/checkpoints/state-00000200`:
 
-    training.safetensors the optimizer's moments; with training.ema also the weights, of which model.safetensors has the
+    training.safetensors the optimizer's moments; with training.ema also the weights, since model.safetensors has their
                          average
     training.json        the progress, and the SHA-256 of the weights
 
-Weights and moments are whole, whatever the layout that trained them. The SHA-256 of each file stands in the manifest
-of its folder (see `atomic_folder`), which proves that the files are those that were written together; that of weights
-and moments is taken while they are written. Tensors are safetensors, the rest is JSON, YAML and sentencepiece's own
-format: reading a checkpoint never runs code from it.
+Weights and moments are whole, whatever layout trained them. The SHA-256 of each file is in its folder's manifest (see
+`atomic_folder`), which proves that the files were written together; that of weights and moments is computed while they
+are written. Tensors are in safetensors, the rest in JSON, YAML and sentencepiece's own format: reading a checkpoint
+never runs code from it.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ from recipes.translation.text.subwords import BOS, PAD, Subwords, subword_names
 
 @dataclass
 class TrainingState:
-    """The progress of a run: the numbers from which, with weights and moments, it resumes."""
+    """The progress of a run: the numbers that it resumes from, together with weights and moments."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     epoch: int = 0
     batch: int = 0
-    """Batches of this epoch done."""
+    """Number of batches of this epoch done."""
     tokens: int = 0
-    """Target tokens trained on, without padding."""
+    """Number of target tokens trained on, without padding."""
     train_seconds: float = 0.0
     """Time spent in optimizer steps."""
     seconds: float = 0.0
@@ -84,18 +84,18 @@ class TrainingState:
     best_loss: float | None = None
     """Best validation loss so far."""
     best_score: float | None = None
-    """That number of the best validation which `training.best_by` names, where it is not the loss."""
+    """The best validation's value of the metric that `training.best_by` names, if that is not the loss."""
     best_step: int = 0
     stale: int = 0
-    """Validations since the best one."""
+    """Number of validations since the best one."""
     reductions: int = 0
     """How often validations have reduced the learning rate, with `training.schedule` plateau."""
     loss_scale: float = 65_536.0
     """What the loss is multiplied by before backward, with `training.precision` fp16."""
     steps_of_scale: int = 0
-    """Steps since this scale was set, none of which overflowed."""
+    """Number of steps since this scale was set, none of which overflowed."""
     skipped: int = 0
-    """Steps without an update, because their gradient overflowed."""
+    """Number of steps without an update because their gradient overflowed."""
     data: str = ""
     """Fingerprint of the training and validation data."""
     teacher: str = ""
@@ -103,14 +103,14 @@ class TrainingState:
 
 
 def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> None:
-    """Replace `folder` by one with everything that translation needs."""
+    """Replace `folder` with one that has everything that translation needs."""
     write_model(folder, translator, tensors_of(translator.model), facts)
 
 
 def write_model(
     folder: Path, model: Translator | SavedModel, weights: Mapping[str, Tensor], facts: Mapping[str, object]
 ) -> str:
-    """Replace `folder` by one with these weights in place of the model's own; return their SHA-256."""
+    """Replace `folder` with one that has these weights in place of the model's own; return their SHA-256."""
     digests: dict[str, str] = {}
     with replaced_folder(folder, digests) as new:
         save_belongings(new, model)
@@ -120,7 +120,7 @@ def write_model(
 
 
 def write_state(folder: Path, weights: str, moments: Mapping[str, Tensor], state: TrainingState) -> None:
-    """Replace `folder` by one with what training needs, besides the weights with this SHA-256, to resume."""
+    """Replace `folder` with one that has what training needs to resume, besides the weights with this SHA-256."""
     digests: dict[str, str] = {}
     with replaced_folder(folder, digests) as new:
         digests[MOMENTS_FILE] = write_tensors(new / MOMENTS_FILE, moments)
@@ -133,7 +133,7 @@ MOMENTS_FILE = "training.safetensors"
 
 @dataclass(frozen=True)
 class SavedTraining:
-    """A checkpoint from which training resumes."""
+    """A checkpoint that training resumes from."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
@@ -184,14 +184,14 @@ STATE = fields(
     | {"loss_scale": SCALE}
     | dict.fromkeys(("data", "teacher"), TEXT)
 )
-"""What training.json must be."""
+"""The required form of training.json."""
 TRAINED = "weights/"
-"""What the names of weights begin with in `training.safetensors`."""
+"""The prefix of weights' names in `training.safetensors`."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model in a verified folder, of which each weight is read when it is asked for."""
+    """A model in a verified folder, whose weights are each read when asked for."""
 
     folder: Path
     config: RunConfig
@@ -203,7 +203,7 @@ class SavedModel:
 
 
 def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> SavedModel:
-    """Open and verify the model in `folder`, without room for its weights; `overrides` are those of `load_config`."""
+    """Open and verify the model in `folder`, without memory for its weights; `overrides` are as in `load_config`."""
 
     def read() -> SavedModel:
         whole = verified_folder(folder)
@@ -221,7 +221,7 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
 def load_translator(
     folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
 ) -> Translator:
-    """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
+    """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are as in `load_config`."""
     saved = load_saved(folder, overrides)
     model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target)
     fill_model(model, saved.weights, folder)
@@ -229,7 +229,7 @@ def load_translator(
 
 
 def _merge_lora(weights: OneByOne, alpha: float) -> OneByOne:
-    """Return weights to which LoRA's change is added, each when it is asked for."""
+    """Return the weights with LoRA's change added, each computed when it is asked for."""
 
     def merged_weight(name: str) -> Tensor:
         outer, _, own = name.rpartition(".")
@@ -254,13 +254,13 @@ def saved_config(folder: Path) -> RunConfig:
 
 
 BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")
-"""What belongs to weights, whatever their format; of the three models it is either the first or the others."""
+"""What belongs to weights, whatever their format; of the subword models there is either the first or the other two."""
 
 
 def save_belongings(folder: Path, model: Translator | SavedModel) -> None:
     """Write what belongs to a model's weights, whatever their format: the settings and the subword models.
 
-    The latter are those in memory, since files in the run's folder may have been replaced.
+    The subword models are written from memory, since the files in the run's folder may have been replaced.
     """
     save_config(model.config, folder / "config.yaml")
     names = subword_names(model.config.subwords)
@@ -278,7 +278,7 @@ def load_belongings(
 
 
 def _read_weights(folder: Path) -> tuple[OneByOne, str]:
-    """Read the weights of a verified folder and their SHA-256."""
+    """Read the weights in a verified folder and their SHA-256."""
     if not (folder / "model.json").is_file():
         raise CheckpointError(
             f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, a model of "
@@ -295,12 +295,12 @@ def _read_weights(folder: Path) -> tuple[OneByOne, str]:
 
 
 def usable(name: str, weight: Tensor) -> bool:
-    """Return whether a weight has finite numbers; the output's bias may be -inf for tokens that are never to come."""
-    if weight.sum().isfinite():  # which is quick
+    """Return whether a weight's numbers are finite; the output bias may be -inf for tokens that must never come."""
+    if weight.sum().isfinite():  # the quick check
         return True
     if name != OUTPUT_BIAS:
         return bool(weight.isfinite().all())
-    others = [each for each in range(len(weight)) if each not in (PAD, BOS)]  # which no search chooses
+    others = [each for each in range(len(weight)) if each not in (PAD, BOS)]  # no search chooses these two
     return bool((weight < math.inf).all() and weight[others].isfinite().any())
 
 

@@ -1,7 +1,7 @@
-"""A lock by which only one process at a time writes to a run's folder.
+"""A lock that lets only one process at a time write to a run's folder.
 
-It is `flock`, which the system releases when the process ends, even if it is killed. The file contains the name of the
-process that has the lock.
+It uses `flock`, which the system releases when the process ends, even if it is killed. The file names the process that
+holds the lock.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.files.writing import flush, is_at, open_regular, writing_to
 
 PATIENCE = 2.0
-"""Seconds to wait for a process that is just ending."""
+"""Seconds to wait for a process that is about to end."""
 _held: set[int] = set()
 
 
 @contextmanager
 def sole_writer(run: Path) -> Iterator[None]:
-    """Lock `run` within the block; raise CheckpointError, which names the other process, if it is locked already."""
+    """Lock `run` within the block; raise CheckpointError, naming the other process, if it is already locked."""
     made = not run.exists()
     above = next(folder for folder in run.absolute().parents if folder.exists())
     run.mkdir(parents=True, exist_ok=True)
     for folder in run.absolute().parents if made else ():
-        with suppress(OSError):  # some file systems flush no folders
+        with suppress(OSError):  # some file systems cannot flush folders
             flush(folder)
         if folder == above:
             break
@@ -45,8 +45,8 @@ def sole_writer(run: Path) -> Iterator[None]:
     finally:
         if descriptor in _held:
             _held.discard(descriptor)
-            with suppress(OSError):  # it would hide the block's own
-                path.unlink()  # before it is unlocked: afterwards it might be another process's
+            with suppress(OSError):  # it would hide an error of the block
+                path.unlink()  # before unlocking: afterwards the file might be another process's
             os.close(descriptor)
         if made:
             with suppress(OSError):  # it is no longer empty
@@ -78,7 +78,7 @@ def _open_locked(path: Path, run: Path) -> int:
 
 
 def _let_go_in_a_child() -> None:
-    """Close the lock in a forked worker, which may outlive its parent by seconds."""
+    """Release the lock in a forked worker, which may outlive its parent by seconds."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

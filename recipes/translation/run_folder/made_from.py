@@ -1,4 +1,4 @@
-"""From which model and sentences results and exports were made, by their SHA-256: copying files changes their times."""
+"""The model and sentences that results and exports were made from, by SHA-256, since copying files changes times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes.translation.files.json_fields import field_in
 from recipes.translation.run_folder.checkpoint import WEIGHTS_FILE
 
 NOTE = "made_from.json"
-"""The file of an export with the SHA-256 of the weights."""
+"""The file in an export that has the SHA-256 of the weights."""
 
 
 def model_with(run: Path, digest: str) -> str:
@@ -23,7 +23,7 @@ def model_with(run: Path, digest: str) -> str:
 
 
 def lines_digest(lines: Iterable[str]) -> str:
-    """Return the SHA-256 of sentences: that of a text file with one a line."""
+    """Return the SHA-256 of sentences: that of a text file with one per line."""
     digest = hashlib.sha256()
     for line in lines:
         digest.update(f"{line}\n".encode())
@@ -31,22 +31,22 @@ def lines_digest(lines: Iterable[str]) -> str:
 
 
 def noted_digest(path: Path, *names: str | int) -> str:
-    """Return a SHA-256 that a JSON file notes, by its name and those around it; empty if it does not."""
+    """Return the SHA-256 that a JSON file has at a path of nested keys; empty if it has none."""
     return str(field_in(path, *names) or "")
 
 
 def origin_digest(folder: Path) -> str:
-    """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
+    """Return the SHA-256 of the weights that an export was made from; empty if it does not note it."""
     return noted_digest(folder / NOTE, "weights")
 
 
 def note_origin(folder: Path, digest: str) -> None:
-    """Write into a new export the SHA-256 of the weights from which it is made."""
+    """Write the SHA-256 of the weights that a new export is made from into the export."""
     (folder / NOTE).write_text(json.dumps({"weights": digest}, indent=2) + "\n", encoding="utf-8")
 
 
 def weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of the weights of the model in a folder; empty without a readable one."""
+    """Return the SHA-256 of the weights of the model in a folder; empty if there is no readable model."""
     whole = whole_folder(folder)
     if whole is None:
         return ""

@@ -1,13 +1,13 @@
 """The numbered folders of a run, and the pointers to them (see `pointers`): `best`, `last` and `kept`.
 
     <run>/checkpoints/step-00000200     the model after step 200 (see `checkpoint`)
-    <run>/checkpoints/state-00000200    the state that belongs to it; only of the newest model
+    <run>/checkpoints/state-00000200    the state that belongs to it; only for the newest model
     <run>/best, <run>/last              name the model of the best validation, and the newest one
     <run>/kept                          names the models of the last validations, to be averaged
 
-A model is written once, whichever of these it is, and does not change any more. Its folders are whole before a pointer
-names them, and are removed after the last pointer to them has moved: a process that is killed in between leaves folders
-too many, which the next save removes. Whatever else is in `checkpoints` belongs to someone else and is left alone.
+A model is written once, whichever of these it is, and never changes afterwards. Its folders are whole before a pointer
+names them, and are removed after the last pointer to them has moved: a process that is killed in between leaves extra
+folders, which the next save removes. Whatever else is in `checkpoints` belongs to someone else and is left alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from recipes.translation.files.pointers import NUMBERED, named_folder, named_fol
 from recipes.translation.files.writing import check_no_link, replace_files
 
 POINTERS = ("last", "best", "kept")
-"""In the order in which they must be found: a model is the best, or kept, before it is what a run resumes from."""
+"""Read and removed in this order, but written in reverse: a model is best, or kept, before a run can resume from it."""
 NAME = re.compile(r"\.?(step|state)-(\d{8,20})(\.new|\.previous)?")
-"""A numbered folder, and those that `atomic_folder` puts beside it while it is replaced or removed."""
+"""A numbered folder, and those that `atomic_folder` puts beside it while it is being replaced or removed."""
 
 
 def numbered_root(run: Path) -> Path:
@@ -55,7 +55,7 @@ def step_of(folder: Path) -> int:
 
 
 def numbered_folders(run: Path) -> list[Path]:
-    """Return all numbered folders by kind and step, also those whose saving or removal was interrupted."""
+    """Return all numbered folders by kind and step, including those whose saving or removal was interrupted."""
     if not numbered_root(run).is_dir():
         return []
     names = (NAME.fullmatch(path.name) for path in numbered_root(run).iterdir())
@@ -69,10 +69,10 @@ def kept_models(run: Path) -> list[Path]:
 
 
 def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
-    """Let the pointers name the whole folders of a step, then remove those that no pointer names any longer.
+    """Make the pointers name the whole folders of a step, then remove folders that no pointer names any longer.
 
-    `last` names the model in any case; `best`, if it is `better` than the one before; and `kept`, if `keep` models are
-    to be kept, including it. Those of later steps are kept no longer: a process saved them and was killed before
+    `last` always names the model; `best` names it if it is `better` than the previous one; and `kept` includes it if
+    `keep` models are to be kept. Models of later steps are no longer kept: a process saved them and was killed before
     it could save the state to resume from.
     """
     model = model_at(run, step)
@@ -84,18 +84,18 @@ def point_at(run: Path, step: int, *, better: bool, keep: int) -> None:
         kept = [*kept, model][-keep:]
     if kept or (run / "kept").exists():
         contents[run / "kept"] = kept
-    # The last one is replaced first
+    # They are replaced in reverse order, `last` at the end
     replace_files({pointer: pointer_to(folders) for pointer, folders in contents.items()})
     remove_unnamed(run)
 
 
 def remove_unnamed(run: Path) -> None:
-    """Remove the numbered folders that no pointer names, except those to which others have added files."""
+    """Remove the numbered folders that no pointer names, except those that others have added files to."""
     models = [folder for name in POINTERS for folder in named_folders(run / name)]
     needed = {*models, *map(state_of, named_folders(run / "last"))}
     for folder in numbered_folders(run):
         if folder not in needed:
-            with suppress(CheckpointError):  # it is not ours, or not ours alone
+            with suppress(CheckpointError):  # it is not ours, or not only ours
                 remove_folder(folder)
 
 

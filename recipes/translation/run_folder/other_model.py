@@ -1,4 +1,4 @@
-"""The model of another run that a run starts from, by `training.start_from`, or learns from, by `training.teacher`."""
+"""The model of another run that a run starts from (`training.start_from`) or learns from (`training.teacher`)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from recipes.translation.settings.config import ModelConfig, RunConfig, SubwordC
 from recipes.translation.text.subwords import Subwords, normalizations
 
 OF_SUBWORDS = (*SHAPING, "model")
-"""The settings of subwords that a run has in common with the model whose subwords it takes."""
+"""The subword settings that a run must share with the model whose subwords it takes."""
 
 
 def other_model(setting: str, name: str) -> tuple[Path, RunConfig]:
     """Return the folder and the settings of the model that a setting names; raise CheckpointError if there is none.
 
-    It is named by its own folder, or by a run, whose `best` it is.
+    The setting names the model's own folder, or a run, whose `best` is then used.
     """
     folder = model_folder(name)
     if whole_folder(folder) is None:
@@ -55,11 +55,11 @@ def starting_weights(name: str, model: ModelConfig, subwords: SubwordConfig) -> 
 
 
 def start_of(name: str) -> str:
-    """Return the model that `training.start_from` names, with its step; empty for random weights."""
+    """Return a description of the model that `training.start_from` names, with its step; empty for random weights."""
     if not name:
         return ""
     folder = model_folder(name)
-    if whole_folder(folder) is None:  # moved, since the run began
+    if whole_folder(folder) is None:  # moved since the run began
         return str(folder)
     facts = load_facts(folder)
     return f"{folder} (imported)" if "imported_from" in facts else f"{folder} (step {facts['step']:,})"
@@ -68,8 +68,8 @@ def start_of(name: str) -> str:
 def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: int) -> OneByOne:
     """Return the weights of a model with `kept` of the `layers` layers of `stack`, "encoder" or "decoder".
 
-    They are as far apart as can be, the first and the last one among them; of a single one, it is the first (Shleifer
-    and Rush 2020, "shrink and fine-tune", where a model that was shrunk in this way is the start of a student).
+    The kept layers are spaced as far apart as possible and include the first and the last; a single one is the first
+    (Shleifer and Rush 2020, "shrink and fine-tune", where a student starts from a model shrunk in this way).
     """
     spaced = [round(place * (layers - 1) / max(kept - 1, 1)) for place in range(kept)]
     new = {f"{stack}.layers.{old}": f"{stack}.layers.{place}" for place, old in enumerate(spaced)}
@@ -86,14 +86,14 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
 def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
     """Return the subwords of a run: its own, or those of the model that it started from, or else of its teacher.
 
-    With `fresh` the run begins anew, and what is in its folder belongs to an earlier one.
+    With `fresh` the run starts over, and what is in its folder belongs to an earlier one.
     """
     config = corpora.config
     settings = config.training
     if not settings.start_from and not settings.teacher:
         return prepare(corpora)
     folder = None
-    if not fresh:  # a run that has begun needs the other one no longer, which may have changed since
+    if not fresh:  # a run that has begun no longer needs the other model, which may have changed since
         folder = whole_folder(Path(config.run) / "last")
     if folder is None and not settings.start_from:
         return teacher_subwords(settings.teacher, config.subwords)
@@ -105,7 +105,7 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
 
 
 def check_normalization(subwords: SubwordConfig, source: Subwords, target: Subwords) -> None:
-    """Raise ConfigError where the settings ask for other rules than the subwords of another model have."""
+    """Raise ConfigError if the settings ask for other normalization rules than another model's subwords have."""
     has = (source.normalization, target.normalization)
     if subwords.normalization and normalizations(subwords) != has:
         raise ConfigError(
@@ -115,7 +115,7 @@ def check_normalization(subwords: SubwordConfig, source: Subwords, target: Subwo
 
 
 def fitting_start(name: str, model: ModelConfig, subwords: SubwordConfig) -> tuple[Path, RunConfig]:
-    """Return the folder and the settings of the model to start from, if the settings of the run fit it.
+    """Return the folder and the settings of the model to start from, if the run's settings fit it.
 
     A Transformer with fewer layers fits (see `spaced_layers`). Raises CheckpointError if there is no model, and
     ConfigError, naming the setting, if its subwords or other sizes differ.
@@ -137,14 +137,14 @@ def fitting_start(name: str, model: ModelConfig, subwords: SubwordConfig) -> tup
 
 
 def _layers(model: ModelConfig) -> dict[str, int]:
-    """Return the number of layers of each stack that a model can begin with some of."""
+    """Return the number of layers in each stack that a model can start with a subset of."""
     sizes = model_sizes(model)
     names = {"encoder": "encoder_layers", "decoder": "decoder_layers"}
     return {stack: getattr(sizes, name) for stack, name in names.items() if hasattr(sizes, name)}
 
 
 def sizes_and_subwords(model: ModelConfig, subwords: SubwordConfig) -> dict[str, object]:
-    """Return the settings without which weights mean nothing: those of the subwords, and all sizes of the model."""
+    """Return the settings that give weights their meaning: those of the subwords, and all sizes of the model."""
     sizes = asdict(model_sizes(model))
     del sizes["dropout"]
     own = {f"subwords.{name}": getattr(subwords, name) for name in OF_SUBWORDS}
@@ -195,7 +195,7 @@ def load_teacher(name: str, language_tags: bool, source: Subwords, target: Subwo
 
 
 def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Path) -> None:
-    """Raise ConfigError if a run that has begun learnt from another model."""
+    """Raise ConfigError if a run that has begun has learnt from a different teacher."""
     if state.teacher == (teacher.digest if teacher else ""):
         return
     if teacher and teacher.folder.resolve().is_relative_to(run.resolve()):

@@ -1,7 +1,7 @@
-"""Files and folders that a user names for results: anything but what a run's folder keeps, and what is read.
+"""Files and folders that a user names for results: they must not be what a run keeps in its folder, or an input.
 
-A run's own files and folders are known by their names, in a folder that is a run; the files of a model, an export or
-subwords, wherever their folder is, by its manifest.
+A run's own files and folders are recognised by their names in a folder that is a run; the files of a model, an export
+or subwords by the manifest of their folder, wherever that is.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from recipes.translation.files.pointers import NUMBERED
 from recipes.translation.files.writing import by_name, replace_file, writing_to
 
 RECORDS = ("metrics.jsonl", "resources.jsonl")
-"""Files by which a folder is known to be a run, besides its models and subwords."""
+"""Files that mark a folder as a run, besides its models and subwords."""
 WHOLE = (*MODELS, "subwords")
-"""Folders that are replaced as a whole; what others put into them is not the run's."""
+"""Folders that are replaced as a whole; what others put into them does not belong to the run."""
 OWN = (
     *(*RECORDS, "samples.jsonl", "validation.json", "report.html", "train.log", "trackers.json", ".lock", *WHOLE),
     *("*.scores.json", "*.translations.txt", "*.odd.txt"),
@@ -27,16 +27,16 @@ OWN = (
 )
 """The files and folders of a run."""
 TRACKED = ("tensorboard", "wandb")
-"""Folders of which everything is the run's, at any depth."""
+"""Folders whose entire contents, at any depth, belong to the run."""
 
 
 def check_output(output: Path, option: str, *, own: Path | None = None, reads: Collection[str | None] = ()) -> None:
-    """Raise ConfigError for an output that would take the place of a run's file or folder, or of an input.
+    """Raise ConfigError for an output that would replace a run's file or folder, or an input.
 
     Args:
-        output: what the user has named, a file or a folder.
+        output: the file or folder that the user has named.
         option: the option that names it.
-        own: what the command has made itself in a run's folder, and may make again.
+        own: what the command itself writes in a run's folder, and may overwrite.
         reads: the files and folders that the command reads.
     """
     inside = output.resolve()
@@ -51,7 +51,7 @@ def check_output(output: Path, option: str, *, own: Path | None = None, reads: C
 def check_output_file(
     output: Path, option: str, *, own: Path | None = None, reads: Collection[str | None] = ()
 ) -> None:
-    """Do the same for a file, before the work of making it; its folder must exist."""
+    """Do the same as `check_output` for a file, before the work of making it; its folder must exist."""
     check_output(output, option, own=own, reads=reads)
     if output.is_dir():
         raise ConfigError(f"{option}: {output} is a folder: name a file")
@@ -60,7 +60,7 @@ def check_output_file(
 
 
 def check_run(run: Path) -> None:
-    """Raise ConfigError for a run that is not a folder, or would be written into a model or a part of another run."""
+    """Raise ConfigError for a run that is not a folder, or that would be written into a model or part of a run."""
     there = next(path for path in (run, *run.parents) if path.is_symlink() or path.exists())
     if not there.is_dir():
         what = "a link to a folder that is missing" if there.is_symlink() else "not a folder"
@@ -72,9 +72,9 @@ def check_run(run: Path) -> None:
 
 
 def write_output(output: Path, content: bytes) -> None:
-    """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to.
+    """Write a file in place of an earlier one, which stays if writing fails; a device or a pipe is written to.
 
-    A link is written through where it is the user's own, and replaced by the file where it is in a run.
+    A link is followed if it is the user's own, and replaced by the file if it is in a run.
     """
     if not any(map(is_run, by_name(output.absolute()).parents)):
         if output.exists() and not output.is_file():
@@ -87,7 +87,7 @@ def write_output(output: Path, content: bytes) -> None:
 
 
 def owner_of(inside: Path) -> Path | None:
-    """Return the run or the folder with a manifest that a resolved path is a part of; None for any other."""
+    """Return the run, or the folder with a manifest, that a resolved path is part of; None if there is none."""
     if inside.name in (MANIFEST, *(field_in(inside.parent / MANIFEST, "files") or ())):
         return whole_folder(inside.parent)
     for folder in inside.parents:
@@ -99,9 +99,9 @@ def owner_of(inside: Path) -> Path | None:
 
 
 def results_folder(named: Path) -> Path:
-    """Return the folder for results of what is named: that of the run, also where one of the run's models is named.
+    """Return the folder for results of what is named: the run's folder, even if one of the run's models is named.
 
-    A file in the folder of a model would keep training from removing the model.
+    A file in a model's folder would keep training from removing the model.
     """
     if whole_folder(named) is None:
         return named

@@ -1,4 +1,4 @@
-"""The start of a run: resume from its folder's checkpoint, or check that nothing in the folder would be lost."""
+"""The start of a run: resume from the checkpoint in its folder, or check that nothing in the folder would be lost."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ MAY_CHANGE = frozenset(
         *(f"decoding.{each.name}" for each in fields(DecodingConfig)),
     }
 )
-"""Settings that may change when a run is resumed; changing any other one would make it a different run."""
+"""Settings that may change when a run is resumed; changing any other would make it a different run."""
 OF_BEAM = frozenset(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences"))
-"""Settings of decoding that a greedy search does not follow."""
+"""Decoding settings that have no effect on a greedy search."""
 SCORING = frozenset(
     {
         *("training.validate_bleu", "data.tokenize"),
@@ -66,19 +66,19 @@ SCORING = frozenset(
     }
     - OF_BEAM
 )
-"""Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
+"""The settings in MAY_CHANGE that change BLEU and chrF, so that these could not be compared between validations."""
 SAVED_WITH_MODELS = {name for name in MAY_CHANGE if name.startswith("decoding.")} | {"data.test", "data.tokenize"}
-"""Those of them that a model is saved with, and that have no effect on its training."""
+"""The settings in MAY_CHANGE that a model is saved with and that have no effect on its training."""
 
 
 def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
-    """Return the checkpoint to resume from; None for a new run, which with `fresh` takes the place of an earlier one.
+    """Return the checkpoint to resume from; None for a new run, which with `fresh` replaces an earlier one.
 
-    The earlier one stays until `remove_run`. Raises ConfigError if `config` would make it a different run, and
+    The earlier run stays until `remove_run`. Raises ConfigError if `config` would make it a different run, and
     CheckpointError if resuming or starting would overwrite files that cannot be made again.
     """
     run = Path(config.run)
-    # Now, and not hours later when the first checkpoint is to be written
+    # Now rather than hours later, when the first checkpoint is to be written
     check_ours(run)
     check_replaceable(run / "subwords")
     values = flat(config)
@@ -101,7 +101,7 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
 
 
 def check_others_stay(run: Path, training: TrainingConfig) -> None:
-    """Raise ConfigError if the model to start from or to learn from is in the folder of the run itself."""
+    """Raise ConfigError if the model to start from or to learn from is in the run's own folder."""
     for name in ("start_from", "teacher"):
         other: str = getattr(training, name)
         if other and model_folder(other).resolve().is_relative_to(run.resolve()):
@@ -114,7 +114,7 @@ def check_others_stay(run: Path, training: TrainingConfig) -> None:
 def check_nothing_to_lose(run: Path, values: Values) -> None:
     """Raise CheckpointError if a new run would replace a model, unless it is that of the same run's first validation.
 
-    A run that is killed before its first `last` leaves only that model, which may be named by `best` already.
+    A run that is killed before it writes its first `last` leaves only that model, which `best` may already name.
     """
     if named := named_folder(run / "last"):
         raise CheckpointError(
@@ -134,7 +134,7 @@ def check_nothing_to_lose(run: Path, values: Values) -> None:
 
 
 def check_steps(run: Path, steps: int, made: int) -> None:
-    """Raise ConfigError if no step is left to make, unless the run has ended as asked, with a validation."""
+    """Raise ConfigError if no steps are left to make, unless the run has ended as asked, with a validation."""
     validated = "valid_loss" in load_facts(run / "last")
     if made > steps or (made == steps and not validated):
         raise ConfigError(
@@ -144,9 +144,9 @@ def check_steps(run: Path, steps: int, made: int) -> None:
 
 
 def check_saved_with_models(run: Path, values: Values, made: int) -> None:
-    """Say which new settings `best` does not have; raise ConfigError if no step is left, so that no model gets them.
+    """Print which new settings `best` lacks; raise ConfigError if no steps are left, so that no model would get them.
 
-    The settings of decoding and the test set have no effect on training; a model is saved and used with them.
+    Decoding settings and the test set have no effect on training, but a model is saved and used with them.
     """
     was = _model_values(flat(saved_config(run / "last")))
     for key, value in _model_values(values).items():
@@ -168,7 +168,7 @@ def _model_values(values: Values) -> dict[str, object]:
 
 
 def check_same_settings(values: Values, folder: Path) -> None:
-    """Raise ConfigError if the checkpoint in `folder` was trained with other settings, except those in MAY_CHANGE."""
+    """Raise ConfigError if the checkpoint in `folder` has different settings, apart from those in MAY_CHANGE."""
     before = without_paths(flat(saved_config(folder)))
     now = without_paths(values)
     may_change = MAY_CHANGE
@@ -187,7 +187,7 @@ def check_same_settings(values: Values, folder: Path) -> None:
 
 
 def spell(value: object) -> str:
-    """Return a setting's value as it is typed."""
+    """Return a setting's value as a user would type it."""
     if isinstance(value, (tuple, Mapping)):
         return " ".join(map(str, value)) or "none"
     if value is None:
@@ -196,7 +196,7 @@ def spell(value: object) -> str:
 
 
 def check_best(saved: SavedTraining, run: Path, values: Values) -> None:
-    """Raise CheckpointError or ConfigError if `best` is damaged or of a different run.
+    """Raise CheckpointError or ConfigError if `best` is damaged or belongs to a different run.
 
     If it is missing, its loss is forgotten, so that the next validation saves a new one.
     """
@@ -205,10 +205,10 @@ def check_best(saved: SavedTraining, run: Path, values: Values) -> None:
     named = named_folder(best)
     saved_best = model_at(run, state.best_step)
     if named and step_of(named) > state.step and whole_folder(saved_best):
-        # A process was killed before it had saved the state that belongs to a better model
+        # A process was killed before it could save the state that belongs to a better model
         replace_file(best, pointer_to([saved_best]))
     if (whole := whole_folder(best)) is not None:
-        if whole != whole_folder(run / "last"):  # whose files have been read
+        if whole != whole_folder(run / "last"):  # that one's files have been verified already
             verified_folder(best)
         check_same_settings(values, best)
     elif state.best_loss is not None:
@@ -220,7 +220,7 @@ def check_best(saved: SavedTraining, run: Path, values: Values) -> None:
 
 
 def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> None:
-    """Raise ConfigError if the data changed, since a position in other data has no meaning."""
+    """Raise ConfigError if the data has changed, since a position in different data has no meaning."""
     if saved and saved.state.data != corpus.fingerprint:
         raise ConfigError(
             f"the training or validation data is not what {run} was trained on; restore it, choose another --run, "
@@ -229,7 +229,7 @@ def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> N
 
 
 def check_run_removable(run: Path) -> None:
-    """Raise CheckpointError if the folders of an earlier run contain files of others."""
+    """Raise CheckpointError if the folders of an earlier run contain files that are not its own."""
     for folder in (*_folders(run), run / "subwords"):
         check_removable(folder)
 
@@ -237,7 +237,7 @@ def check_run_removable(run: Path) -> None:
 def remove_run(run: Path, training: TrainingConfig) -> None:
     """Remove the checkpoints of an earlier run in the folder, their average and its subwords, and no other files.
 
-    Subwords that the new run has made took the place of the earlier ones.
+    Subwords stay if the new run has made its own, since these have already replaced the earlier ones.
     """
     check_run_removable(run)
     for name in POINTERS:
@@ -246,7 +246,7 @@ def remove_run(run: Path, training: TrainingConfig) -> None:
         remove_folder(folder)
     if training.start_from or training.teacher:
         remove_folder(run / "subwords")
-    with suppress(OSError):  # there is none, or other files are in it
+    with suppress(OSError):  # it does not exist, or contains other files
         numbered_root(run).rmdir()
 
 
@@ -256,13 +256,13 @@ def _folders(run: Path) -> list[Path]:
 
 
 def without_paths(values: Values) -> dict[str, object]:
-    """Return the settings without the folders and test files of corpora, which may change as those of data may."""
+    """Return the settings without the corpora's folders and test files, which may change like those of data."""
     changed = {"path": None, "test": ()}
     return {name: {**value, **changed} if isinstance(value, dict) else value for name, value in values.items()}
 
 
 Values = Mapping[str, object]
-"""The settings of a run by their dotted names, each corpus of `corpora` being a dict."""
+"""The settings of a run by their dotted names; each corpus in `corpora` is a dict."""
 
 
 def flat(config: RunConfig) -> dict[str, object]:
@@ -279,9 +279,9 @@ def flat(config: RunConfig) -> dict[str, object]:
 def check_jumps(
     run: Path, was: TrainingConfig, will_be: TrainingConfig, changed: Changed, state: TrainingState
 ) -> None:
-    """Raise ConfigError for a setting that may be meant, and makes numbers jump or loses models without a word.
+    """Raise ConfigError for a setting that may be intended, but would silently make numbers jump or lose models.
 
-    `changed` are the settings that have changed of those that validations' scores depend on.
+    `changed` are the changed settings that validation scores depend on.
     """
     if found := list(jumps(run, was, will_be, changed, state)):
         keep = "the setting" if len(found) == 1 else "these settings"
@@ -291,18 +291,18 @@ def check_jumps(
 
 
 Changed = Mapping[str, tuple[object, object]]
-"""Settings that have changed, each with what it was and what it is."""
+"""Settings that have changed, each with its old and its new value."""
 
 
 def changed_scoring(before: Values, now: Values) -> Changed:
-    """Return the settings that have changed of those that validations' scores depend on."""
+    """Return the changed settings that validation scores depend on."""
     return {name: (before[name], now[name]) for name in sorted(SCORING) if before[name] != now[name]}
 
 
 def jumps(
     run: Path, was: TrainingConfig, will_be: TrainingConfig, changed: Changed, state: TrainingState
 ) -> Iterator[str]:
-    """Yield what would jump, of a run that has been saved with the settings `was`."""
+    """Yield what would jump in a run that was saved with the settings `was`."""
     if was.precision != will_be.precision:
         yield (
             f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "

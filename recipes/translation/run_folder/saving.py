@@ -1,4 +1,4 @@
-"""Saving beside the training: the tensors are copied in memory, and a thread writes the copy during the next steps."""
+"""Saving in the background: the tensors are copied in memory, and a thread writes the copy during the next steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from recipes.translation.settings.training import TrainingConfig, save_interval
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in the memory of the CPU."""
+    """Return copies in CPU memory."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 class Saver:
-    """Writes a run's checkpoints, one after the other, in a thread of its own.
+    """Writes a run's checkpoints, one after another, in a thread of its own.
 
-    An error of the thread is raised by the next call of `check`, `wait` or `save`, or at the end of the block, which
+    An error in the thread is raised by the next call of `check`, `wait` or `save`, or at the end of the block, which
     waits for the thread.
     """
 
@@ -46,9 +46,9 @@ class Saver:
     ) -> None:
         """Save for the run that was resumed from `saved_step`, if this is the process that `writes`.
 
-        Of several processes, all call `is_due` and `save` at the same steps; `main_says` tells them what rank 0 says.
-        `copied` copies a process's own tensors, and returns the whole ones, of which each is asked for once; what the
-        other processes get is of no use, but they must ask, too.
+        If there are several processes, all call `is_due` and `save` at the same steps; `main_says` gives all of them
+        rank 0's answer. `copied` copies a process's own tensors and returns the whole ones, each of which is asked for
+        once; only rank 0 gets usable tensors, but the other processes must ask as well.
         """
         self.run = run
         self.writes = writes
@@ -56,21 +56,21 @@ class Saver:
         self._copied = copied
         self.keep = settings.keep_checkpoints
         self.saved_step = saved_step
-        """The step whose checkpoint was last begun to be saved, or was resumed from."""
+        """The step whose checkpoint was last passed to `save`, or resumed from."""
         self._interval = save_interval(settings.save_every)
         self._saved_at = time.monotonic()
         self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended = threading.Semaphore(0)
         self._running = False
-        """Whether a save has begun whose end nobody has waited for."""
+        """Whether a save has started that nobody has waited for yet."""
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether `training.save_every` asks for a checkpoint of this step; all ranks get the same answer."""
+        """Return whether `training.save_every` asks for a checkpoint at this step; all ranks get the same answer."""
         if step == self.saved_step:
             return False
-        if self._interval.seconds:  # whose clocks differ
+        if self._interval.seconds:  # the ranks' clocks differ
             return self._main_says(time.monotonic() - self._saved_at >= self._interval.seconds)
         return self._interval.steps > 0 and step % self._interval.steps == 0
 
@@ -85,9 +85,9 @@ class Saver:
         validated: bool = False,
         better: bool = False,
     ) -> None:
-        """Begin to save what training needs to resume, once the save before has ended.
+        """Start saving what training needs to resume, once the previous save has ended.
 
-        Weights and moments are copied before this returns. Of `translator`, what belongs to the weights is saved.
+        Weights and moments are copied before this returns. From `translator`, its settings and subwords are saved.
         """
         self.saved_step = state.step
         self.wait()
@@ -111,17 +111,17 @@ class Saver:
         self._saves.put(lambda: self._run(write, (weights, moments)))
 
     def _start(self) -> None:
-        """Start the thread, once: later, without memory for one, that waits without end."""
+        """Start the thread, once, and early: if memory for it is lacking later on, starting it waits forever."""
         if self._thread is None:
-            # A daemon, which does not hold up a process that is told to end at once
+            # A daemon, so that it does not hold up a process that is told to end at once
             self._thread = threading.Thread(target=self._work, name="saving", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
-        """Save what is put into the queue, until that is None."""
+        """Carry out the saves that are put into the queue, until a None."""
         while (save := self._saves.get()) is not None:
             save()
-            save = None  # and the copies with it
+            save = None  # which frees the copies
             self._ended.release()
 
     def _run(self, write: Callable[[], None], tensors: Sequence[Mapping[str, Tensor]]) -> None:
@@ -129,7 +129,7 @@ class Saver:
             try:
                 write()
             finally:
-                # Those that were not written, which other processes wait to be asked for
+                # Ask for the tensors that were not written: other processes are waiting to send them
                 for each in tensors:
                     if isinstance(each, AskedOnce):
                         each.finish()
@@ -137,13 +137,13 @@ class Saver:
             self._error = error
 
     def check(self) -> None:
-        """Raise the error of a save that has failed."""
+        """Raise the error of a failed save."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Wait until the save that has begun is on the disk; raise its error."""
+        """Wait until the current save is on the disk; raise its error."""
         self._wait()
         self.check()
 
@@ -153,7 +153,7 @@ class Saver:
             self._running = False
 
     def last(self) -> Path | None:
-        """Return `<run>/last` if it is there after the save that has begun, whether or not that fails."""
+        """Return `<run>/last` if it exists once the current save has ended, successfully or not."""
         self._wait()
         if whole_folder(self.run / "last") is None:
             return None
@@ -172,6 +172,6 @@ class Saver:
         except Exception as failed:
             if kind is None:
                 raise
-            print(f"[train] {failed}", file=sys.stderr)  # besides the error that ends the run
+            print(f"[train] {failed}", file=sys.stderr)  # in addition to the error that ends the run
         finally:
             self._saves.put(None)

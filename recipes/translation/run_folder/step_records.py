@@ -1,4 +1,4 @@
-"""The records of a run's steps, one JSON object a line, as `metrics.jsonl` has them."""
+"""The records of a run's steps, one JSON object per line, as in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.translation.files.json_fields import parse_json
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a `metrics.jsonl`."""
+    """Read all records in a `metrics.jsonl`."""
     return [record for line in path.read_bytes().splitlines() if (record := record_of(line)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""A model with its subwords and settings: what sizes it has, how it is built, and how saved tensors get into it."""
+"""A model with its subwords and settings: its sizes, how it is built, and how saved tensors are loaded into it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import PAD, Subwords
 
 WEIGHTS = {"float64": torch.float64} | dict.fromkeys(("float32", "bf16", "fp16"), torch.float32)
-"""The dtype of weights and moments, by `training.precision`."""
+"""The dtype of weights and moments for each `training.precision`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Translator:
     others: tuple[EncoderDecoder, ...] = ()
     """Models that translate together with `model`; they are not saved."""
     digests: tuple[str, ...] = ()
-    """The SHA-256 of the weights of each model, as they were saved, where they have been read from a folder."""
+    """The SHA-256 of each model's weights, as they were saved, if they were read from a folder."""
 
     @property
     def models(self) -> list[EncoderDecoder]:
-        """Return the models whose probabilities are averaged in translation: most often one."""
+        """Return the models whose probabilities are averaged in translation: usually one."""
         return [self.model, *self.others]
 
     @property
@@ -52,12 +52,12 @@ class Translator:
         return ModelText.of(self.config)
 
     def with_decoding(self, decoding: DecodingConfig) -> Translator:
-        """Return the same models, which translate by these settings."""
+        """Return the same models with these decoding settings."""
         return replace(self, config=replace(self.config, decoding=decoding))
 
 
 def model_sizes(config: ModelConfig) -> Sizes:
-    """Return the sizes of the preset, which decides the architecture, changed by the settings that are not None."""
+    """Return the sizes of the preset, which determines the architecture, overridden by settings that are not None."""
     if config.preset not in PRESETS:
         raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
     changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
@@ -82,13 +82,13 @@ def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDeco
 
 
 def model_on_meta(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
-    """Build a model on the device "meta": no weight is drawn, and the random numbers of the run stay where they are."""
+    """Build a model on the device "meta": no weights are drawn, and the run's random state does not change."""
     with torch.device("meta"):
         return build_model(sizes, source, target)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's weights, a tied one only under the first of its names; the models here have no buffers."""
+    """Return the model's weights, tied ones only under their first name; the models here have no buffers."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -96,14 +96,14 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
     """Copy saved tensors into a model of the same shape, which gets memory on the CPU if it is on "meta"."""
     check_fits(tensors_of(model), saved, folder)
-    # Only now that everything fits: an error leaves the model as it was
+    # Only once everything is known to fit, so that an error leaves the model as it was
     allocate(model, torch.device("cpu"))
     for name, tensor in tensors_of(model).items():
         tensor.copy_(saved[name])
 
 
 def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Raise CheckpointError for more layers than there are saved tensors, before they are built."""
+    """Raise CheckpointError for more layers than there are saved tensors, before the layers are built."""
     layers = sum(getattr(sizes, name, 0) for name in ("encoder_layers", "decoder_layers"))
     if layers > len(saved):
         raise CheckpointError(
@@ -113,7 +113,7 @@ def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) 
 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
+    """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, and a dtype of weights."""
     saved = describe_tensors(saved)
     for name in sorted(own.keys() ^ saved.keys()):
         where = "it is missing there"

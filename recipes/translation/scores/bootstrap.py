@@ -15,7 +15,7 @@ from recipes.translation.scores.statistics import Array, Measured, scores_of_all
 
 RESAMPLES = 1_000
 SEED = 12_345
-"""Number of resamples and seed: sacreBLEU's defaults, with which its own intervals come from the same resamples."""
+"""Number of resamples and seed: sacreBLEU's defaults, so that its own intervals come from the same resamples."""
 
 
 class Interval(NamedTuple):
@@ -34,7 +34,7 @@ def intervals(measured: Sequence[Measured], resamples: int = RESAMPLES, seed: in
 
 
 def interval(scores_R: Array) -> Interval:
-    """Return the bounds that leave out a fortieth of the resamples on either side (Koehn 2004)."""
+    """Return the bounds that leave out a fortieth of the resamples on each side (Koehn 2004)."""
     ordered_R = np.sort(scores_R)
     left_out = len(ordered_R) // 40
     return Interval(float(ordered_R[left_out]), float(ordered_R[len(ordered_R) - left_out - 1]))
@@ -43,8 +43,8 @@ def interval(scores_R: Array) -> Interval:
 def resampled_scores(measured: Sequence[Measured], resamples: int = RESAMPLES, seed: int = SEED) -> list[Array]:
     """Return the scores of the resamples, (R,) for each metric.
 
-    A resample draws N sentences from the N of the test set, with replacement. Its sums of statistics are its counts of
-    the sentences times the statistics: one product of matrices for all metrics and systems.
+    A resample draws N sentences from the N in the test set, with replacement. Its sums of statistics are its counts of
+    the sentences times the statistics: one matrix product for all metrics and systems.
     """
     statistics_NK = side_by_side(measured)
     sums_RK = np.concatenate([counts @ statistics_NK for counts in _counts(len(statistics_NK), resamples, seed)])
@@ -52,16 +52,16 @@ def resampled_scores(measured: Sequence[Measured], resamples: int = RESAMPLES, s
 
 
 COUNTS = 2**22
-"""Counts that exist at a time."""
+"""The most counts that exist at a time."""
 
 
 def _counts(sentences: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield how often each resample has each sentence, some resamples at a time: (some of R, N)."""
+    """Yield how often each resample contains each sentence, some resamples at a time: (some of R, N)."""
     generator = np.random.default_rng(seed)
     block = max(1, COUNTS // sentences)
     for start in range(0, resamples, block):
         rows = min(block, resamples - start)
         drawn: NDArray[np.int64] = generator.choice(sentences, size=(rows, sentences))
-        # The numbers of row r are raised by r x N, so that one count serves all rows
+        # The indices in row r are offset by r x N, so that a single count serves all rows
         cells = (drawn + np.arange(rows)[:, None] * sentences).ravel()
         yield np.bincount(cells, minlength=rows * sentences).reshape(rows, sentences)

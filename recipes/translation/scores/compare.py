@@ -1,6 +1,6 @@
-"""Comparison of several systems on one test set with the first of them as the baseline.
+"""Comparison of several systems on one test set, with the first of them as the baseline.
 
-A system is a file of translations, one a line, or a run, whose translations `evaluate` has written.
+A system is a file of translations, one per line, or a run whose translations `evaluate` has written.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 @dataclass(frozen=True)
 class System:
-    """A system's translations of the test set, and what is known of the test set from its run."""
+    """A system's translations of the test set, and what its run says about the test set."""
 
     name: str
     translations: Sequence[str]
     references: Sequence[str] | None = None
-    """Those of the run's data; None for a file of translations."""
+    """The references in the run's data; None for a file of translations."""
     config: RunConfig | None = None
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of the baseline and of the systems that are compared with it."""
+    """One metric for the baseline and the systems that are compared with it."""
 
     measured: Measured
     interval: Interval
@@ -46,7 +46,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Table:
-    """Every metric of every system."""
+    """Every metric for every system."""
 
     names: Sequence[str]
     """The systems, the baseline first."""
@@ -87,10 +87,10 @@ def compare(
 ) -> Table:
     """Compare each system with the first one, in BLEU, chrF and TER.
 
-    The test set is `references`, or `split` of the data of the runs among the systems; all of them must have the same.
-    `tokenize` is sacreBLEU's tokeniser; the default is that of the first run and, of files, that of their script.
+    The test set is `references`, or the `split` of the data of the runs among the systems; they must all have the same.
+    `tokenize` is sacreBLEU's tokeniser; the default is the first run's or, for files only, one chosen by their script.
 
-    Raises DataError for systems of different test sets or lengths, and where nothing says what the test set is.
+    Raises DataError for systems with different test sets or lengths, and if nothing says what the test set is.
     """
     found = [_system(name, split) for name in systems]
     expected = _references(found, references)
@@ -105,7 +105,7 @@ def compare(
     if configs:
         tokenize = tokenize or configs[0].data.tokenize
         language = configs[0].data.target
-        if references is None:  # of a corpus, which may have a language of its own
+        if references is None:  # the test set is a corpus's, which may have a language of its own
             language = Corpora(configs[0]).the_one(split).data.target
     tokenize = tokenizer_for(tokenize or "auto", language, expected)
     lowercase = bool(configs) and configs[0].subwords.lowercase
@@ -114,9 +114,9 @@ def compare(
 
 
 def table(names: Sequence[str], measured: Sequence[Sequence[Measured]]) -> Table:
-    """Compare every metric of the first system with those of the others."""
+    """Compare every metric of the other systems with that of the first one."""
     baseline, *others = measured
-    # BLEU of lower-cased text and exact matches say little beside these, and more tests find more by chance
+    # BLEU of lower-cased text and exact matches add little to these, and more tests find more by chance
     kept = [index for index, one in enumerate(baseline) if one.name in ("bleu", "multi_bleu_lowercase", "chrf", "ter")]
     baseline = [baseline[index] for index in kept]
     compared_with = [compare_metrics(baseline, [other[index] for index in kept]) for other in others]
@@ -147,7 +147,7 @@ def _system(name: str, split: HeldOutSplit) -> System:
     if not by:
         raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
     pairs = data.pairs
-    # The references may have been corrected since: all systems are scored anew
+    # The references may have been corrected since, so all systems are scored again
     sources = noted_digest(scores, "sources", "sha256")
     if sources and sources != lines_digest(pair.source for pair in pairs):
         raise DataError(
@@ -164,7 +164,7 @@ def _references(systems: Sequence[System], path: Path | None) -> Sequence[str]:
     known = [(one.name, one.references) for one in systems if one.references is not None]
     if path is not None:
         given = read_lines(path)
-        # The references of a run that lower-cases its data are lower-cased
+        # A run that lower-cases its data has lower-cased references
         if any(one.config is not None and one.config.subwords.lowercase for one in systems):
             given = [line.lower() for line in given]
         known.insert(0, (str(path), given))

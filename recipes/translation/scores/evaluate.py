@@ -1,4 +1,4 @@
-"""Evaluation of a model: the translations of a split of its data, or of other test files, and their scores."""
+"""Evaluation of a model: translations of a split of its data, or of other test files, and their scores."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Evaluation:
     """A test set with its translations and their scores."""
 
     name: str
-    """The split, or the name of the file of sources."""
+    """The split, or the name of the file with the sources."""
     pairs: Sequence[Pair]
     translations: Sequence[str]
     measured: Sequence[Measured]
     """Every metric, with the statistics of each sentence."""
     digests: Sequence[str] = ()
-    """The SHA-256 of the weights of each model that translated."""
+    """The SHA-256 of the weights of each model that took part in translating."""
     files: tuple[Path, Path] | None = None
-    """The files of sources and references; None for the run's data."""
+    """The files with the sources and references; None for the run's data."""
     unfinished: int | None = None
-    """Translations that are cut; None where it is not known, of translations from a file."""
+    """Number of translations that are cut off; None if it is not known, as for translations from a file."""
 
     @cached_property
     def scores(self) -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ class Evaluation:
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
         texts = {"sources": [pair.source for pair in self.pairs], "references": [pair.target for pair in self.pairs]}
-        # Of what was read, not of the files, which may have changed since, and a pipe is read once
+        # Hashes of what was read rather than of the files, which may have changed since, or be pipes
         made_of = {side: {"sha256": lines_digest(lines)} for side, lines in texts.items()}
         for side, file in zip(texts, self.files or (), strict=False):
             made_of[side]["file"] = str(file.resolve())
@@ -68,14 +68,14 @@ class Evaluation:
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
-    """Return the files of the translations and of the scores of a test set."""
+    """Return the files for the translations and for the scores of a test set."""
     return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
 
 
 def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
-    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted.
+    """Return the file that existing scores belong to, if it is not `sources`; empty if it is, or none is noted.
 
-    `pairs` have the sentences of the file.
+    `pairs` have the sentences of `sources`: a file with the same sentences counts as the same.
     """
     file, digest = (field_in(scores, "sources", name) for name in ("file", "sha256"))
     if file in (None, str(sources.resolve())) or digest == lines_digest(pair.source for pair in pairs):
@@ -86,9 +86,9 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
 def check_name(
     folder: Path, sources: Path, pairs: Sequence[Pair], translator: Translator, reads: Collection[str | None]
 ) -> None:
-    """Raise DataError for a file by whose name its results would replace those of another, or of the run's own data.
+    """Raise DataError if, by the file's name, its results would replace those of another or of the run's own data.
 
-    Raises ConfigError where they would replace one of the files that are read.
+    Raises ConfigError if they would replace one of the files that are read.
     """
     name = sources.name
     if translator.others:
@@ -113,7 +113,7 @@ def check_name(
 def evaluate(translator: Translator, split: HeldOutSplit, ranks: Ranks = ALONE, label: str = "") -> Evaluation:
     """Translate a split of the model's data, each rank some of the sentences, and score all translations.
 
-    `label` is as in `translate`. Raises DataError where the model has the data of several corpora: see `evaluate_each`.
+    `label` is as in `translate`. Raises DataError if the split has the data of several corpora: see `evaluate_each`.
     """
     return evaluate_each(translator, [Corpora(translator.config).the_one(split)], None, ranks, label)[0]
 
@@ -125,7 +125,7 @@ def evaluate_each(
     ranks: Ranks = ALONE,
     label: str = "",
 ) -> list[Evaluation]:
-    """Do the same for several sets of the model's data; the name of each is its split, or "split.corpus".
+    """Do the same as `evaluate` for several sets of the model's data, each named by its split, or "split.corpus".
 
     `tokenize` overrides the setting `data.tokenize`.
     """
@@ -148,7 +148,7 @@ def evaluate_pairs(
     label: str,
     held_out: CorpusSplit | None = None,
 ) -> Evaluation:
-    """Do the same for a test set in memory; what is written has this name.
+    """Do the same as `evaluate` for a test set in memory; the results have this name.
 
     `held_out` says which of the run's data it is; other pairs are in the languages of the section data.
     """
@@ -159,7 +159,7 @@ def evaluate_pairs(
         language = held_out.data.target
         spoken = held_out.tagged_pairs(pairs)
     references = [pair.target for pair in pairs]
-    tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # an error before the work of translating
+    tokenize = tokenizer_for(tokenize or config.data.tokenize, language)  # raises before the work of translating
     form = OtherForm(translator.target)
     form.add(references)
     if ranks.is_main:
@@ -175,7 +175,7 @@ def evaluate_pairs(
 def evaluate_files(
     hypotheses: Path, references: Path, sources: Path | None = None, tokenize: str = "auto"
 ) -> Evaluation:
-    """Score a file of translations without a model; without `sources`, those of the pairs are empty."""
+    """Score a file of translations without a model; without `sources`, the pairs' sources are empty."""
     translations = read_lines(hypotheses)
     pairs = read_pairs(sources, references) if sources else [Pair("", line) for line in read_lines(references)]
     targets = [pair.target for pair in pairs]
@@ -184,7 +184,7 @@ def evaluate_files(
 
 
 def scores_table(evaluations: Sequence[Evaluation]) -> str:
-    """Return the scores of a test set, or a table of several and their mean, with the signatures of BLEU."""
+    """Return the scores of a test set, or a table of several and their mean, with BLEU's signatures."""
     if len(evaluations) == 1:
         return scores_in_words(evaluations[0].scores)
     table = scores_of_sets({one.name: one.measured for one in evaluations})
@@ -198,7 +198,7 @@ def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list
 
 
 def add_command_scores(command: str, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Add the scores of a command, which runs once for all test sets together."""
+    """Add the scores from a command, which runs once for all test sets together."""
     pairs = [pair for evaluation in evaluations for pair in evaluation.pairs]
     translations = [text for evaluation in evaluations for text in evaluation.translations]
     scores = iter(command_scores(command, [p.source for p in pairs], translations, [p.target for p in pairs]))

@@ -1,4 +1,4 @@
-"""The scores of several test sets, and the mean of these."""
+"""The scores of several test sets, and their mean."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from recipes.translation.scores.scores import describe_resampling
 from recipes.translation.scores.statistics import TITLES, Measured
 
 SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "metric_command")
-"""Metrics of which a table has a column."""
+"""Metrics that have a column in the table."""
 FEW = 100
-"""Sentences below which a table warns that a score says little."""
+"""Number of sentences below which a table warns that a score says little."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Table:
     """The scores of several test sets; the last row has their mean."""
 
     metrics: Sequence[str]
-    """Their titles."""
+    """The metrics' titles."""
     rows: Sequence[Row]
 
     def __str__(self) -> str:
@@ -51,10 +51,10 @@ class Table:
 
 
 def scores_of_sets(sets: Mapping[str, Sequence[Measured]]) -> Table:
-    """Score several test sets with the same metrics, and the mean of their scores, which weighs each set alike.
+    """Score several test sets with the same metrics, and compute the mean of their scores, which weights sets equally.
 
-    Resamples of the mean are the means of the sets' own, which draw the same rows where two sets are equally long: sets
-    that translate the same sentences into several languages are easy or difficult together.
+    Resamples of the mean are the means of the sets' own resamples, which draw the same rows if two sets are equally
+    long: sets that translate the same sentences into several languages are easy or difficult together.
     """
     shown = {name: [one for one in measured if one.name in SHOWN] for name, measured in sets.items()}
     rows = [

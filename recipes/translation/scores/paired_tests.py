@@ -1,7 +1,7 @@
-"""Are two systems different, or only their test set's luck? Paired tests over the sentences of one test set.
+"""Do two systems really differ, or only by chance on this test set? Paired tests over the sentences of one test set.
 
-Every score is computed from the same sentence statistics as the interval of a single system (`statistics`), so that a
-resample or a shuffle reads no text.
+Every score is computed from the same sentence statistics as the interval of a single system (`statistics`), so that
+resampling or shuffling reads no text.
 
 Shapes: N sentences, K statistics of a sentence, R resamples or trials.
 """
@@ -17,9 +17,9 @@ from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, inte
 from recipes.translation.scores.statistics import Array, Measured, scores_of_all, side_by_side
 
 TRIALS = 10_000
-"""Shuffles of a randomisation test, as many as sacreBLEU's."""
+"""Number of shuffles in a randomisation test, as in sacreBLEU."""
 CELLS = 2**22
-"""Choices that exist at a time as numbers."""
+"""The most choices that are converted to numbers at a time."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Comparison:
     difference: float
     """The system's score minus the baseline's."""
     difference_interval: Interval
-    """Of the difference, over resamples that both systems share: it is narrower than either system's own."""
+    """The interval of the difference, over resamples that both systems share: narrower than either system's own."""
     p_bootstrap: float
     """The two-sided p-value of paired bootstrap resampling (Koehn 2004)."""
     p_randomisation: float
@@ -62,11 +62,11 @@ def compare_metrics(baseline: Sequence[Measured], system: Sequence[Measured]) ->
 
 
 def deviations(differences_R: Array) -> Array:
-    """Return how far the differences of the resamples are from their mean, on either side.
+    """Return how far the resamples' differences are from their mean, in either direction.
 
-    If the systems did not differ, the differences would lie around 0 and not around their mean, so the mean is
+    If the systems did not differ, the differences would be centred on 0 rather than on their mean, so the mean is
     subtracted (Efron and Tibshirani 1993, chapter 16). It is subtracted before the sign is dropped: sacreBLEU and Moses
-    take the absolute values first, and then about one in eight equal systems seems to differ at the level of 0.05.
+    take absolute values first, and then about one in eight pairs of equal systems seems to differ at the level of 0.05.
     """
     centred_R: Array = np.abs(differences_R - differences_R.mean())
     return centred_R
@@ -75,8 +75,8 @@ def deviations(differences_R: Array) -> Array:
 def p_value(statistics_R: Array, difference: float) -> float:
     """Return (c + 1) / (R + 1), where c statistics are at least as large as the absolute difference observed.
 
-    A statistic that is equal counts, as in Riezler and Maxwell 2005. sacreBLEU counts the larger ones only,
-    by which a system would differ significantly from itself; where none is equal, its p-value is the same.
+    A statistic that is equal counts, as in Riezler and Maxwell 2005. sacreBLEU counts only larger ones, so that a
+    system would differ significantly from itself; if none is equal, its p-value is the same.
     """
     # The same sum computed in another order may be off by a few units in the last place
     least = abs(difference) - 1e-9
@@ -86,14 +86,14 @@ def p_value(statistics_R: Array, difference: float) -> float:
 def shuffled_differences(
     baseline: Sequence[Measured], system: Sequence[Measured], trials: int = TRIALS, seed: int = SEED
 ) -> list[Array]:
-    """Return the absolute differences after exchanging the translations of random sentences, (R,) for each metric.
+    """Return the absolute differences after swapping the translations of random sentences, (R,) for each metric.
 
-    Each sentence is exchanged with probability 1/2: if the systems did not differ, neither would the scores of the two
-    mixtures. The mixtures' sums are the systems' own plus or minus the exchanged differences of their statistics.
+    Each sentence is swapped with probability 1/2: if the systems did not differ, neither would the scores of the two
+    mixtures. The mixtures' sums are the systems' own plus or minus the swapped sentences' differences in statistics.
     """
     one_NK = side_by_side(baseline)
     other_NK = side_by_side(system)
-    # Which sentences each trial exchanges
+    # Which sentences each trial swaps
     picked_RN = np.random.default_rng(seed).integers(2, size=(trials, len(one_NK)), dtype=bool)
     block = max(1, CELLS // len(one_NK))
     starts = range(0, trials, block)

@@ -1,4 +1,4 @@
-"""The choice among several translations: the one most like the others, or that which another program scores best.
+"""The choice among several translations: the one most like the others, or the one that another program scores best.
 
 The former is minimum Bayes risk, by chrF, by sentence-BLEU or by another program's metric.
 
@@ -25,12 +25,12 @@ from recipes.translation.text.metric_command import command_scores
 Scored = tuple[str, str, str | None]
 """A source, a translation and, if there is one, a reference."""
 Utility = Literal["chrf", "bleu"]
-"""What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
+"""How similarity is measured: by chrF2, or by sentence-BLEU as sacreBLEU computes it."""
 CHARACTER_ORDERS = 6
 
 
 def choose_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
-    """Return the one of each sentence's translations with the largest mean utility, by the tokeniser of the settings.
+    """Return, for each sentence, the translation with the largest mean utility, using the settings' tokeniser.
 
     Raises ConfigError for a tokeniser that is not installed.
     """
@@ -39,9 +39,9 @@ def choose_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataCo
 
 
 def choose_by_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
-    """Return the one of each sentence's translations to which a command gives the largest number.
+    """Return, for each sentence, the translation that a command gives the largest number.
 
-    Of equally good ones the first is chosen. Raises ConfigError as `command_scores` does.
+    In a tie the first is chosen. Raises ConfigError as `command_scores` does.
     """
     rows = [[(source, text, None) for text in row] for source, row in zip(sources, texts, strict=True)]
     scores = _scores_by_row(rows, command)
@@ -49,10 +49,10 @@ def choose_by_command(sources: Sequence[str], texts: Sequence[Sequence[str]], co
 
 
 def choose_by_mbr_of_command(sources: Sequence[str], texts: Sequence[Sequence[str]], command: str) -> list[str]:
-    """Return the one of each sentence's translations with the largest mean score against the others, by a command.
+    """Return, for each sentence, the translation with the largest mean score against the others, by a command.
 
-    It scores each translation that differs from the others with each of them as its reference, and with itself where
-    there are several alike. Raises ConfigError as `command_scores` does.
+    The command scores each distinct translation with each other one as its reference, and with itself if it occurs
+    several times. Raises ConfigError as `command_scores` does.
     """
     asked = [_others(row) for row in texts]
     pairs = [
@@ -68,7 +68,7 @@ def choose_by_mbr_of_command(sources: Sequence[str], texts: Sequence[Sequence[st
 
 
 def _scores_by_row(rows: Sequence[Sequence[Scored]], command: str) -> list[list[float]]:
-    """Return a command's scores of sources, translations and references, row by row; it runs once."""
+    """Return a command's scores for sources, translations and references, row by row; the command runs once."""
     flat = list(chain.from_iterable(rows))
     references = [reference for _, _, reference in flat if reference is not None] or None
     scores = iter(
@@ -78,12 +78,11 @@ def _scores_by_row(rows: Sequence[Sequence[Scored]], command: str) -> list[list[
 
 
 def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:
-    """Return the number of the candidate with the largest mean utility, the others taken as its references.
+    """Return the index of the candidate with the largest mean utility, with the others as its references.
 
-    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020; Freitag et al. 2022. Candidates that are alike
-    count as often as they occur, as samples must. Of equally good ones the first is chosen, so that an n-best list
-    keeps its best. `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an
-    unknown utility.
+    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020; Freitag et al. 2022. Identical candidates count as
+    often as they occur, as samples must. In a tie the first is chosen, so that an n-best list keeps its best.
+    `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an unknown utility.
     """
     if not candidates:
         raise ValueError("there are no candidates to choose from")
@@ -91,7 +90,7 @@ def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13
 
 
 def _best(means_N: Array) -> int:
-    """Return the first within rounding of the best: sums in another order may differ in the last place."""
+    """Return the first that is within rounding of the best: sums in a different order may differ in the last place."""
     return int(np.argmax(means_N >= means_N.max() - 1e-9))
 
 
@@ -109,21 +108,21 @@ def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = 
 
 
 def _others(candidates: Sequence[str]) -> tuple[list[str], Array]:
-    """Return the different candidates, and how many references for each of them each of them is, (N, N)."""
+    """Return the distinct candidates, and how often each of them (column) is a reference for each (row), (N, N)."""
     times = Counter(candidates)
     # A candidate is not a reference for itself, but its repetitions are
     return list(times), np.array(list(times.values())) - np.eye(len(times))
 
 
 def _means(candidates: Sequence[str], utilities_NN: Array) -> Array:
-    """Return the mean utility of each candidate against the others; `utilities_NN` are those of different ones."""
+    """Return the mean utility of each candidate against the others; `utilities_NN` are those of distinct ones."""
     different, others_NN = _others(candidates)
     means = dict(zip(different, (utilities_NN * others_NN).sum(1) / max(1, len(candidates) - 1), strict=True))
     return np.array([means[text] for text in candidates])
 
 
 def pairwise_chrf(texts: Sequence[str]) -> Array:
-    """Compute sacreBLEU's sentence-level chrF2 of each text, given each other one as the reference: (N, N)."""
+    """Compute sacreBLEU's sentence-level chrF2 of each text, with every text as the reference: (N, N)."""
     ngrams = [extract_all_char_ngrams(text, CHARACTER_ORDERS, False) for text in texts]
     columns = []
     for order in range(CHARACTER_ORDERS):
@@ -134,7 +133,7 @@ def pairwise_chrf(texts: Sequence[str]) -> Array:
 
 
 def pairwise_bleu(texts: Sequence[str]) -> Array:
-    """Compute sacreBLEU's sentence-BLEU of each tokenised text, given each other one as the reference: (N, N)."""
+    """Compute sacreBLEU's sentence-BLEU of each tokenised text, with every text as the reference: (N, N)."""
     ngrams = [extract_all_word_ngrams(text, 1, 4)[0] for text in texts]
     by_order = [
         [Counter({g: n for g, n in found.items() if len(g) == order}) for found in ngrams] for order in (1, 2, 3, 4)
@@ -156,12 +155,12 @@ def _counts(ngrams: Sequence[Counter[object]]) -> Array:
 
 
 def _matches(counts_NG: Array) -> Array:
-    """Return the n-grams that two texts share, each as often as the one that has it less often: (N, N)."""
+    """Return how many n-grams two texts share, counting each as often as the text that has fewer of it: (N, N)."""
     return np.stack([np.minimum(row_G, counts_NG).sum(1) for row_G in counts_NG])
 
 
 def _totals(counts_NG: Array) -> tuple[Array, Array]:
-    """Return the n-grams of the hypothesis (row) and of the reference (column) of each pair: two (N, N)."""
+    """Return the number of n-grams in the hypothesis (row) and in the reference (column) of each pair: two (N, N)."""
     total_N = counts_NG.sum(1)
     square = (len(total_N), len(total_N))
     return np.broadcast_to(total_N[:, None], square), np.broadcast_to(total_N, square)

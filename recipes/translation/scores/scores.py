@@ -15,8 +15,8 @@ from recipes.translation.text.metric_command import words_of
 def record_of(found: Sequence[Measured]) -> dict[str, Any]:
     """Return the scores of the metrics that `measure` returned, in percent, as they are written to a file.
 
-    By the name of each metric: its score, its signature, which says exactly how the score was computed, and its 95 %
-    confidence interval. The score of a metric that was not asked for is None.
+    For each metric, by name, there are its score, its signature, which says exactly how the score was computed, and its
+    95 % confidence interval. The score of a metric that was not requested is None.
     """
     record: dict[str, Any] = {"sentences": len(found[0].statistics)}
     by_name = {one.name: one for one in found}
@@ -48,10 +48,10 @@ def describe_resampling() -> str:
 def measure(
     hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False, tokenize: str = "13a"
 ) -> list[Measured]:
-    """Compute every metric, with the statistics of each sentence, of translations with one reference each.
+    """Compute every metric, with the statistics of each sentence, for translations with one reference each.
 
-    `tokenize` is sacreBLEU's name of a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
-    already tokenised, and adds the score of `multi-bleu.perl -lc`. `lowercase` also makes the main BLEU and chrF
+    `tokenize` is sacreBLEU's name for a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
+    already tokenised, and adds the score of `multi-bleu.perl -lc`. `lowercase` makes the main BLEU and chrF
     case-insensitive, as TER always is.
 
     Raises DataError if the two differ in length (sacreBLEU itself would silently cut the longer one) or are empty.
@@ -71,7 +71,7 @@ def measure(
 def score_of(
     name: str, hypotheses: Sequence[str], references: Sequence[str], lowercase: bool, tokenize: str = "13a"
 ) -> float:
-    """Compute only the metric of this name of those that `measure` computes."""
+    """Compute only the metric with this name, as `measure` does."""
     return compute_metric(name, metrics(tokenize, lowercase)[name], hypotheses, references).score
 
 
@@ -86,7 +86,7 @@ def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
 
 
 def check_metrics(tokenize: str | None, command: str | None) -> None:
-    """Raise an error, before torch is imported, for a tokeniser or a program that cannot be had."""
+    """Raise an error, before torch is imported, for a tokeniser or a program that is not available."""
     tokenizer_for(tokenize or "auto", "")
     if command is not None:
         words_of(command)

@@ -1,6 +1,6 @@
 """Metrics as sums: a corpus score is a function of the sum of its sentences' statistics.
 
-So the score of any resample or shuffle of the sentences costs a product of matrices, and no text is read again.
+The score of any resample or shuffle of the sentences therefore costs only a matrix product, and no text is read again.
 Statistics and scores are sacreBLEU's.
 
 Shapes: N sentences, K statistics of a sentence, R sums.
@@ -41,7 +41,7 @@ class Measured:
     signature: str
     """How exactly the score was computed."""
     score: float
-    """Of the corpus, in percent."""
+    """The corpus score, in percent."""
     statistics: Array
     """(N, K)."""
     of_sums: Callable[[Array], Array]
@@ -49,15 +49,15 @@ class Measured:
 
 
 def metrics(tokenize: str = "13a", lowercase: bool = False) -> dict[str, Any]:
-    """Return sacreBLEU's metrics by their names.
+    """Return sacreBLEU's metrics by name.
 
-    bleu is BLEU-4 with sacreBLEU's default smoothing (Papineni et al. 2002; Post 2018), and bleu_lowercase that of the
+    bleu is BLEU-4 with sacreBLEU's default smoothing (Papineni et al. 2002; Post 2018), and bleu_lowercase the same for
     lower-cased text, the figure that most Multi30k papers report. multi_bleu_lowercase is Moses' multi-bleu.perl -lc:
-    without smoothing, of text that is already tokenised. chrf is chrF2 of character 6-grams (Popović 2015). ter is the
-    translation edit rate, edits per 100 words of the references without regard to case, of which less is better (Snover
-    et al. 2006); sacreBLEU searches the shifts of words in plain Python, which takes longer than all others together.
+    without smoothing, for text that is already tokenised. chrf is chrF2 with character 6-grams (Popović 2015). ter is
+    the translation edit rate, case-insensitive edits per 100 reference words, where less is better (Snover et al.
+    2006); sacreBLEU searches for word shifts in plain Python, which takes longer than all other metrics together.
     """
-    # Without force, sacreBLEU warns about tokenised text, for which "none" is meant
+    # Without force, sacreBLEU warns about tokenised text, for which "none" is intended
     return {
         "bleu": BLEU(lowercase=lowercase, tokenize=tokenize, force=True),
         "bleu_lowercase": BLEU(lowercase=True, tokenize=tokenize, force=True),
@@ -68,7 +68,7 @@ def metrics(tokenize: str = "13a", lowercase: bool = False) -> dict[str, Any]:
 
 
 def compute_metric(name: str, metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
-    """Compute a metric of sacreBLEU, with one reference for each sentence."""
+    """Compute one of sacreBLEU's metrics, with one reference for each sentence."""
     statistics = metric._extract_corpus_statistics(hypotheses, [references])
     score = metric._aggregate_and_compute(statistics).score
     of_sums = partial(scores_of_sums, metric)
@@ -76,7 +76,7 @@ def compute_metric(name: str, metric: Any, hypotheses: Sequence[str], references
 
 
 def mean_of(name: str, signature: str, values: Sequence[float]) -> Measured:
-    """Return a metric that is the mean of a number of each sentence."""
+    """Return a metric that is the mean of one number per sentence."""
     statistics = np.array([[value, 1.0] for value in values])
     return Measured(name, signature, float(np.mean(values)), statistics, mean_of_sums)
 
@@ -87,13 +87,13 @@ def side_by_side(measured: Sequence[Measured]) -> Array:
 
 
 def scores_of_all(measured: Sequence[Measured], sums_RK: Array) -> list[Array]:
-    """Compute the scores from sums of these columns, (R,) for each metric."""
+    """Compute the scores from sums of the columns of `side_by_side`, (R,) for each metric."""
     ends = np.cumsum([one.statistics.shape[1] for one in measured])[:-1]
     return [one.of_sums(sums) for one, sums in zip(measured, np.split(sums_RK, ends, axis=1), strict=True)]
 
 
 def scores_of_sums(metric: Any, sums_RK: Array) -> Array:
-    """Compute the scores, in percent, by a metric of sacreBLEU from sums of its statistics: (R, K) -> (R,)."""
+    """Compute the scores, in percent, of one of sacreBLEU's metrics from sums of its statistics: (R, K) -> (R,)."""
     return np.array([metric._compute_score_from_stats(sums).score for sums in sums_RK.tolist()])
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application: the page, translation in the shape of LibreTranslate's clients, and health."""
+"""The HTTP application: the page, translation in the format of LibreTranslate's clients, and health."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SAFETY = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer: the page loads its own files and speaks to its own server, and nothing else."""
+"""Headers of every response: the page may load only its own files and talk only to its own server."""
 
 
 def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names: Sequence[str]) -> Guard:
-    """Return the application, which answers only to these names of the machine, "*" for any.
+    """Return the application, which answers only to these host names, "*" for any.
 
-    Another site's page could give a name of its own to this machine ("DNS rebinding").
+    Otherwise another site could point a name of its own at this machine ("DNS rebinding").
     """
     service = Service(models, batcher, limits)
     routes = [
@@ -66,7 +66,7 @@ def application(models: Sequence[Model], batcher: Batcher, limits: Limits, names
 
 
 class Service:
-    """The endpoints, and what they share."""
+    """The endpoints and what they share."""
 
     def __init__(self, models: Sequence[Model], batcher: Batcher, limits: Limits) -> None:
         self.models = models
@@ -74,7 +74,7 @@ class Service:
         self.limits = limits
 
     async def translate(self, request: Request) -> Response:
-        """Translate one text or several."""
+        """Translate one or several texts."""
         asked = parse_translate(await fields_of(request, self.limits), self.models, self.limits)
         found = await self.wait_for_lines(request, asked.wanted, asked.lines)
         for number, line in enumerate(found, start=1):
@@ -83,7 +83,7 @@ class Service:
         return JSONResponse(asked.answer(found))
 
     async def lines(self, request: Request) -> Response:
-        """Translate lines for the page: with scores, and alignments if wanted; one that cannot be has an error."""
+        """Translate lines for the page, with scores and, if wanted, alignments; a refused line gets an error."""
         wanted, lines = parse_lines(await fields_of(request, self.limits), self.models, self.limits)
         found = await self.wait_for_lines(request, wanted, lines)
         return JSONResponse({"lines": [line_answer(*each) for each in zip(lines, found, strict=True)]})
@@ -97,7 +97,7 @@ class Service:
 
     async def languages(self, request: Request) -> Response:
         """Return the source languages, each with its targets."""
-        targets: dict[str, dict[str, None]] = {}  # each once, in their order
+        targets: dict[str, dict[str, None]] = {}  # each once, in order
         for model in self.models:
             targets.setdefault(model.source, {})[model.target] = None
         return JSONResponse([{"code": code, "name": code, "targets": list(names)} for code, names in targets.items()])
@@ -108,12 +108,12 @@ class Service:
         return JSONResponse([{name: getattr(model, name) for name in shown} for model in self.models])
 
     async def health(self, request: Request) -> Response:
-        """Say that the service answers."""
+        """Report that the service is up."""
         return JSONResponse({"status": "ok"})
 
 
 async def wait_for_answer(request: Request, answer: Coroutine[Any, Any, list[Line]], seconds: float) -> list[Line]:
-    """Wait for an answer, and give it up when the client goes or the time is over."""
+    """Wait for an answer, and give it up when the client disconnects or the time is over."""
     found = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(wait_for_disconnect(request))
     try:
@@ -130,19 +130,19 @@ async def wait_for_answer(request: Request, answer: Coroutine[Any, Any, list[Lin
 
 
 async def wait_for_disconnect(request: Request) -> None:
-    """Wait until the client of a request whose body has been read goes away."""
+    """Wait until the client of a request whose body has been read disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def refusal_response(request: Request, error: Exception) -> Response:
-    """Answer a request that is not as it should be."""
+    """Respond to an invalid request."""
     assert isinstance(error, HTTPException)
     return error_response(error.status_code, error.detail, error.headers)
 
 
 async def no_such_page(request: Request, error: Exception) -> Response:
-    """Answer a path or a method that does not exist."""
+    """Respond to a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = (
         f"{request.method} {request.url.path} does not exist here: the service has POST /translate, GET /languages"
@@ -151,23 +151,23 @@ async def no_such_page(request: Request, error: Exception) -> Response:
 
 
 async def client_gone(request: Request, error: Exception) -> Response:
-    """End a request whose client does not read the answer."""
-    return Response(status_code=499)  # which nobody sees
+    """End a request whose client no longer reads the response."""
+    return Response(status_code=499)  # nobody sees it
 
 
 async def failure_response(request: Request, error: Exception) -> Response:
-    """Answer after an error of the service, which is printed on stderr."""
+    """Respond after an error in the service, which is printed on stderr."""
     return error_response(500, "the service failed; its own output says how")
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """An ASGI application that wraps another."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self.app = app
         self.limits = limits
         self.running = 0
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or have the application answer it."""
@@ -184,7 +184,7 @@ class Guard:
         if scope["method"] == "POST" and is_from_elsewhere(Headers(scope=scope)):
             app = error_response(403, "a page of another site cannot ask for translations: open the service's own page")
         if {"content-length", "transfer-encoding"} <= set(Headers(scope=scope).keys()):
-            # Of which a proxy in front may believe the other one
+            # A proxy in front may go by the other header (request smuggling)
             message = "Content-Length and Transfer-Encoding are both given: send one of them"
             app = error_response(400, message, {"Connection": "close"})
         if self.running >= self.limits.connections:
@@ -193,7 +193,7 @@ class Guard:
         self.running += 1
         try:
             await app(scope, receive, send_safely)
-        except asyncio.CancelledError:  # by a second signal, or at the end of the time to finish
+        except asyncio.CancelledError:  # by a second signal, or when the time to finish is over
             if not started:
                 stopped = error_response(503, "the service is stopping: send the request again later")
                 await stopped(scope, receive, send_safely)
@@ -202,7 +202,7 @@ class Guard:
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
-    """Return whether a page of another site makes a browser send a request; programs have neither of these headers."""
+    """Return whether a browser sends this request for a page of another site; programs set neither of these headers."""
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
     origin = headers.get("origin")

@@ -1,4 +1,4 @@
-"""What a request asks for, from its fields: checked, and in lines."""
+"""What a request asks for, read from its fields, checked and split into lines."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recipes.translation.serve.batching import Line, Model, Wanted
 from recipes.translation.serve.bodies import Limits, quote
 
 IGNORED = ("api_key", "secret")
-"""Fields that LibreTranslate's clients send, and that mean nothing here."""
+"""Fields that LibreTranslate's clients send but that mean nothing here."""
 
 
 @dataclass(frozen=True)
 class Translate:
-    """A request to translate texts, in the shape of LibreTranslate's clients."""
+    """A request to translate texts, in the format of LibreTranslate's clients."""
 
     texts: list[str]
     several: bool
-    """Whether the texts were given as a list, and are returned as one."""
+    """Whether the texts were given as a list, and so are returned as one."""
     wanted: Wanted
 
     @property
@@ -41,7 +41,7 @@ class Translate:
         return fields
 
     def _texts(self, found: Sequence[Line], rank: int) -> list[str]:
-        """Return the texts with the translation of this rank in each line, or the last of a line that has fewer."""
+        """Return the texts with each line's translation of this rank, or its last if it has fewer."""
         each = iter(found)
         texts = []
         for text in self.texts:
@@ -89,7 +89,7 @@ def parse_lines(fields: Mapping[str, object], models: Sequence[Model], limits: L
 
 
 def line_answer(line: str, found: Line) -> dict[str, object]:
-    """Return the translations of a line, its words and those of the best translation, and their links, or an error."""
+    """Return a line's translations, its words and those of the best translation, and their links; or an error."""
     if found.refused:
         return {"error": found.refused}
     return {
@@ -124,7 +124,7 @@ def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
 
 
 def whole(fields: Mapping[str, object], name: str, default: int, least: int, most: int) -> int:
-    """Return a whole number of the request; a form has it as text."""
+    """Return a whole number from the request; in a form it is text."""
     found = fields.get(name, default)
     if isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 10:
         found = int(found)
@@ -134,7 +134,7 @@ def whole(fields: Mapping[str, object], name: str, default: int, least: int, mos
 
 
 def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
-    """Raise HTTPException for a field that has no meaning, with the nearest that has one."""
+    """Raise HTTPException for an unknown field, suggesting the nearest known one."""
     for name in fields:
         if name in known or name in IGNORED:
             continue

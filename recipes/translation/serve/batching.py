@@ -1,4 +1,4 @@
-"""The models of a service, a queue of requests, and one thread that translates lines of several requests together."""
+"""The models of a service, a queue of requests, and a thread that translates lines of several requests together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.translation.translating.translate import Translation
 
 
 class Line(NamedTuple):
-    """The translations of one line, best first, and the links between the words of the line and of the best one."""
+    """The translations of one line, best first, and the links between words of the line and of the best translation."""
 
     translations: list[Translation]
     links: list[Link]
@@ -35,13 +35,13 @@ class Model(NamedTuple):
     target: str
     """The language that it translates to."""
     beam: int
-    """The most translations of a line."""
+    """The most translations a line can have."""
     batch_sentences: int
-    """The lines that are translated at a time."""
+    """Number of lines that are translated at a time."""
     aligns: bool
-    """Whether it can link words: its run is there, and not only an export."""
+    """Whether it can link words, for which its run must exist, not only an export."""
     translate: Callable[[Sequence[str], int, bool], list[Line]]
-    """Lines, the number of translations wanted of each, and whether its words are to be linked with the best one's."""
+    """Takes lines, the number of translations wanted of each, and whether to link words with the best translation's."""
 
 
 class Wanted(NamedTuple):
@@ -55,32 +55,32 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Lines to translate, and how many of them are."""
+    """Lines to translate, and the translations found so far."""
 
     wanted: Wanted
     lines: Sequence[str]
     answer: asyncio.Future[list[Line]]
     begun: int = 0
-    """The lines that were taken for a batch."""
+    """Number of lines that batches have taken."""
     found: dict[int, Line] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
-        """Return the number of lines that no batch has; a request that was given up has none."""
+        """Return the number of lines that no batch has taken; a request that was given up has none."""
         if self.answer.done():
             return 0
         return len(self.lines) - self.begun
 
 
 Place = tuple[Request, int]
-"""A line: its request, and its number there."""
+"""A line: its request, and its number in it."""
 
 
 class Batcher:
-    """Translates the lines of many requests in batches, one after the other, in a thread beside the event loop.
+    """Translates the lines of many requests in batches, one after another, in a thread next to the event loop.
 
-    A batch has lines of requests that want the same of one model, a line of each in turn, so that a short request need
-    not wait for all of a long one. Cancelling `translate` drops those of its lines that no batch has.
+    A batch has lines from requests that want the same from the same model, one from each in turn, so that a short
+    request need not wait for all of a long one. Cancelling `translate` drops its lines that no batch has taken.
     """
 
     def __init__(self, models: Sequence[Model], most: int) -> None:
@@ -111,7 +111,7 @@ class Batcher:
             await self._translate(batch)
 
     def _take(self) -> list[Place]:
-        """Take lines of the first request and of all that want the same, one of each in turn; none if none wait."""
+        """Take lines from the first request and all that want the same, one from each in turn; none if none wait."""
         self._requests = [request for request in self._requests if request.waiting]
         if not self._requests:
             return []
@@ -124,13 +124,13 @@ class Batcher:
                 batch.append((request, request.begun))
                 request.begun += 1
             same = [request for request in same if request.waiting]
-        # Those that have had a turn go to the end, so that the next batch is another's
+        # Requests that have had a turn go to the end, so that the next batch is for others
         had = {id(request) for request, _ in batch}
         self._requests.sort(key=lambda request: id(request) in had)
         return batch
 
     async def _translate(self, batch: Sequence[Place]) -> None:
-        """Translate a batch; where that fails, translate the requests one by one, so that only one of them fails."""
+        """Translate a batch; if that fails, translate its requests one by one, so that only the faulty one fails."""
         (model, n_best, links) = batch[0][0].wanted
         lines = [request.lines[number] for request, number in batch]
         translate = self.models[model].translate
@@ -147,5 +147,5 @@ class Batcher:
             return
         for (request, number), line in zip(batch, found, strict=True):
             request.found[number] = line
-            if len(request.found) == len(request.lines) and not request.answer.done():  # as of one that was given up
+            if len(request.found) == len(request.lines) and not request.answer.done():  # it is if it was given up
                 request.answer.set_result([line for _, line in sorted(request.found.items())])

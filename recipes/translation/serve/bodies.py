@@ -1,4 +1,4 @@
-"""Request bodies: read within limits of size and time, and decoded."""
+"""Request bodies: read within limits on size and time, and decoded."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from recipes.translation.files.json_fields import parse_json
 
 @dataclass(frozen=True)
 class Limits:
-    """What the service takes on."""
+    """How much the service accepts."""
 
     body_bytes: int = 2**20
     body_seconds: float = 20.0
-    """Within which a request's body must have arrived."""
+    """Time within which a request's body must have arrived."""
     characters: int = 50_000
-    """Of a request."""
+    """Per request."""
     lines: int = 1_000
-    """Of a request."""
+    """Per request."""
     queued_lines: int = 5_000
-    """Of all requests that wait."""
+    """In all waiting requests together."""
     connections: int = 512
-    """And requests, at the same time."""
+    """The most connections, and also the most requests, at the same time."""
     header_seconds: float = 10.0
-    """Within which a client must have sent the header of a request."""
+    """Time within which a client must have sent the header of a request."""
     answer_seconds: float = 120.0
-    """From the end of a request's body to its translation."""
+    """Time from the end of a request's body to its translation."""
 
 
 def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return an error in the shape of LibreTranslate's."""
+    """Return an error in LibreTranslate's format."""
     return JSONResponse({"error": message}, status, headers)
 
 
@@ -47,7 +47,7 @@ FORM = "application/x-www-form-urlencoded"
 async def fields_of(request: Request, limits: Limits) -> dict[str, object]:
     """Read the fields of the query string and of the body, a JSON object or a form.
 
-    Raises HTTPException, whose detail is one line, for anything else, for a field that is given twice, and for a body
+    Raises HTTPException, with a one-line detail, for anything else, for a field that is given twice, and for a body
     that is too large or too slow.
     """
     query = request.scope["query_string"]
@@ -74,7 +74,7 @@ def text_of(content: bytes, what: str) -> str:
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """Read the body; raise HTTPException once it is known to be above the limit, or takes too long."""
+    """Read the body; raise HTTPException as soon as it is known to exceed the limit, or if it takes too long."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limits.body_bytes:
         raise too_large(f"{int(announced):,}", limits)
@@ -119,7 +119,7 @@ def form_of(text: str, what: str) -> dict[str, object]:
 
 
 def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return fields by their names; raise HTTPException for one that is given twice, of which one would be lost."""
+    """Return fields by name; raise HTTPException for a field that is given twice, since one value would be lost."""
     fields: dict[str, object] = {}
     for name, value in pairs:
         if name in fields:
@@ -129,7 +129,7 @@ def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 def quote(value: object) -> str:
-    """Return a value as it is shown in an error: not all of a long one."""
+    """Return a value as it is shown in an error, shortened if it is long."""
     text = ascii(value)
     if len(text) > 60:
         text = text[:60] + "..."

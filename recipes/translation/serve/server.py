@@ -1,4 +1,4 @@
-"""The server: a socket, and uvicorn until a signal stops it."""
+"""The server: a socket, and uvicorn, which runs until a signal stops it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from recipes.translation.serve.app import Guard
 from recipes.translation.serve.bodies import Limits
 
 FINISH_SECONDS = 30
-"""How long the requests that have arrived can take after the signal to stop."""
+"""How long requests that have already arrived can take after the signal to stop."""
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; ConfigError says why it cannot."""
+    """Return a socket that listens at the address; raise ConfigError, with the reason, if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:  # the latter where Python cannot encode the name
+    except (OSError, UnicodeError) as error:  # the latter if Python cannot encode the name
         reason = getattr(error, "strerror", error)
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             reason = "it is in use: name another one with --port, or 0 for any that is free"
@@ -39,7 +39,7 @@ def address_of(taken: socket.socket) -> str:
 
 
 def names_of(taken: socket.socket) -> list[str]:
-    """Return the names by which clients may call the service: any, unless only this machine can reach it."""
+    """Return the host names that clients may use for the service: any, unless only this machine can reach it."""
     host = taken.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback:
         return ["localhost", "127.0.0.1", "[::1]", host]
@@ -47,15 +47,15 @@ def names_of(taken: socket.socket) -> list[str]:
 
 
 class Connection(H11Protocol):
-    """Uvicorn's protocol of a connection, which is closed where no request arrives in time.
+    """Uvicorn's protocol for a connection, which is closed if no request arrives in time.
 
-    Where more clients are connected than the limits have requests, the one that has sent none for longest is closed: it
-    costs a descriptor, of which a process has about a thousand.
+    If there are more connections than the limits allow, the one that has been without a request for longest is closed:
+    each costs a file descriptor, of which a process has about a thousand.
     """
 
     limits: Limits
     silent: dict[Connection, None]
-    """Those of which a request is awaited, in their order."""
+    """The connections that are waiting for a request, longest first."""
     expiry: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -80,13 +80,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def wait(self) -> None:
-        """Begin to wait for a request, unless the connection does."""
+        """Start waiting for a request, unless the connection already does."""
         if self.expiry is None and not self.transport.is_closing():
             self.expiry = self.loop.call_later(self.limits.header_seconds, self.transport.close)
             self.silent[self] = None
 
     def stop_waiting(self) -> None:
-        """Wait no longer, since a request has arrived."""
+        """Stop waiting, since a request has arrived or the connection is lost."""
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None
@@ -94,7 +94,7 @@ class Connection(H11Protocol):
 
 
 def server_of(app: Guard, limits: Limits) -> uvicorn.Server:
-    """Return a server that answers until SIGINT or SIGTERM, and then only what has arrived."""
+    """Return a server that runs until SIGINT or SIGTERM, and then answers only what has already arrived."""
     config = uvicorn.Config(
         app,
         loop="asyncio",

@@ -1,4 +1,4 @@
-"""Settings that exclude each other, or need each other."""
+"""Checks for settings that exclude or require each other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_together(config: RunConfig) -> None:
 
 
 def check_plateau(training: TrainingConfig) -> None:
-    """Raise ConfigError for settings of a rate that validations reduce which do nothing."""
+    """Raise ConfigError for settings of the plateau schedule that have no effect."""
     names = ("plateau_patience", "plateau_factor")
     if not SCHEDULES[training.schedule].by_validations:
         why = f"training.schedule is {training.schedule}, which no validation changes: set training.schedule plateau"
@@ -60,7 +60,7 @@ def check_plateau(training: TrainingConfig) -> None:
 
 
 def check_decoding(decoding: DecodingConfig) -> None:
-    """Raise ConfigError for translations that would have to be longer than they may be."""
+    """Raise ConfigError if translations would have to be longer than they are allowed to be."""
     if decoding.min_length >= decoding.max_length:
         raise ConfigError(
             f"decoding.min_length is {decoding.min_length}, which leaves no translation of at most "
@@ -69,7 +69,7 @@ def check_decoding(decoding: DecodingConfig) -> None:
 
 
 def check_subwords(subwords: SubwordConfig) -> None:
-    """Raise ConfigError for settings of the subwords that do not go together."""
+    """Raise ConfigError for subword settings that do not go together."""
     if subwords.model:
         check_own_model(subwords)
     else:
@@ -86,7 +86,7 @@ def check_subwords(subwords: SubwordConfig) -> None:
 
 
 def check_sampling(name: str, amount: float, where: str = "") -> None:
-    """Raise ConfigError for an amount of sampling that subwords of this kind cannot have."""
+    """Raise ConfigError for an amount of sampling that this kind of subwords does not support."""
     kind = KINDS[name]
     if amount and not kind.sampling:
         raise ConfigError(
@@ -101,7 +101,7 @@ def check_sampling(name: str, amount: float, where: str = "") -> None:
 
 
 def check_own_model(subwords: SubwordConfig) -> None:
-    """Raise ConfigError for settings that contradict the subwords that a user brings."""
+    """Raise ConfigError for settings that contradict the user's own subwords."""
     files = " ".join(subwords.model)
     if len(subwords.model) != 2 - subwords.joint:
         raise ConfigError(
@@ -127,7 +127,7 @@ def check_decoder_only(preset: str, joint: bool, freeze: Sequence[str]) -> None:
 
 
 def check_teacher(training: TrainingConfig) -> None:
-    """Raise ConfigError for settings of a teacher that do not go together."""
+    """Raise ConfigError for teacher settings that do not go together."""
     if training.teacher_weight > 1:
         raise ConfigError(
             f"training.teacher_weight is {training.teacher_weight:g}: it is the share of the teacher in the loss, from "
@@ -139,7 +139,7 @@ def check_teacher(training: TrainingConfig) -> None:
 
 
 def check_unset(section: str, given: object, names: Sequence[str], why: str) -> None:
-    """Raise ConfigError for settings of a section that do nothing; `why` says why, and what to do instead."""
+    """Raise ConfigError for settings in a section that have no effect; `why` gives the reason and what to do."""
     defaults = type(given)()
     for name in names:
         value = getattr(given, name)
@@ -149,7 +149,7 @@ def check_unset(section: str, given: object, names: Sequence[str], why: str) -> 
 
 
 def check_lora(training: TrainingConfig, vocab: int) -> None:
-    """Raise ConfigError for settings of LoRA that do not go together; `vocab` is the setting of the layout."""
+    """Raise ConfigError for LoRA settings that do not go together; `vocab` is the setting `layout.vocab`."""
     rank = training.lora_rank
     if not rank:
         check_unset("training", training, ("lora_alpha",), "training.lora_rank is 0: set the rank")

@@ -1,7 +1,7 @@
-"""The settings of a run, read from a YAML file and the command line, which mirror its dataclasses.
+"""The settings of a run, read from a YAML file and the command line, which both mirror the dataclasses.
 
 A run is described by one `RunConfig`. Its sections are read from a YAML file, overridden on the command line,
-and saved, resolved, beside the run's checkpoints.
+and saved, fully resolved, with the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def load_config(
     """Read the YAML file at `path`; `overrides` replace its settings, and defaults are used for all others.
 
     The key of an override is its dotted name (`training.steps`). Its text is read as in a YAML file, except that a text
-    setting takes it literally. Any mistake raises ConfigError, which names the key, where it was given (file and line,
-    or the command line, or the `location` of the overrides), and what to do.
+    setting takes it literally. Any mistake raises ConfigError, which says which key is wrong, where it was given (file
+    and line, the command line, or the `location` of the overrides), and what to do.
     """
     given = {}
     if path is not None:
@@ -82,18 +82,18 @@ def load_config(
 
 
 FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".tmx": "tmx", ".parquet": "parquet"}
-"""The format of a file by the end of its name."""
+"""The format of a file for each ending of its name."""
 
 
 def named_format(name: str) -> str | None:
-    """Return the format of a file by its name; None if the name does not end in a known one."""
+    """Return the format of a file by its name; None if the name does not have a known ending."""
     return FORMATS.get(Path(without_compression(name.lower())).suffix)
 
 
 def format_of(data: DataConfig, corpora: bool) -> str:
     """Return the format of the data files, or builtin without files; raise ConfigError if their names do not tell.
 
-    `corpora` says whether there are any, whose files may be in the folder `data.path`.
+    `corpora` says whether there are corpora, whose files may be in the folder `data.path`.
     """
     splits = {split: getattr(data, split) for split in ("train", "valid", "test") if getattr(data, split)}
     if data.path and not splits and not corpora:
@@ -131,11 +131,11 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
 
 
 class _LiteralPath(str):
-    """A path that is read again as it is: its variables were replaced when it was given."""
+    """A path that must be read back unchanged: its variables were replaced when it was given."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """What writes these paths with their tag, and all else as ever."""
+    """Writes these paths with their tag, and everything else as usual."""
 
 
 _Dumper.add_representer(_LiteralPath, lambda dumper, path: dumper.represent_scalar(LITERAL, path))
@@ -143,7 +143,7 @@ _Dumper.add_representer(_LiteralPath, lambda dumper, path: dumper.represent_scal
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write all settings as YAML, from which `load_config` reads an equal configuration."""
-    settings = json.loads(json.dumps(dataclasses.asdict(config)))  # with lists for tuples, which YAML does not have
+    settings = json.loads(json.dumps(dataclasses.asdict(config)))  # turns tuples, which YAML lacks, into lists
     for key in [key for key, setting in SCHEMA.settings.items() if setting.path]:
         section, _, name = key.rpartition(".")
         holder = settings[section] if section else settings
@@ -155,7 +155,7 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 
 def moved_to(config: RunConfig, run: str) -> RunConfig:
-    """Return the settings of a run whose folder is now `run`: corpora inside it, as translations are, went with it."""
+    """Return the settings of a run whose folder is now `run`; corpora inside it, such as translations, moved along."""
     corpora = {}
     for name, corpus in config.corpora.items():
         if corpus.path and config.run and Path(config.run) in Path(corpus.path).parents:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from recipes.translation.settings.schema import setting
 
 TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none", "spm", "flores101", "flores200", "spBLEU-1K")
-"""Those of sacreBLEU."""
+"""sacreBLEU's tokenisers."""
 
 NORMALIZATIONS = {
     "nfc": "letters and accents are composed, control characters removed, and all else stays as it is",
@@ -17,21 +17,21 @@ NORMALIZATIONS = {
     "nfkc": "look-alikes are replaced as well, such as full-width signs and superscripts, and U+200C: "
     "sentencepiece's own nmt_nfkc",
 }
-"""How text is normalised before it is divided into subwords."""
+"""How text is normalised before it is split into subwords."""
 
 
 class SubwordKind(NamedTuple):
-    """A way to divide text into subwords."""
+    """A way to split text into subwords."""
 
     trainer: str
     """What sentencepiece calls it."""
     help: str
     sampling: str = ""
-    """What `subwords.sampling` means; empty where there is nothing to draw."""
+    """What `subwords.sampling` means; empty if there is nothing to sample."""
     below: float = inf
-    """What it must be below."""
+    """The bound that `subwords.sampling` must be below."""
     merges: bool = False
-    """Whether sampling leaves out merges; else it draws divisions by their probability."""
+    """Whether sampling leaves out merges; otherwise it draws segmentations by their probability."""
     words: bool = False
     """Whether its vocabulary is a list of words, which cannot spell characters in bytes."""
 

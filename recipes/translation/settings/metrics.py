@@ -1,4 +1,4 @@
-"""The numbers of a validation: one table, from which everything that names one of them is made.
+"""The metrics of a validation: a single table, which everything that names one of them is made from.
 
 Validation computes them in this order, `metrics.jsonl` and the trackers have them as `valid_<name>`, the log shows
 them, `training.best_by` can be any of them, and the report has a tile, a row and a chart for each.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Translated:
-    """Validation sentences that were translated, and the scores that `evaluate` computes by the same settings."""
+    """Validation sentences that were translated, and the scores that `evaluate` would compute for them."""
 
     translations: Sequence[str]
     references: Sequence[str]
@@ -27,22 +27,22 @@ class Translated:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a validation: of the loss's sums, or else of the translations."""
+    """A metric of a validation, computed from the loss's sums or else from the translations."""
 
     label: str
     """What it is called in the log and in tables."""
     digits: int
-    """Its decimals in the log."""
+    """Its number of decimals in the log."""
     caption: str
-    """What its chart says of it."""
+    """What its chart says about it."""
     of_loss: Callable[[seqpar.TokenLoss], float] | None = None
-    """Several corpora have that of all their tokens."""
+    """For several corpora it is computed over all their tokens."""
     of_translations: Callable[[Translated], float] | None = None
-    """Several corpora have the mean over them. There is none where `training.validate_bleu` is 0."""
+    """For several corpora it is the mean over them. It is missing if `training.validate_bleu` is 0."""
     unit: str = ""
     smaller_is_better: bool = False
     log_scale: bool = False
-    """Whether it may fall by orders of magnitude."""
+    """Whether it may span orders of magnitude."""
 
     def format_value(self, value: float) -> str:
         """Return a value for the log: accuracy 34.5 %."""
@@ -58,7 +58,7 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """Return what it is called in a table of numbers without units: accuracy (%)."""
+        """Return its name in a table whose numbers have no units: accuracy (%)."""
         if self.unit:
             return f"{self.label} ({self.unit})"
         return self.label
@@ -69,12 +69,12 @@ def _loss(loss: seqpar.TokenLoss) -> float:
 
 
 def _perplexity(loss: seqpar.TokenLoss) -> float:
-    assert loss.nll is not None  # every objective's criterion tells it
+    assert loss.nll is not None  # every objective's criterion computes it
     return math.exp(min(float(loss.nll) / int(loss.tokens), 700.0))  # exp(710) overflows
 
 
 def _accuracy(loss: seqpar.TokenLoss) -> float:
-    assert loss.correct is not None  # likewise
+    assert loss.correct is not None  # as above
     return 100 * int(loss.correct) / int(loss.tokens)
 
 

@@ -1,4 +1,4 @@
-"""Command-line options generated from the configuration's dataclasses, and errors of one line.
+"""Command-line options generated from the configuration's dataclasses, and one-line errors.
 
 Every field of `RunConfig` becomes an option under its dotted name (`--training.steps`), with the field's own help text
 and default, so that the command line cannot drift from the configuration.
@@ -28,12 +28,12 @@ METAVARS = {int: "N", float: "X", bool: "true|false"}
 
 
 class StoreOnce(argparse.Action):
-    """Stores the value of an option; a second one, which would take the place of the first, is an error."""
+    """Stores the value of an option; a second value, which would replace the first, is an error."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, options: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Store the values; raise ArgumentError where the option, under any of its names, was given before."""
+        """Store the values; raise ArgumentError if the option has already been given, under any of its names."""
         given = vars(options).setdefault(GIVEN, set())
         if option and self.dest in given:
             way = "name several corpora in the section `corpora`" if self.dest in OF_CORPORA else "keep one"
@@ -43,7 +43,7 @@ class StoreOnce(argparse.Action):
 
 
 GIVEN = "given options"
-"""Where a parser's result has the names of those that were given; no option has this name."""
+"""The attribute of a parser's result that has the names of the given options; no option has this name."""
 OF_CORPORA = ("data.train", "data.valid", "data.test")
 
 
@@ -57,7 +57,7 @@ class OneLineParser(argparse.ArgumentParser):
             description=description,
             epilog="example:\n" + textwrap.indent(example, "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # an abbreviation that is unique today need not be so tomorrow
+            allow_abbrev=False,  # an abbreviation that is unique today may not be tomorrow
         )
         for action in (None, "store"):
             self.register("action", action, StoreOnce)
@@ -66,7 +66,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse the options; a misspelt one ends the program with a suggestion."""
+        """Parse the options; a misspelt option ends the program with a suggestion."""
         options, extra = self.parse_known_args(argv)
         extra.sort(key=lambda word: not word.startswith("-"))  # a misspelt option comes before its value
         if extra:
@@ -86,7 +86,7 @@ def unknown(what: str, word: str, valid: Sequence[str]) -> str:
 def add_config_options(parser: argparse.ArgumentParser, file: Path | None = None) -> None:
     """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`.
 
-    The help names the settings of a `file` as the defaults, where the command has one.
+    If the command has a settings `file`, the help shows its settings as the defaults.
     """
     groups = {"": parser.add_argument_group("the run")}
     defaults = load_config(file)
@@ -103,10 +103,10 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """Return the options on the command line by dotted name, for `load_config`."""
     given = {name: value for name, value in vars(options).items() if name in SCHEMA.settings and value is not None}
     for name, value in given.items():
-        # A single word may be a YAML list itself, or `auto`; but [NAME] is a symbol
+        # A single word may itself be a YAML list, or `auto`; but [NAME] is a symbol
         if isinstance(value, list) and len(value) == 1 and not (name == SYMBOLS and IN_BRACKETS.fullmatch(value[0])):
             given[name] = value[0]
-    # Some are opened before all settings are read
+    # Some paths are opened before all settings are read
     return {name: expand_path(value, name) if SCHEMA.settings[name].path else value for name, value in given.items()}
 
 

@@ -1,4 +1,4 @@
-"""Paths as a user may write them, in files of settings and on the command line."""
+"""Paths as a user may write them, in settings files and on the command line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import re
 from recipes.translation.errors import ConfigError
 
 VARIABLE = re.compile(r"\$\{(\w+)\}|(?<![^/])\$(\w+)(?![^/])")
-"""${NAME} anywhere, and $NAME as a folder's whole name: a $ inside a name may be meant."""
+"""${NAME} anywhere, and $NAME as a folder's whole name: a $ inside a name may be intended."""
 
 LITERAL = "!literal"
-"""The YAML tag of a path that is saved as it is, because a reader would replace a part of it."""
+"""The YAML tag of a path that must be read literally, because a reader would otherwise replace a part of it."""
 
 
 def is_expanded(path: str) -> bool:
@@ -20,10 +20,10 @@ def is_expanded(path: str) -> bool:
 
 
 def expand_path(path: str, setting: str = "") -> str:
-    """Replace each ${NAME} in `path` from the environment, and ~ at its beginning by the home folder.
+    """Replace each ${NAME} in `path` from the environment, and a leading ~ with the home folder.
 
-    Raises ConfigError, which names the setting, if it is one, for a variable that is not set and for an unknown user's
-    home.
+    Raises ConfigError, naming the setting, if there is one, for a variable that is not set and for the home of an
+    unknown user.
     """
     what, way = (setting, f", or give --{setting}") if setting else ("it", "")
 

@@ -38,5 +38,5 @@ class RunConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
     def with_languages(self, source: str, target: str) -> RunConfig:
-        """Return the settings with these languages, which decide the tag in front of a source sentence."""
+        """Return the settings with these languages, which determine the tag in front of a source sentence."""
         return replace(self, data=replace(self.data, source=source, target=target))

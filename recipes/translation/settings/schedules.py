@@ -1,7 +1,7 @@
-"""How the learning rate goes: one table of schedules, each a function of the step's number and of settings.
+"""How the learning rate changes: a table of schedules, each a function of the step's number and of settings.
 
-With `plateau` it is one of the validations as well: how often they have reduced it is saved with a run's state. So a
-run that is resumed has the rates of one that was not interrupted.
+With `plateau` it also depends on the validations: how often they have reduced it is saved with a run's state. A resumed
+run therefore has the same rates as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class Step(NamedTuple):
     rate: float
     """`training.learning_rate`."""
     warmup: int
-    """`training.warmup`, and 1 for 0."""
+    """`training.warmup`, or 1 if that is 0."""
     steps: int
-    """Those of the whole training."""
+    """Number of steps of the whole training."""
     d_model: int
     """The model's width."""
     reduced: float = 1.0
-    """The part of the rate that validations without an improvement have left."""
+    """The fraction of the rate that is left after reductions by validations without an improvement."""
 
     @property
     def warm(self) -> float:
-        """Return the part of the warm-up that is done, which goes beyond 1 after it."""
+        """Return the fraction of the warm-up that is done, which exceeds 1 after it."""
         return self.number / self.warmup
 
     @property
     def rest(self) -> float:
-        """Return the part that is left after the warm-up: 1 at its end, and 0 just after the last step.
+        """Return the fraction of the steps after the warm-up that is left: 1 at its end, 0 just after the last step.
 
-        The last step itself still learns. A training that ends within its warm-up has a divisor of 0 or less.
+        The last step itself still learns. If training ends within the warm-up, the divisor would be 0 or less.
         """
         return max(self.steps + 1 - self.number, 0) / max(self.steps + 1 - self.warmup, 1)
 
@@ -50,7 +50,7 @@ class Schedule:
     help: str
     """How the rate falls after the warm-up."""
     by_steps: bool = False
-    """Whether it depends on the number of steps, so that a run that is resumed with another number has other rates."""
+    """Whether it depends on the number of steps, so that resuming a run with a different number changes its rates."""
     by_validations: bool = False
     """Whether validations reduce it, by `training.plateau_patience` and `plateau_factor`."""
 

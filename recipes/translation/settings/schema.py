@@ -1,7 +1,7 @@
-"""Reading of settings from YAML and the command line by the types of a tree of dataclasses, with errors of one line.
+"""Reading of settings from YAML and the command line, by the types in a tree of dataclasses, with one-line errors.
 
 Values are converted from YAML's syntax nodes, not from Python objects: a node has a line number, the language code `no`
-remains text where text is expected, and `1e-3`, which is text in YAML 1.1, is a number where a number is expected.
+stays text where text is expected, and `1e-3`, which is text in YAML 1.1, is a number where a number is expected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ T = TypeVar("T")
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
 SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-"""The tags that YAML may give to a word without quotes; each of them is text where text is expected."""
+"""The tags that YAML may give to an unquoted word; each of them is text where text is expected."""
 
 
 LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 
 GONE = {"data.streaming": "false", "training.r_drop": "0.0", "noise": "0.0", "layout.sequence": "1"}
-"""Settings and sections that models saved by earlier versions have, and the value that means what is done without
-them."""
+"""Settings and sections that models saved by earlier versions have, and the value that is equivalent to leaving them
+out."""
 
 
 class _UnfitError(ValueError):
@@ -40,7 +40,7 @@ class _UnfitError(ValueError):
 
 
 class Range(NamedTuple):
-    """The numbers that a setting may have; `below` itself is excluded."""
+    """The numbers that a setting may be; `below` itself is excluded."""
 
     at_least: float
     below: float = math.inf
@@ -60,10 +60,10 @@ def setting(
     choices: tuple[str, ...] = (),
     path: bool = False,
 ) -> T:
-    """Make the field of a configuration dataclass: its default, its help text, and the values that it may have.
+    """Make a field of a configuration dataclass: its default, its help text, and the values that it may have.
 
-    Texts to choose from are a `Literal` in its annotation, or else `choices`, where a table has them. The ~ and ${NAME}
-    of a `path` are replaced when it is read; files of data keep theirs until they are opened.
+    Texts to choose from are a `Literal` in the annotation or, if they come from a table, `choices`. The ~ and ${NAME}
+    in a `path` are replaced when it is read; the names of data files keep theirs until the files are opened.
     """
     limits = None if at_least is None else Range(at_least, below)
     metadata = {"help": help, "choices": choices, "range": limits, "path": path}
@@ -74,11 +74,11 @@ class SettingType(NamedTuple):
     """A field of a configuration dataclass, as its annotation and `setting` describe it."""
 
     kinds: tuple[Any, ...]
-    """The types that a value may have: str, int, float, bool, None's, or a tuple of one of these; or, alone, a Mapping
+    """The types that a value may have: str, int, float, bool, NoneType, or a tuple of one of these; or only a Mapping
     from names to dataclasses."""
     help: str
     choices: tuple[str, ...]
-    """The texts that a value may be; empty where it may be any."""
+    """The texts that a value may be; empty if it may be any."""
     range: Range | None
     path: bool
     default: Any
@@ -102,14 +102,14 @@ class SettingType(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A value that was given, and where it was given: `file:line` or the command line."""
+    """A value, and where it was given: `file:line` or the command line."""
 
     value: Any
     location: str
 
 
 class Schema:
-    """The settings of a dataclass and of the dataclasses in its fields, by dotted key, which begins with `section`."""
+    """The settings of a dataclass and of the dataclasses in its fields, by dotted keys that start with `section`."""
 
     def __init__(self, root: type[Any], section: str = "") -> None:
         self.settings: dict[str, SettingType] = {}
@@ -127,7 +127,7 @@ class Schema:
                 self.settings[key] = SettingType.of(field, hints[field.name])
 
     def read_file(self, path: Path) -> dict[str, Setting]:
-        """Read all settings of a YAML file."""
+        """Read all settings in a YAML file."""
         return self._read_section(_compose_file(path), "", path)
 
     def read_overrides(self, overrides: Mapping[str, object], location: str = COMMAND_LINE) -> dict[str, Setting]:
@@ -147,7 +147,7 @@ class Schema:
         return given
 
     def _without_none(self, key: str, value: object) -> object:
-        """Return a value that is typed, the empty one for `none` where the help calls the default so."""
+        """Return a value as typed, but the empty value for `none` if that is what the help calls the default."""
         setting = self.settings[key]
         if value not in ("none", ["none"], ("none",)) or "none" in setting.choices:
             return value
@@ -189,7 +189,7 @@ class Schema:
         raise ConfigError(f"unknown setting {key} ({location}); {hint}")
 
     def _value_of_file(self, key: str, node: yaml.Node, location: str) -> Any:
-        """Read a value and expand a path: those of the command line are expanded already, and so are those saved."""
+        """Read a value, and expand it if it is a path; paths from the command line and saved ones already are."""
         if not self.settings[key].path:
             return self._value(key, node, location)
         if node.tag == LITERAL:
@@ -204,7 +204,7 @@ class Schema:
         if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
             node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
         reason = ""
-        # In the order of the annotation: of `str | tuple[str, ...]`, one word is the text and not a list of one
+        # In the order of the annotation: for `str | tuple[str, ...]`, one word is the text rather than a list of one
         for kind in alternatives:
             try:
                 value = _convert(node, kind)
@@ -221,7 +221,7 @@ class Schema:
         raise ConfigError(self._refusal(key, location, got) + reason)
 
     def _named_sections(self, key: str, node: yaml.Node, location: str) -> dict[str, Any]:
-        """Read sections whose names the user has chosen."""
+        """Read sections whose names the user chooses."""
         path = Path(location.rpartition(":")[0] or location)
         kind = get_args(self.settings[key].kinds[0])[1]
         found: dict[str, Any] = {}
@@ -239,7 +239,7 @@ class Schema:
         each = value if isinstance(value, tuple) else (value,)
         if setting.choices:
             return set(each) <= set(setting.choices)
-        if setting.range is None:  # as of texts; every number has one
+        if setting.range is None:  # a text; every number has a range
             return True
         # Above 2^31 some libraries fail with an error of their own, or wrap around
         if isinstance(value, int) and value > LARGEST and setting.range.below == math.inf:
@@ -264,7 +264,7 @@ class Schema:
 
 
 def _label(key: str, location: str) -> str:
-    """Return what a setting is called where it was given; an option of a command has a name of its own."""
+    """Return what a setting is called where it was given; a command's option has a name of its own."""
     return location if location.startswith("--") else f"{key} ({location})"
 
 
@@ -278,14 +278,14 @@ def _check_gone(key: str, node: yaml.Node, location: str) -> None:
 
 
 def nearest(word: str, valid: Sequence[str]) -> list[str]:
-    """Return the valid name that is most like a word or, if none is, whose end is: training.steps for step."""
+    """Return the valid name most similar to a word or, if none is, whose last part is: training.steps for step."""
     ends = {name.rpartition(".")[2].lstrip("-"): name for name in valid}
     by_end = difflib.get_close_matches(word.rpartition(".")[2].lstrip("-"), ends, n=1)
     return difflib.get_close_matches(word, valid, n=1, cutoff=0.8) or [ends[end] for end in by_end]
 
 
 def _entries(node: yaml.Node, section: str, path: Path, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yield key, value and location of each entry of a section, each key once; `what` says what is expected."""
+    """Yield key, value and location of each entry in a section, each key once; `what` says what is expected."""
     if node.tag == f"{YAML_TAG}null":
         return
     if not isinstance(node, yaml.MappingNode):
@@ -321,20 +321,20 @@ def _compose_file(path: Path) -> yaml.Node:
 def _compose(text: str) -> yaml.Node:
     """Compose the nodes of a document; an empty one is null."""
     try:
-        # Not by libyaml, whose messages say less: which alias, and in which line a bracket was opened
+        # Not with libyaml, whose messages do not say which alias is wrong, or on which line a bracket was opened
         return yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode(f"{YAML_TAG}null", "")
     except RecursionError:
         raise _UnfitError("nested too deeply") from None
 
 
 def _as_node(value: object, kinds: Sequence[Any]) -> yaml.Node:
-    """Convert an override to the YAML node that it would be in a file; text remains text if the setting may be text."""
+    """Convert an override to the YAML node that it would be in a file; text stays text if the setting may be text."""
     inner = [get_args(kind)[0] for kind in kinds if _is_list(kind)]
     if isinstance(value, (list, tuple)):
         return yaml.SequenceNode(f"{YAML_TAG}seq", [_as_node(each, inner) for each in value])
     if not isinstance(value, str):
         return _compose(yaml.safe_dump(value, sort_keys=False))
-    # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
+    # "12" and "true" stay text where text is expected; only null and [...] are read as YAML, if they are allowed
     nothing = types.NoneType in kinds and value in ("null", "~")
     if nothing:
         return _compose("null")
@@ -363,17 +363,17 @@ def _convert(node: yaml.Node, kind: Any) -> Any:
     if kind is str and not null:
         return _text(node.value)
     if kind is bool and node.tag == f"{YAML_TAG}bool":
-        return node.value.lower() in ("true", "yes", "on")  # the tag has excluded all but these and their opposites
+        return node.value.lower() in ("true", "yes", "on")  # the tag excludes all but these and their opposites
     if kind is int and plain and re.fullmatch(r"[-+]?[0-9][0-9_]*", node.value):
         return int(node.value)
-    # By Python's rules, not YAML 1.1's, for which 1e-3 is text; nan and inf are not settings
+    # By Python's rules, not YAML 1.1's, in which 1e-3 is text; nan and inf are not valid
     if kind is float and plain and math.isfinite(number := float(node.value)):
         return number
     raise ValueError
 
 
 def _text(value: str) -> str:
-    """Return the value if it can be a file name and UTF-8 text; else raise _UnfitError."""
+    """Return the value if it can be a file name and UTF-8 text; otherwise raise _UnfitError."""
     if "\0" in value:
         raise _UnfitError("it contains a NUL")
     if found := re.search("[\1-\x1f\x7f-\x9f]", value):
@@ -396,7 +396,7 @@ def _describe_node(node: yaml.Node) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text, or the beginning of a long one with its length."""
+    """Return a text, or the start of a long one with its length."""
     if len(text) <= 80:
         return text
     return f"{text[:40]}... ({len(text):,} characters)"

@@ -23,14 +23,14 @@ PARTS = {
 
 
 class SaveInterval(NamedTuple):
-    """What `training.save_every` says; both are 0 where nothing is saved between validations."""
+    """What `training.save_every` says; both are 0 if nothing is saved between validations."""
 
     steps: int
     seconds: float
 
 
 def save_interval(text: str) -> SaveInterval:
-    """Return what a value of `training.save_every` says; raise ConfigError if it says nothing."""
+    """Parse a value of `training.save_every`; raise ConfigError if it has no meaning."""
     found = re.fullmatch(r"(\d{1,9})(min)?", text)
     if found is None:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The choice of sacreBLEU's tokeniser by target language: BLEU counts words, which not every script separates.
 
-The language of files alone is not known, and their script decides.
+For files without a run the language is not known, so their script decides.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from recipes.translation.text.scripts import BY_LANGUAGE, count_letters
 WITHOUT_SPACES = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
 BY_SCRIPT = {"Hani": "zh", "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(WITHOUT_SPACES, "char")}
-"""Tokenisers by the script of a language. All other languages use 13a, as in most papers."""
+"""Tokenisers by a language's script. All other languages use 13a, as in most papers."""
 
 
 LOOKED_AT = 1_000
-"""References from which the script is determined."""
+"""Number of references from which the script is determined."""
 
 
 def tokenizer_of(language: str) -> str:
-    """Return the tokeniser of a language."""
+    """Return the tokeniser for a language."""
     code = re.split("[-_]", language.lower())[0]
     return BY_SCRIPT.get(BY_LANGUAGE.get(code, ""), "13a")
 
 
 def tokenizer_of_text(text: str) -> str:
-    """Return the tokeniser of a text whose language nobody has named, by the script of more than half its letters."""
+    """Return the tokeniser for a text whose language is not named, by the script of more than half its letters."""
     letters = sum(map(str.isalpha, text))
     east_asian, kana, others = (
         count_letters(text, scripts) for scripts in (("Hani", "Hira", "Kana"), ("Hira", "Kana"), WITHOUT_SPACES)
@@ -44,7 +44,7 @@ def tokenizer_of_text(text: str) -> str:
 
 
 def tokenizer_for(name: str, language: str, references: Sequence[str] = ()) -> str:
-    """Return `name`; for auto the tokeniser of the language or, without one, of the references' script.
+    """Return `name` or, for auto, the tokeniser for the language or, without one, for the references' script.
 
     Raises ConfigError unless sacreBLEU has such a tokeniser, and everything that it needs is installed.
     """

@@ -1,6 +1,6 @@
-"""A metric of another program: a command that reads sentences and writes a number for each.
+"""Metrics of other programs: a command that reads sentences and writes a number for each.
 
-It is the score of `evaluate`, it chooses among translations, and it cleans training data.
+`evaluate` reports its scores, and it can choose among translations and clean training data.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.text.model_text import one_line
 
 FILES = ("sources", "translations", "references")
-"""What a command may name in braces, as in {sources}: the file with them, one a line."""
+"""What a command may name in braces, as in {sources}: the file with these texts, one per line."""
 
 
 OPTION = "--metric-command"
 
 
 def words_of(command: str, named: str = OPTION) -> list[str]:
-    """Return the words of a command; raise ConfigError, with the `named` option, unless the first is a program."""
+    """Split a command into words; raise ConfigError, naming the option `named`, unless the first is a program."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -43,7 +43,7 @@ def names(file: str, words: Sequence[str]) -> bool:
 
 
 def check_without_references(command: str, named: str = OPTION) -> None:
-    """Raise ConfigError for a command that cannot run, or reads references, where there are none."""
+    """Raise ConfigError for a command that cannot run, or that needs references, when there are none."""
     if names("references", words_of(command, named)):
         raise ConfigError(
             f"{named}: {command} reads {{references}}, and there are none here: name a metric that needs no references"
@@ -59,11 +59,11 @@ def command_scores(
 ) -> list[float]:
     """Return the number that a command writes for each sentence.
 
-    It gets the files of FILES that it names, with a blank for a line break within a sentence, or, if it names none, a
+    It gets the files in FILES that it names, with a blank for a line break within a sentence, or, if it names none, a
     line of JSON for each sentence on its standard input, with source, translation and, if there are any, reference. Its
     errors and progress are shown as they come.
-    Raises ConfigError, with the `named` option, for a command that fails, or does not write one finite number for each
-    sentence, one a line.
+    Raises ConfigError, naming the option `named`, for a command that fails, or that does not write one finite number
+    per line for each sentence.
     """
     words = words_of(command, named)
     if references is None:
@@ -79,7 +79,7 @@ def command_scores(
             given = "".join(json.dumps(dict(zip(texts, row, strict=True))) + "\n" for row in rows)
         for name, lines in wanted.items():
             path = Path(folder, f"{name}.txt")
-            # A break within a sentence, which any program that reads lines may see, would move all scores after it
+            # A line break within a sentence, of any kind that a program may recognise, would shift all scores after it
             path.write_text("".join(f"{one_line(line)}\n" for line in lines), encoding="utf-8", newline="\n")
             words = [word.replace(f"{{{name}}}", str(path)) for word in words]
         try:
@@ -92,7 +92,7 @@ def command_scores(
 
 
 def numbers_in(text: str, expected: int, command: str, named: str) -> list[float]:
-    """Return the numbers in the lines of a text, which must have `expected` of them."""
+    """Return the numbers in a text, one per line, of which there must be `expected`."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) != expected:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Text as a model reads and writes it: under tags, in lower case, and back again; and words that are one subword.
+"""Text as a model reads and writes it: with tags in front, in lower case, and back again; words that are one subword.
 
-The tag of the target language, such as <2de>, lets one model translate between several languages (Johnson et al. 2017,
-"Google's multilingual neural machine translation system"); that of a corpus, such as <bt>, marks back-translated data
+A tag for the target language, such as <2de>, lets one model translate between several languages (Johnson et al. 2017,
+"Google's multilingual neural machine translation system"); a tag for a corpus, such as <bt>, marks back-translated data
 (Caswell et al. 2019, "Tagged back-translation").
 """
 
@@ -21,26 +21,26 @@ from recipes.translation.text.subwords import Subwords
 
 @dataclass(frozen=True)
 class ModelText:
-    """How the model of a run reads and writes text."""
+    """How a run's model reads and writes text."""
 
     tags: tuple[str, ...]
-    """Every tag of the run, each once."""
+    """Every tag in the run, each once."""
     own: tuple[str, ...]
-    """The tag of data.target, under which a sentence without one is read; none in a run without such tags."""
+    """The tag for data.target, which a sentence without a tag gets; empty in a run without such tags."""
     lowercase: bool
     longest: int
     """The most subwords of a sentence that are translated."""
 
     @classmethod
     def of(cls, config: RunConfig) -> ModelText:
-        """Return what the settings of a run say of it."""
+        """Return what a run's settings say about this."""
         own = language_tags(config.data, config.data.target)
         tags = [*own, *(tag for corpus in config.corpora.values() for tag in corpus_tags(corpus, config.data))]
         longest = max(config.training.max_length, config.decoding.max_length)
         return cls(tuple(dict.fromkeys(tags)), own, config.subwords.lowercase, longest)
 
     def source(self, sentence: str) -> str:
-        """Return a sentence as the model reads it: under the tag of data.target, if any, unless it has one."""
+        """Return a sentence as the model reads it: with the tag for data.target, if any, unless it has a tag."""
         tags, rest = self._tags_and_rest(sentence)
         if self.lowercase:
             rest = rest.lower()
@@ -49,38 +49,38 @@ class ModelText:
         return tags + rest
 
     def target(self, translation: str) -> str:
-        """Return a translation, or a part of one, as the model would have written it."""
+        """Return a translation, or part of one, as the model would have written it."""
         if self.lowercase:
             return translation.lower()
         return translation
 
     def _tags_and_rest(self, sentence: str) -> tuple[str, str]:
-        """Split a sentence after the tags at its beginning, which may have capitals."""
+        """Split a sentence after the tags at its start, which may contain capitals."""
         tags = ""
         rest = sentence
         while tag := next((tag for tag in self.tags if _begins_with(rest, tag)), ""):
-            # The tag of a language may stand before a word without a blank
+            # There need not be a blank between a language tag and the next word
             rest = rest.partition(tag)[2].lstrip()
             tags += f"{tag} "
         return tags, rest
 
 
 def one_line(text: str) -> str:
-    """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
+    """Replace line breaks with blanks: a model that spells its output in bytes can produce any of Unicode's."""
     return " ".join(text.splitlines())
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return whether two texts are the same but for blanks at their ends and runs of blanks, which subwords join."""
+    """Return whether two texts differ only in blanks at their ends and in runs of blanks, which subwords collapse."""
     return one == other or list(filter(None, one.split(" "))) == list(filter(None, other.split(" ")))
 
 
 TOGETHER = 16
-"""Sentences that are looked at as one text, which is faster where none of them is changed."""
+"""Number of sentences that are checked as one text, which is faster if none of them is changed."""
 
 
 class OtherForm:
-    """Counts target sentences that a model cannot write as they are, by its subwords' rules of normalisation."""
+    """Counts target sentences that a model cannot write as they are, because of its subwords' normalisation rules."""
 
     def __init__(self, target: Subwords) -> None:
         self._target = target
@@ -93,7 +93,7 @@ class OtherForm:
         self.sentences += len(sentences)
         for start in range(0, len(sentences), TOGETHER):
             some = sentences[start : start + TOGETHER]
-            # Every part of text that is printable, ASCII or in NFC is so too
+            # If a text is printable, ASCII or in NFC, so is every part of it
             if not self._target.leaves(" ".join(some)):
                 for sentence in some:
                     self._compare(sentence)
@@ -107,18 +107,18 @@ class OtherForm:
             self._example = self._example or f"{shorten(repr(sentence))} as {shorten(repr(written))}"
 
     def join(self, later: OtherForm) -> None:
-        """Add what another one has counted of the sentences that follow."""
+        """Add the counts for the sentences that follow."""
         self.sentences += later.sentences
         self.changed += later.changed
         self._example = self._example or later._example
 
     def note(self, label: str, what: str) -> None:
-        """Say `lines` on stderr."""
+        """Print `lines` on stderr."""
         for line in self.lines(label, what):
             print(line, file=sys.stderr, flush=True)
 
     def lines(self, label: str, what: str) -> list[str]:
-        """Return a line that says how many there are, with the first of them; none if there are none."""
+        """Return a line that gives their number and the first of them; none if there are none."""
         if not self.changed:
             return []
         return [
@@ -134,7 +134,7 @@ def _begins_with(text: str, tag: str) -> bool:
 
 
 def corpus_tags(corpus: CorpusConfig, data: DataConfig) -> tuple[str, ...]:
-    """Return what stands in front of each source sentence of a corpus."""
+    """Return the tags in front of each source sentence of a corpus."""
     tags = language_tags(data, corpus.target or data.target)
     if corpus.tag:
         tags = (*tags, corpus.tag)
@@ -142,7 +142,7 @@ def corpus_tags(corpus: CorpusConfig, data: DataConfig) -> tuple[str, ...]:
 
 
 def check_symbols(symbols: Sequence[str]) -> None:
-    """Raise ConfigError for a word that cannot be one subword of its own."""
+    """Raise ConfigError for a word that cannot be a subword of its own."""
     for index, symbol in enumerate(symbols):
         reason = ""
         if not symbol or symbol.split() != [symbol] or BLANK in symbol:
@@ -156,10 +156,10 @@ def check_symbols(symbols: Sequence[str]) -> None:
 
 
 def check_known(tags: Sequence[str], symbols: Sequence[str], source: Subwords, target: Subwords) -> None:
-    """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
+    """Raise ConfigError if a tag or symbol is not one subword, as may be so in a model to start from."""
     for side, some in ((source, tags), (target, ())):
         pieces = side.pieces()
-        # A tag has the blank before it, and a symbol may
+        # A tag's piece includes the blank before it, and a symbol's may
         wanted = {tag: {BLANK + tag} for tag in some} | {symbol: {symbol, BLANK + symbol} for symbol in symbols}
         if missing := [word for word, names in wanted.items() if names.isdisjoint(pieces)]:
             raise ConfigError(
@@ -176,7 +176,7 @@ def check_known(tags: Sequence[str], symbols: Sequence[str], source: Subwords, t
 
 
 def language_tags(data: DataConfig, language: str) -> tuple[str, ...]:
-    """Return the tag of a target language, if the run has such tags."""
+    """Return the tag for a target language, if the run has such tags."""
     if data.language_tags:
         return (tag_of(language),)
     return ()

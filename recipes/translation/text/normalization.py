@@ -1,6 +1,6 @@
-"""How text is normalised before it is divided into subwords, as sentencepiece does it: by rules in the model's file.
+"""How text is normalised before it is split into subwords: as in sentencepiece, by rules in the model's file.
 
-Whatever reads the file, CTranslate2 and transformers included, follows the same rules.
+Every program that reads the file, CTranslate2 and transformers included, follows the same rules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sentencepiece.sentencepiece_model_pb2 import NormalizerSpec
 from recipes.translation.text.sentencepiece_file import model_of
 
 SENTENCEPIECE = {"nfc": "nfc", "nfkc": "nmt_nfkc", "none": "identity"}
-"""What sentencepiece calls the rules of NORMALIZATIONS; it has none of the name nfc."""
+"""What sentencepiece calls the rules in NORMALIZATIONS; it has none named nfc."""
 
 
 @functools.cache
 def rules_of(name: str) -> NormalizerSpec:
-    """Return the rules of a row of NORMALIZATIONS, as the file of a model has them."""
+    """Return the rules for a row of NORMALIZATIONS, in the form of a model's file."""
     named = SENTENCEPIECE[name]
-    sentencepiece.set_min_log_level(2)  # it would say how large the rules are
+    sentencepiece.set_min_log_level(2)  # it would print how large the rules are
     normalizer = (
         SentencePieceNormalizer(norm_map=list(nfc_rules().items()))
         if name == "nfc"
@@ -34,7 +34,7 @@ def rules_of(name: str) -> NormalizerSpec:
 
 
 def with_rules(content: bytes, name: str) -> bytes:
-    """Return the file of a model with other rules."""
+    """Return a model's file with different rules."""
     model = model_of(content)
     model.normalizer_spec.MergeFrom(rules_of(name))
     changed: bytes = model.SerializeToString()
@@ -42,29 +42,29 @@ def with_rules(content: bytes, name: str) -> bytes:
 
 
 def setting_of(rules: str) -> str:
-    """Return the name in NORMALIZATIONS of what sentencepiece calls `rules`, or else that name."""
+    """Return the name in NORMALIZATIONS of what sentencepiece calls `rules`, or `rules` if there is none."""
     names = {theirs: ours for ours, theirs in SENTENCEPIECE.items()}
     return names.get(rules, rules or "rules without a name")
 
 
 def compose(text: str, rules: str) -> str:
-    """Return text as the rules that sentencepiece calls `rules` expect it.
+    """Return text in the form that the rules that sentencepiece calls `rules` expect.
 
-    They replace characters that follow each other, and cannot put accents that compose with nothing into NFC's order.
+    They replace sequences of characters, and cannot reorder accents that compose with nothing as NFC does.
     """
     return unicodedata.normalize("NFC", text) if rules == SENTENCEPIECE["nfc"] else text
 
 
 def compose_all(texts: list[str], rules: str) -> list[str]:
-    """Return texts as `compose` does each of them."""
-    # Each part of text in NFC is in NFC, and of many texts this is known faster than of each
+    """Apply `compose` to each of the texts."""
+    # Every part of a text in NFC is in NFC, and many texts are checked faster together than one by one
     if rules != SENTENCEPIECE["nfc"] or unicodedata.is_normalized("NFC", " ".join(texts)):
         return texts
     return [compose(text, rules) for text in texts]
 
 
 def normalize(text: str, name: str) -> str:
-    """Return text by a row of NORMALIZATIONS, before there is a model."""
+    """Normalise text by a row of NORMALIZATIONS, before there is a model."""
     found: str = _normalizer(name).normalize(compose(text, SENTENCEPIECE[name]))
     return found
 
@@ -75,10 +75,10 @@ def _normalizer(name: str) -> SentencePieceNormalizer:
 
 
 def nfc_rules() -> dict[str, str]:
-    """Return what NFC replaces, by what; controls are removed, and what ends a line or a column becomes a blank."""
+    """Return NFC's replacements; control characters are removed, or become blanks if they end a line or a column."""
     found: dict[str, str] = {}
     for character in map(chr, itertools.chain(range(1, 0xD800), range(0xE000, 0x110000))):
-        # One that cannot be decomposed is its only spelling: all but one in eighty
+        # A character that cannot be decomposed, as all but one in eighty, has no other spelling
         if not unicodedata.is_normalized("NFD", character):
             found |= _spellings(character)
     for control in map(chr, [*range(1, 0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]):
@@ -87,7 +87,7 @@ def nfc_rules() -> dict[str, str]:
 
 
 def _spellings(character: str) -> dict[str, str]:
-    """Return every way to write a character that NFC changes, with what it becomes."""
+    """Return every spelling of a character that NFC changes, with what it becomes."""
     whole = unicodedata.normalize("NFC", character)
     base, *accents = list(unicodedata.normalize("NFD", character))
     found = {} if whole == character else {character: whole}

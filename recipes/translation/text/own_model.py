@@ -1,7 +1,7 @@
-"""Subwords that the user brings: a sentencepiece model, a Hugging Face tokenizer.json, or a list of words.
+"""The user's own subwords: a sentencepiece model, a Hugging Face tokenizer.json, or a list of words.
 
-Their pieces and rules of normalisation stay as they are. The special ones come first, as in every model here, and each
-tag and symbol of the settings that is not among the pieces is added as one.
+Their pieces and normalisation rules stay as they are. The special pieces come first, as in every model here, and each
+tag and symbol in the settings that is not among the pieces is added as a piece.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SPECIAL = {
 
 
 def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
-    """Return the model of a file with our ids, and with the pieces `added` that it lacks.
+    """Return the model in a file with our ids, and with those of the pieces `added` that it lacks.
 
-    With `kind` none the file is a list of words, one in each line, most frequent first, where a count after a blank is
-    no part of the word; or Marian's vocab.yml or .json, which has an id for each word. `rule` is the row of
-    NORMALIZATIONS for such a list, which has none of its own.
+    With `kind` none the file is a list of words, one per line, most frequent first, where a count after a blank is not
+    part of the word; or it is Marian's vocab.yml or .json, which has an id for each word. `rule` is the row of
+    NORMALIZATIONS for such a list, which has no rules of its own.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}; see subwords.model")
@@ -56,7 +56,7 @@ def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
 
 
 def _check_blanks(model: ModelProto, path: Path) -> None:
-    """Raise DataError unless every word begins with the mark of the blank before it, by which words are told apart."""
+    """Raise DataError unless every word starts with the mark of the blank before it, which separates words."""
     needed = (
         (model.normalizer_spec, "add_dummy_prefix", True),
         (model.trainer_spec, "treat_whitespace_as_suffix", False),
@@ -92,9 +92,9 @@ def _words(path: Path, rule: str) -> ModelProto:
 
 
 def _by_id(path: Path) -> list[str]:
-    """Return the words of a file with "word: id" in each line, in the order of their ids; JSON is YAML too."""
+    """Return the words in a file with "word: id" on each line, in the order of their ids; JSON is YAML, too."""
     try:
-        # Every word as it is written: YAML would make a number of 1, and nothing of null
+        # Every word exactly as written: YAML would turn 1 into a number, and null into nothing
         found = yaml.compose(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
@@ -110,9 +110,9 @@ def _by_id(path: Path) -> list[str]:
 
 
 def _with_our_ids(model: ModelProto, added: Sequence[str]) -> bytes:
-    """Return the file of a model whose special pieces come first, and the pieces `added` last."""
+    """Return the file of a model with the special pieces first, and the pieces `added` last."""
     if model.trainer_spec.model_type == TrainerSpec.WORD:
-        # It divides nothing but at blanks
+        # Such a model splits text only at blanks
         added = [BLANK + name.removeprefix(BLANK) for name in added]
     names = _special_names(model)
     own = {piece.piece: piece for piece in model.pieces}
@@ -136,7 +136,7 @@ def _with_our_ids(model: ModelProto, added: Sequence[str]) -> bytes:
 
 
 def _special_names(model: ModelProto) -> Mapping[str, str]:
-    """Return the names of the special pieces: those of the model, or usual ones where it has none."""
+    """Return the names of the special pieces: the model's own, or the usual ones if it has none."""
     pieces = {piece.piece for piece in model.pieces}
     unknown = [piece.piece for piece in model.pieces if piece.type == Piece.UNKNOWN]
     found = {}

@@ -1,4 +1,4 @@
-"""A sentence and its translation, and the three splits of a corpus of them."""
+"""A sentence and its translation, and the three splits of a corpus."""
 
 from typing import Literal, NamedTuple
 

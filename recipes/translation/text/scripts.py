@@ -1,4 +1,4 @@
-"""The scripts of characters and of languages, by their codes in ISO 15924: Unicode's table, and one of languages."""
+"""The scripts of characters and of languages, by ISO 15924 codes: Unicode's table, and a table of languages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import regex
 
 SEVERAL = {"Hans": ("Hani",), "Hant": ("Hani",), "Jpan": ("Hani", "Hira", "Kana"), "Kore": ("Hang", "Hani")}
-"""Codes of ways to write, with the scripts that they use."""
+"""Codes of writing systems that use one or several other scripts."""
 
 LANGUAGES = {
     "Arab": "ar ara arb fa fas per prs pes ur urd ps pus ckb ug uig sd snd",
@@ -45,17 +45,17 @@ LANGUAGES = {
     "Tibt": "bo bod tib tibetan dz dzo",
 }
 """ISO 639 codes of languages that are mostly written in one script, by the script's code, with the English names of
-those that have a tokeniser of their own for BLEU. Languages of several scripts, such as Serbian, need the code of the
-script with their own: sr-Cyrl."""
+those that have a tokeniser of their own for BLEU. Languages with several scripts, such as Serbian, need the script's
+code in addition to their own: sr-Cyrl."""
 BY_LANGUAGE = {language: code for code, languages in LANGUAGES.items() for language in languages.split()}
 
 
 WITH_A_SCRIPT = r"[\p{L}--[\p{scx=Zyyy}\p{scx=Zinh}]]"
-"""Letters of any script but "common" and "inherited", which signs such as the micro sign have."""
+"""Letters of any script except "common" and "inherited", which signs such as the micro sign have."""
 
 
 def scripts_of_language(language: str) -> tuple[str, ...] | None:
-    """Return the scripts of a language by its ISO 639 code, or by the ISO 15924 code after it; None if unknown."""
+    """Return a language's scripts by its ISO 639 code, or by the ISO 15924 code after that; None if unknown."""
     name, *subtags = re.split("[-_]", language)
     codes = [code for code in map(str.title, subtags) if code in SEVERAL or is_script(code)]
     code = codes[0] if codes else BY_LANGUAGE.get(name.lower())
@@ -77,7 +77,7 @@ def is_script(code: str) -> bool:
 
 @functools.cache
 def letters_in(*scripts: str) -> regex.Pattern[str]:
-    """Return the pattern of a letter that belongs to one of the scripts; without any, to whatever script."""
+    """Return the pattern for a letter in one of the scripts or, if none are given, in any script."""
     if not scripts:
         return regex.compile(WITH_A_SCRIPT, regex.V1)
     listed = "".join(rf"\p{{scx={code}}}" for code in scripts)
@@ -85,10 +85,10 @@ def letters_in(*scripts: str) -> regex.Pattern[str]:
 
 
 def count_letters(text: str, scripts: Sequence[str] = ()) -> int:
-    """Return how many letters of a text belong to one of the scripts; without any, to whatever script."""
+    """Return how many letters of a text are in one of the scripts or, if none are given, in any script."""
     return sum(1 for _ in letters_in(*scripts).finditer(text))
 
 
 def mostly_in(text: str, scripts: Sequence[str]) -> bool:
-    """Return whether at least half of a text's letters are in one of the scripts; so is a text without letters."""
+    """Return whether at least half of a text's letters are in one of the scripts; true for a text without letters."""
     return 2 * count_letters(text, scripts) >= count_letters(text)

@@ -1,6 +1,6 @@
-"""Random segmentations of a word into subwords, by random numbers that the caller gives.
+"""Random segmentations of a word into subwords, from the caller's random numbers.
 
-sentencepiece samples too, but its random numbers are different in every process, whatever the seed: no run could be
+sentencepiece can sample as well, but its random numbers differ in every process, whatever the seed: no run could be
 resumed, and no two processes would draw the same.
 """
 
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from recipes.translation.settings.data import KINDS
 
 BLANK = "\u2581"
-"""What sentencepiece writes for a blank, with which a word begins."""
+"""What sentencepiece writes for a blank; words start with it."""
 
 REMEMBERED = 20_000
-"""Words whose last pieces are kept, those drawn most recently: 50 MB, at 2.6 KB for a word of 9 characters. The
-commonest words are most of a text, so that a larger corpus does not need more."""
+"""Number of words whose `last_pieces` are kept, those drawn most recently: 50 MB, at 2.6 KB for a word of 9 characters.
+The commonest words make up most of a text, so a larger corpus does not need more."""
 
 
 class Sampler:
@@ -46,11 +46,11 @@ class Sampler:
         self._last_pieces = lru_cache(REMEMBERED)(lambda word, exponent: last_pieces(word, scores, exponent))
 
     def __reduce__(self) -> tuple[type[Sampler], tuple[Any, str]]:
-        """Pickle only the model, from which another process makes its own sampler."""
+        """Pickle only the model, from which the other process makes its own sampler."""
         return Sampler, (self._processor, self._kind)
 
     def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:
-        """Draw the subwords of a sentence, given those without sampling; the ids in `whole` are never split."""
+        """Draw the subwords of a sentence, given the unsampled ones; the ids in `whole` are never split."""
         random = Random(seed)
         found: list[int] = []
         for text, piece in self._words(ids, whole):
@@ -61,7 +61,7 @@ class Sampler:
         return found
 
     def _words(self, ids: Sequence[int], whole: Collection[int]) -> Iterator[tuple[str, int]]:
-        """Yield each word, with the mark of the blank before it, and each byte or symbol: no draw crosses these."""
+        """Yield each word, with the mark of the blank before it, and each byte or symbol; no subword spans two."""
         word = ""
         for each in ids:
             piece = self._pieces[each]
@@ -83,11 +83,11 @@ class Sampler:
 
 
 def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random: Random) -> list[str]:
-    """Merge the characters of a word, and leave out each merge with the probability `dropout`.
+    """Merge the characters of a word, skipping each merge with probability `dropout`.
 
-    This is BPE-dropout (Provilkov et al. 2020) as sentencepiece draws it: the pair with the best score comes first, the
-    left one of equal ones, and a pair that is left out comes again only when a neighbour of it has changed. Algorithm 1
-    of the paper draws again for all pairs after each merge, and so leaves out fewer at the same probability.
+    This is BPE-dropout (Provilkov et al. 2020) as sentencepiece draws it: the pair with the best score comes first, in
+    a tie the left one, and a skipped pair comes up again only when one of its neighbours has changed. Algorithm 1 in
+    the paper draws again for all pairs after each merge, and so skips fewer at the same probability.
     """
     end_of = {start: start + 1 for start in range(len(word))}
     start_of = {start + 1: start for start in range(len(word))}
@@ -116,19 +116,19 @@ def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random:
 
 
 class LastPieces(NamedTuple):
-    """The pieces with which a beginning of a word can end."""
+    """The pieces that a prefix of a word can end with."""
 
     starts: list[int]
     cumulative: list[float]
-    """The probability of each, added up from the first."""
+    """Their cumulative weights, in proportion to their probabilities."""
 
 
 def last_pieces(word: str, scores: Mapping[str, float], exponent: float) -> list[LastPieces]:
-    """Return, for each beginning of a word, how probable each of its last pieces is.
+    """Return, for each prefix of a word, how probable each of its last pieces is.
 
     A segmentation has probability P(x)^a / sum P(x)^a, where log P(x) is the sum of its pieces' scores (Kudo 2018,
     section 3.3). With f(0) = 0 and f(end) = log sum over start of exp(f(start) + a score(start, end)), the last piece
-    of the beginning up to `end` starts at `start` with probability exp(f(start) + a score(start, end) - f(end)).
+    of the prefix up to `end` starts at `start` with probability exp(f(start) + a score(start, end) - f(end)).
     """
     forward = [0.0]
     found = []
@@ -143,7 +143,7 @@ def last_pieces(word: str, scores: Mapping[str, float], exponent: float) -> list
 
 
 def draw_segmentation(word: str, pieces: list[LastPieces], random: Random) -> list[str]:
-    """Draw a segmentation from its end to its beginning, given the `last_pieces` of the word."""
+    """Draw a segmentation from the end of a word to its start, given the `last_pieces` of the word."""
     segmentation = []
     end = len(word)
     while end:

@@ -1,8 +1,8 @@
-"""The file of a sentencepiece model, taken apart and put together again.
+"""The file of a sentencepiece model, parsed and reassembled.
 
-It is a message of Protocol Buffers, whose classes sentencepiece has:
-https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto. From 200 up its fields are free for
-others; 200 has our own notes, as JSON.
+It is a Protocol Buffers message, whose classes come with sentencepiece:
+https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto. Its fields from 200 up are free for
+extensions; 200 has our own notes, as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes.translation.files.json_fields import parse_json
 
 Piece: TypeAlias = ModelProto.SentencePiece
 """A subword: its text, `piece`, its `score`, and its `type`: NORMAL, UNKNOWN, CONTROL (never found in a text, and
-decoded as nothing), USER_DEFINED (always one piece, wherever it occurs), UNUSED (never found in a text) or BYTE."""
+decoded to nothing), USER_DEFINED (always one piece, wherever it occurs), UNUSED (never found in a text) or BYTE."""
 
 
 def _notes_field() -> Any:
@@ -37,11 +37,11 @@ def _notes_field() -> Any:
 
 
 NOTES = _notes_field()
-"""The field of our own notes."""
+"""The field with our own notes."""
 
 
 def model_of(content: bytes) -> ModelProto:
-    """Return the model that a file has; raise ValueError where it has none."""
+    """Return the model in a file; raise ValueError if there is none."""
     try:
         return ModelProto.FromString(content)
     except DecodeError as error:
@@ -49,12 +49,12 @@ def model_of(content: bytes) -> ModelProto:
 
 
 def kind_of_model(model: ModelProto) -> str:
-    """Return unigram, bpe, word or char: how the model divides words."""
+    """Return unigram, bpe, word or char: how the model splits words."""
     return str(TrainerSpec.ModelType.Name(model.trainer_spec.model_type)).lower()
 
 
 def notes_of(content: bytes) -> Mapping[str, Any]:
-    """Return the notes that `with_pieces` has written; none if there are none."""
+    """Return the notes that `with_pieces` wrote; empty if there are none."""
     found = model_of(content).Extensions[NOTES]
     if not found:
         return {}
@@ -65,9 +65,9 @@ def notes_of(content: bytes) -> Mapping[str, Any]:
 def with_pieces(
     model: ModelProto, pieces: Sequence[Piece], names: Mapping[str, str], notes: Mapping[str, object]
 ) -> bytes:
-    """Return the file of the model with other pieces, all its other settings, and our notes.
+    """Return the file of the model with other pieces, otherwise the same settings, and our notes.
 
-    `names` are those of the special pieces, by pad, unk, bos and eos. An unknown piece is decoded as nothing.
+    `names` are the names of the special pieces, keyed by pad, unk, bos and eos. An unknown piece is decoded to nothing.
     """
     changed = ModelProto()
     changed.CopyFrom(model)

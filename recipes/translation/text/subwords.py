@@ -23,22 +23,22 @@ from recipes.translation.text.segmentations import BLANK, Sampler
 from recipes.translation.text.sentencepiece_file import kind_of_model, model_of, notes_of
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
-"""Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
+"""Ids of padding, the unknown subword, start and end symbols, the same in every model that `train_subwords` makes."""
 
 
 class Symbols(NamedTuple):
-    """What stands around the subwords of a sentence in a model's input."""
+    """What surrounds the subwords of a sentence in a model's input."""
 
     prefix: tuple[int, ...] = ()
-    """Before a source: the tag of its language, in imported models that have such tags."""
+    """Before a source: its language tag, in imported models that have such tags."""
     suffix: tuple[int, ...] = (EOS,)
     """After a source."""
     start: tuple[int, ...] = (BOS,)
-    """Before a target, which EOS ends."""
+    """Before a target, which ends with EOS."""
 
     @property
     def only_end(self) -> bool:
-        """Return whether a source has nothing but its end symbol besides its subwords."""
+        """Return whether a source has only an end symbol besides its subwords."""
         return (self.prefix, self.suffix) == ((), (EOS,))
 
     def source(self, ids: Sequence[int]) -> list[int]:
@@ -51,17 +51,17 @@ class Symbols(NamedTuple):
 
 
 ORDINARY = Symbols()
-"""Those of every model that is trained from the beginning here."""
+"""The symbols of every model that is trained from scratch here."""
 
 
 def normalizations(config: SubwordConfig) -> tuple[str, str]:
-    """Return how the source and the target are normalised where new subwords are made."""
+    """Return how the source and the target are normalised if new subwords are made."""
     given = config.normalization or "nfc"
     return (given, given) if isinstance(given, str) else given
 
 
 def subword_names(config: SubwordConfig) -> tuple[str, str]:
-    """Return the names of the source's and the target's subword model: one file has one rule of normalisation."""
+    """Return the names of the source's and the target's subword models: a file has only one normalisation rule."""
     source, target = normalizations(config)
     if config.joint and (source == target or config.model):
         return "joint", "joint"
@@ -69,7 +69,7 @@ def subword_names(config: SubwordConfig) -> tuple[str, str]:
 
 
 MAX_BYTES = 1 << 16
-"""The longest sentence from which subwords are made: sentencepiece takes quadratic time, and silently leaves out longer
+"""The longest sentence that subwords are made from: sentencepiece takes quadratic time, and silently leaves out longer
 ones."""
 
 
@@ -78,19 +78,20 @@ def train_subwords(
 ) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`.
 
-    `rule` is the row of NORMALIZATIONS by which it normalises text: the source's of the settings unless it is given.
+    `rule` is the row of NORMALIZATIONS by which it normalises text; the default is the source's in the settings.
 
-    The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
-    (256 of the subwords), so that no text is ever unknown. Each symbol of the settings is one subword, and each of
-    the `tags` together with the blank before it, as every word with kind none. Sentences above MAX_BYTES are left out,
-    with a note on stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
+    The same sentences and settings give the same bytes. With `byte_fallback`, except for kind none, characters outside
+    the vocabulary are spelled in UTF-8 bytes (256 of the subwords), so that no text is ever unknown. Each symbol in the
+    settings is one subword; each of the `tags`, like every word with kind none, is one together with the blank before
+    it. Sentences above MAX_BYTES are left out, with a note on stderr. Raises ConfigError for a vocabulary size that
+    does not fit the text, with one that would.
     """
     model = io.BytesIO()
     rule = rule or normalizations(config)[0]
-    # A tab is sentencepiece's own mark between sentences
+    # sentencepiece itself uses tabs to separate sentences
     sentences = [normalize(sentence, rule).replace("\t", " ") for sentence in sentences]
     _note_long(sentences)
-    # Words are divided nowhere but at blanks
+    # With whole words, text is split only at blanks
     before = BLANK if KINDS[config.kind].words else ""
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -126,7 +127,7 @@ def _note_long(sentences: Sequence[str]) -> None:
 
 def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     """Translate sentencepiece's message into one in terms of the settings."""
-    # sentencepiece raises RuntimeError for everything, and the sizes that would fit are only in its text
+    # sentencepiece raises RuntimeError for everything, and the sizes that would fit are only in its message
     size = f"subwords.vocab_size {config.vocab_size:,}"
     if found := re.search(r"value <= (\d+)", message):
         return ConfigError(
@@ -144,7 +145,7 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
 
 
 def check_notes(notes: Any, pieces: int) -> None:
-    """Raise WrongFieldError unless the notes of an imported model, if there are some, name subwords that it has."""
+    """Raise WrongFieldError unless an imported model's notes, if there are any, refer to subwords that it has."""
     if notes == {}:
         return
     size = value(f"a whole number from 1 to {pieces:,}", lambda found: is_whole(found) and 1 <= found <= pieces)
@@ -155,14 +156,14 @@ def check_notes(notes: Any, pieces: int) -> None:
 
 
 TAG = ">>[^<>\\s]+<<"
-"""The tag of a target language before a sentence, in Marian's models."""
+"""The target-language tag in front of a sentence, in Marian's models."""
 
 
 class Subwords:
     """A trained model: sentences to subword ids and back.
 
-    That of an imported model has notes in its file: the symbols of its sentences, and the size of the vocabulary, after
-    which come pieces that are unknown to the model.
+    An imported model's file has notes: the symbols around its sentences, and the size of the vocabulary; pieces beyond
+    that size are unknown to the model.
     """
 
     pad, unk, bos, eos = PAD, UNK, BOS, EOS
@@ -214,7 +215,7 @@ class Subwords:
         return hashlib.sha256(self.model_bytes()).hexdigest()
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
-        """Encode each sentence as ids, without start and end symbol."""
+        """Encode each sentence as ids, without start and end symbols."""
         sentences = self._as_read(sentences)
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
@@ -222,7 +223,7 @@ class Subwords:
         return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
 
     def places(self, sentence: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return a sentence as it is divided, and from which to which of its characters each subword of it extends."""
+        """Return a sentence in the form that is split, and the span of characters that each subword covers in it."""
         (read,) = self._as_read([sentence])
         places: list[tuple[int, int]] = self._processor.encode(read, return_type="offset_mapping")["offsets"]
         return read, places
@@ -234,17 +235,17 @@ class Subwords:
 
     @cached_property
     def tags(self) -> frozenset[str]:
-        """Return the tags of languages that the model knows as one subword, such as >>fra<<, in imported models."""
+        """Return the language tags that are one subword each, such as >>fra<<, in imported models."""
         return frozenset(piece.removeprefix(BLANK) for piece in self.pieces() if re.fullmatch(BLANK + TAG, piece))
 
     def _tag_apart(self, sentence: str) -> str:
-        """Return a sentence with a blank after its tag: what follows is a word."""
+        """Return a sentence with a blank after its tag, so that what follows is a word."""
         return re.sub(rf"^\s*({TAG})(?=\S)", r"\1 ", sentence)
 
     def _by_text(self, sentence: str, ids: list[int]) -> list[int]:
-        """Return the ids of an imported model's subwords by their text, as those who trained it have found them.
+        """Return the ids of an imported model's subwords by their text, as its own tokenizer looks them up.
 
-        What is unknown to the sentencepiece model of this language may be a subword of the other language's.
+        What is unknown to this language's sentencepiece model may be a subword in the shared vocabulary.
         """
         if UNK not in ids and max(ids, default=0) < self._size:
             return ids
@@ -258,11 +259,11 @@ class Subwords:
     def sample(
         self, plain: Sequence[Sequence[int]], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
     ) -> list[list[int]]:
-        """Draw another segmentation of each sentence, given as `encode` does; a function of it, its seed and `amount`.
+        """Draw a segmentation of each sentence, given as ids; it depends only on these, the seed and `amount`.
 
-        A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020). A unigram
-        model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018, section
-        3.3): the smaller it is, the more do rare segmentations occur. Those of the `symbols`, tags among them, that are
+        A bpe model skips each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020). A unigram model
+        draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018, section 3.3):
+        the smaller it is, the more often rare segmentations occur. Any of the `symbols`, including tags, that are
         subwords of the model are never split.
         """
         whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
@@ -276,7 +277,7 @@ class Subwords:
         return Sampler(self._processor, self.kind)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
-        """Decode each list of ids; padding, start and end symbol are ignored."""
+        """Decode each list of ids; padding, start and end symbols are ignored."""
         if not ids:
             return []
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
@@ -290,22 +291,22 @@ class Subwords:
 
     @property
     def normalization(self) -> str:
-        """Return the name of the model's rules of normalisation: one of NORMALIZATIONS, or sentencepiece's own."""
+        """Return the name of the model's normalisation rules: one in NORMALIZATIONS, or sentencepiece's own."""
         return setting_of(self._rules)
 
     def normalize(self, sentence: str) -> str:
-        """Return what the subwords of a sentence spell, if each of its characters has some; blanks are joined."""
+        """Return what a sentence's subwords spell, if each of its characters has some; blanks are collapsed."""
         found: str = self._processor.normalize(compose(sentence, self._rules))
         return found.replace(BLANK, " ").strip(" ")
 
     def leaves(self, sentence: str) -> bool:
-        """Return whether its rules can be seen not to change a sentence, but for blanks; False does not tell."""
+        """Return whether the rules are known not to change a sentence, apart from blanks; False may mean either."""
         if not sentence.isprintable() or BLANK in sentence or self.normalization not in NORMALIZATIONS:
             return False
         return sentence.isascii() or (self.normalization == "nfc" and unicodedata.is_normalized("NFC", sentence))
 
     def respell(self, sentences: Sequence[str]) -> list[str]:
-        """Return each sentence as its subwords spell it."""
+        """Return each sentence as its subwords spell it out."""
         return self.decode(self.encode(list(sentences)))
 
     def pieces(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""A sentencepiece model made of a tokenizer.json, as folders have in which transformers has saved nothing but that.
+"""A sentencepiece model made from a tokenizer.json, for folders in which transformers has saved only that file.
 
-Such a tokenizer is one of Hugging Face's library `tokenizers`, which transformers has converted from a sentencepiece
-model. Of a unigram model it has the pieces, their scores and the compiled rules of normalisation. Of a bpe model it
-has, in place of scores, every pair of pieces that makes up a third one, in the order of the third one's score; so the
-scores 0, -1, -2, ... of a trained model are known from the order of the ids.
+Such a tokenizer belongs to Hugging Face's library `tokenizers`; transformers has converted it from a sentencepiece
+model. For a unigram model it has the pieces, their scores and the compiled normalisation rules. For a bpe model it has,
+instead of scores, every pair of pieces that makes up a third one, in the order of that third piece's score; the scores
+0, -1, -2, ... of a trained model can therefore be restored from the order of the ids.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.sentencepiece_file import Piece
 
 FIRST = 4
-"""The special subwords at the beginning."""
+"""Number of special subwords at the beginning."""
 OF_BLANKS = ((" {2,}", " "), (" {2,}", BLANK), (r"\A +| +\z", ""), (" ", BLANK), (rf"\A{BLANK}", BLANK * 2))
-"""What a normaliser may replace after the compiled rules: what sentencepiece does with blanks too."""
+"""What a normaliser may replace after the compiled rules, since sentencepiece treats blanks in the same way."""
 OTHER_MERGES = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-"""The options of a bpe model that sentencepiece does not have."""
+"""Options of a bpe model that sentencepiece does not have."""
 
 
 def sentencepiece_model(content: str, symbols: set[str]) -> ModelProto:
-    """Return the sentencepiece model from which transformers has made a tokenizer.json, whose symbols are no text.
+    """Return the sentencepiece model that a tokenizer.json was made from by transformers, without its `symbols`.
 
-    Raises an error where it was made from anything else, or has been changed.
+    Raises an error if the file was made from anything else, or has been changed.
     """
     found = parse_json(content)
     rules, *others = _steps(found["normalizer"], "normalizers") or [{}]
@@ -57,21 +57,21 @@ def sentencepiece_model(content: str, symbols: set[str]) -> ModelProto:
 
 
 def _steps(part: Any, several: str) -> list[Any]:
-    """Return the steps of a normaliser or of what divides a text into words, in their order."""
+    """Return the steps of a normaliser or a pre-tokenizer, in order."""
     if not part:
         return []
     return list(part[several]) if part["type"] == "Sequence" else [part]
 
 
 def _check_steps(normalizers: Sequence[Any], dividers: Sequence[Any], model: ModelProto) -> None:
-    """Raise ValueError for a step after the compiled rules that the model does not take as well."""
+    """Raise ValueError for a step after the compiled rules that the sentencepiece model does not take as well."""
     odd = [step["type"] for step in normalizers if step["type"] != "Strip" and not _is_of_blanks(step)]
     odd += [step["type"] for step in dividers if step["type"] not in ("Metaspace", "WhitespaceSplit")]
     try:
         keeps = "\xa0" in SentencePieceNormalizer(normalizer_spec=model.normalizer_spec).normalize("a\xa0a")
     except RuntimeError as error:
         raise ValueError(f"its compiled rules of normalisation are damaged ({error}): restore it from a copy") from None
-    if keeps:  # sentencepiece divides at blanks only, and would keep other white space
+    if keeps:  # sentencepiece splits only at blanks, and would keep other white space
         odd += [step["type"] for step in dividers if step["type"] == "WhitespaceSplit"]
     if odd:
         raise ValueError(f"it has the step {odd[0]}, which no sentencepiece model takes: use a file without it")
@@ -95,7 +95,7 @@ def _is_of_blanks(step: Any) -> bool:
 
 
 def _check_merges(ids: Mapping[str, int], merges: Sequence[Sequence[str]], symbols: set[str]) -> None:
-    """Raise ValueError unless any two pieces that make up a third one are a merge, in the order of its id."""
+    """Raise ValueError unless all pairs of pieces that make up a third one are merges, in the order of its id."""
     made = [ids[left + right] for left, right in merges]
     texts = ids.keys() - symbols
     pairs = sum(name[:cut] in texts and name[cut:] in texts for name in texts for cut in range(1, len(name)))

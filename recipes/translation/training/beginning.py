@@ -1,4 +1,4 @@
-"""What a training begins with: the checkpoint that it resumes, or the weights of another run, or random ones."""
+"""What a training starts from: the checkpoint that it resumes, the weights of another run, or random ones."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def share_checkpoint(read: Callable[[], SavedTraining | None], ranks: Ranks) -> 
 
 
 def fit_to_corpus(settings: TrainingConfig, longest: int, sizes: Sizes, corpus: Corpus, ranks: Ranks) -> TrainingConfig:
-    """Return the settings with the steps that `epochs` are of this text, which must be the same on all ranks.
+    """Return the settings with `epochs` converted to steps on this text, which must be the same on all ranks.
 
-    Raise ConfigError unless the model has positions for sentences of the training and for translations of the longest.
+    Raises ConfigError unless the model has positions for the training sentences and for translations of `longest`
+    tokens.
     """
     lengths = {"training.max_length": settings.max_length, "decoding.max_length": longest}
     check_positions(lengths, sizes, corpus)
@@ -66,7 +67,7 @@ def first_state(run: Path, corpus: Corpus, saved: SavedTraining | None, teacher:
 def check_end(
     config: RunConfig, settings: TrainingConfig, corpus: Corpus, saved: SavedTraining | None, insist: bool
 ) -> None:
-    """Raise ConfigError where a resumed run has no step left, or would jump to another learning rate."""
+    """Raise ConfigError if a resumed run has no steps left, or would jump to a different learning rate."""
     if saved is None:
         return
     run = Path(config.run)
@@ -81,7 +82,7 @@ def check_end(
 
 
 def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus, ranks: Ranks) -> OpenedModel | None:
-    """Return the model whose predictions are learned from, in the weights' dtype of the training; None without one."""
+    """Return the model whose predictions are learned from, in the dtype of the trained weights; None without one."""
     if not settings.teacher or not settings.teacher_weight:
         return None
 
@@ -94,9 +95,9 @@ def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus
 def first_model(
     config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks
 ) -> tuple[EncoderDecoder, Iterator[tuple[str, Tensor]]]:
-    """Return the model with which training begins, without memory, and its whole weights, each when it is asked for.
+    """Return the model that training starts with, on "meta", and its whole weights, each produced when asked for.
 
-    They are those of the checkpoint, of another run's model, or random.
+    The weights are those of the checkpoint or of another run's model, or random.
     """
     settings = config.training
     sizes = model_sizes(config.model)
@@ -104,7 +105,7 @@ def first_model(
 
     def build() -> EncoderDecoder:
         model = build_model(sizes, corpus.source, corpus.target)
-        # M2M-100 and NLLB-200 have no bias of the projection: an imported one stays 0, and can be exported again
+        # M2M-100 and NLLB-200 have no output bias: in an imported model it stays 0, so that it can be exported again
         freeze(model, settings.freeze, bool(settings.start_from) and config.model.preset == "m2m100")
         adapt(model, settings, sizes.d_model)
         return model
@@ -126,7 +127,7 @@ def first_model(
         ranks.run_on_main(lambda: check_fits(own, saved.weights, last))
         return model, ranks.tensors_of_main(saved.weights, own)
     if start is None:
-        return model, drawn  # by every rank, so that none need be sent
+        return model, drawn  # by every rank, so that none needs to be sent
     plain = {name: each for name, each in own.items() if not name.endswith(LORA)}
     ranks.run_on_main(lambda: check_fits(plain, start, settings.start_from))
     of_lora = ((name, weight) for name, weight in drawn if name.endswith(LORA))
@@ -138,7 +139,7 @@ def first_moments(
 ) -> tuple[torch.optim.Optimizer, WeightAverage]:
     """Return the optimizer and the average of the weights, as they are in the checkpoint; without one, new ones.
 
-    The layout has replaced the parameters that it splits or shards.
+    They are made from the layout's model, since the layout has replaced the parameters that it splits or shards.
     """
     optimizer = make_optimizer(layout.model, settings)
     average = WeightAverage(layout, settings.ema)

@@ -12,11 +12,11 @@ from recipes.translation.errors import ConfigError
 
 
 def check_compiler(devices: Iterable[torch.device]) -> None:
-    """Raise ConfigError where layers cannot be compiled, found by compiling a small function for each device."""
+    """Raise ConfigError if layers cannot be compiled, which is tested with a small function on each device."""
     for device in dict.fromkeys(devices):
         try:
             with warnings.catch_warnings(), torch.compiler.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
-                warnings.simplefilter("ignore")  # by which torch says what it does not cache
+                warnings.simplefilter("ignore")  # torch warns of what it does not cache
                 torch.compile(lambda x: x.exp() + 1)(torch.ones(2, device=device))
         except RuntimeError as error:
             raise ConfigError(
@@ -27,7 +27,7 @@ def check_compiler(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def explain_compile_errors() -> Iterator[None]:
-    """Within the block, raise ConfigError for a layer that the compiler does not take."""
+    """Within the block, raise ConfigError for a layer that the compiler cannot handle."""
     try:
         yield
     except RuntimeError as error:

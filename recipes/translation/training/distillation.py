@@ -1,12 +1,12 @@
 """Word-level distillation: the student's predictions are drawn towards a teacher's on the same prefixes.
 
-With q the teacher's and p the student's prediction of a token, at temperature T where they have the index T, CE the
-usual loss and w a weight, the loss of the token is
+Let q be the teacher's and p the student's prediction of a token (at temperature T with the index T), CE the usual loss
+and w a weight. The loss of the token is
 
     (1 - w) CE(p)  +  w T^2 KL(q_T || p_T)
 
-(Hinton et al. 2015, section 2, with their factor T^2; Kim and Rush 2016, section 3.1, for words). The teacher gets no
-gradient. The logits of both exist for one chunk of tokens at a time, in `seqpar.linear_distillation`.
+(Hinton et al. 2015, section 2, including their factor T^2; Kim and Rush 2016, section 3.1, for words). The teacher gets
+no gradient. The logits of both exist for only one chunk of tokens at a time, in `seqpar.linear_distillation`.
 
 Shape suffixes: B batch, T time, D the student's hidden size, E the teacher's.
 """
@@ -29,15 +29,15 @@ from seqpar.engine.scores import over_devices
 
 
 class Teacher:
-    """A trained model beside the one in training, without gradient and dropout.
+    """A trained model alongside the one in training, without gradients and dropout.
 
-    It is not a module, so that the parameters of the model in training are only its own: those that are optimised,
-    saved, copied, or sharded.
+    It is not a module, so that the parameters of the model in training, which are optimised, saved, copied or sharded,
+    do not include the teacher's.
 
     Args:
-        model: whole, or sharded by FSDP2, whose layers are gathered one by one and the rest until `release`; it is
-            changed in place, to evaluation mode without gradients.
-        devices: those of the model in training; each distinct one gets a copy.
+        model: whole, or sharded by FSDP2; then its layers are gathered one by one, and the rest stays gathered until
+            `release`. It is changed in place, to evaluation mode without gradients.
+        devices: those of the model in training; each distinct device gets a copy.
     """
 
     def __init__(self, model: EncoderDecoder, devices: Sequence[torch.device]) -> None:
@@ -58,16 +58,16 @@ class Teacher:
         return seqpar.TeacherHidden(hidden_BTE, generator.weight[own], generator.bias[own])
 
     def release(self) -> None:
-        """Free what the loss of a batch needed: of a model that is sharded, all but this rank's rows."""
+        """Free what the loss of a batch needed: all but this rank's rows of a sharded model."""
         for model in self.models.values():
             if is_fsdp_unit(model):
                 reshard(model)
-                # No backward follows, at whose end it would forget them
+                # FSDP2 would forget them at the end of the backward, but none follows
                 forget_forwards(model)
 
 
 class WithTeacher(nn.Module):
-    """A model's hidden states, and as `teacher` those of the teacher for the same sentences and prefixes."""
+    """A model's hidden states and, as `teacher`, those of the teacher for the same sentences and prefixes."""
 
     def __init__(self, model: nn.Module, teacher: Teacher) -> None:
         super().__init__()
@@ -82,15 +82,15 @@ class WithTeacher(nn.Module):
 class DistillationLoss(nn.Module):
     """The summed loss of the tokens that are not padding.
 
-    Plain equivalent, over these tokens, with `student` and `teacher` as their logits, T `temperature`, w `weight`:
+    Plain equivalent over these tokens, with logits `student` and `teacher`, T for `temperature` and w for `weight`:
 
         kl = F.kl_div((student / T).log_softmax(-1), (teacher / T).log_softmax(-1), log_target=True, reduction="sum")
         (1 - w) * usual + w * T**2 * kl
 
     Args:
-        usual: the loss CE; both are of its generator, over its devices or its part of the vocabulary, in its chunks.
-        teacher: the teacher, on every device of the student's hidden states.
-        weight: w, from above 0 to 1, where CE is not computed and `nll` and `correct` are None.
+        usual: the loss CE; both losses use its generator, devices, part of the vocabulary and chunks.
+        teacher: the teacher, on every device that has hidden states of the student.
+        weight: w, above 0 and at most 1; at 1, CE is not computed, and `nll` and `correct` are None.
         temperature: T, above 0.
     """
 
@@ -104,7 +104,7 @@ class DistillationLoss(nn.Module):
     def forward(
         self, hidden: Tensor | list[Tensor], target: Tensor, *, teacher: Tensor | list[Tensor]
     ) -> seqpar.TokenLoss:
-        """Return the loss of hidden states (B, T, D), or of a list with those of each replica, on the first device."""
+        """Return, on the first device, the loss of hidden states (B, T, D) or of a list with those of each replica."""
         usual = self.usual
         options = {"chunk_tokens": usual.chunk_tokens}
         divergence = sum_on_first(
@@ -120,13 +120,13 @@ class DistillationLoss(nn.Module):
         return found._replace(total=(1 - self.weight) * found.total + total)
 
     def prefetch(self) -> None:
-        """Begin to send the generator to the other devices."""
+        """Start sending the generator to the other devices."""
         self.usual.prefetch()
 
     def _divergence(
         self, hidden: Tensor, weight: Tensor, target: Tensor, *, teacher: Tensor, **options: Any
     ) -> seqpar.TokenLoss:
-        """Return the divergence of the rows of one device, without `nll` and `correct`."""
+        """Return the divergence for the rows of one device, without `nll` and `correct`."""
         own = slice(None)
         if self.usual.vocab is not None:
             own = slice(self.usual.vocab.start, self.usual.vocab.start + len(weight))

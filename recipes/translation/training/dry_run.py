@@ -1,4 +1,4 @@
-"""What a training will cost, found out without a step of it: the memory of each process, and the hours."""
+"""What a training will cost, found out without taking a step: the memory of each process, and the hours."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ PASSES = 3
 def cost(
     layout: Layout, settings: TrainingConfig, corpus: Corpus, batches: Sequence[Batch], steps: int, ranks: Ranks
 ) -> str:
-    """Return what `steps` steps need, by a forward and backward of the batches of the first; every rank calls this.
+    """Return what `steps` steps need, measured by a forward and backward of the first step's batches.
 
-    Weights, moments and files stay as they are. Of a few passes the fastest counts: the first ones reserve memory.
+    Every rank calls this. Weights, moments and files stay as they are. Of a few passes the fastest counts, since the
+    first ones reserve memory.
     """
     layout.model.train()
     forget_peak(layout.devices)
@@ -56,7 +57,7 @@ def cost(
 
 
 def in_lines(everyone: Sequence[Mapping[str, int]], seconds: float, tokens: int, steps: int) -> str:
-    """Return what a dry run says, given the bytes of each process, and the time and target tokens of one step."""
+    """Return what a dry run reports, given the bytes of each process, and the time and target tokens of one step."""
     largest = {name: max(own[name] for own in everyone) for name in everyone[0]}
     lines = [
         f"memory of a process, MB: {', '.join(f'{name} {size / 1e6:,.1f}' for name, size in largest.items())}",
@@ -79,7 +80,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _loss_bytes(layout: Layout, settings: TrainingConfig, classes: int) -> int:
-    """Return what a batch's loss needs beside weights and hidden states, if all its cells are tokens."""
+    """Return the bytes that a batch's loss needs besides weights and hidden states, if all its cells are tokens."""
     axes = layout.axes
     tokens = settings.batch_tokens
     if settings.accumulate < layout.data_ranks:  # no process has a whole batch

@@ -1,10 +1,10 @@
-"""An exponential moving average of the weights, which validation and translation use in the weights' place.
+"""An exponential moving average of the weights, which validation and translation use in their place.
 
-After step t = 1, 2, ... the average e of a weight w, which begins as the first weight, becomes
+After step t = 1, 2, ... the average e of a weight w, which starts as the initial weight, becomes
 
     e <- d e + (1 - d) w    with    d = min(decay, (1 + t) / (10 + t))
 
-The smaller d of the first steps lets the average forget the first weights; it is that of TensorFlow's
+The smaller d of the first steps lets the average forget the initial weights, as in TensorFlow's
 `ExponentialMovingAverage` with `num_updates`. See Polyak and Juditsky 1992 on why an average is the better estimate.
 """
 
@@ -22,7 +22,7 @@ from recipes.translation.training.parts import local_of
 
 
 class WeightAverage:
-    """The average of a model's weights, distributed as these are; without a decay it is the weights themselves."""
+    """The average of a model's weights, distributed as they are; without a decay it is the weights themselves."""
 
     def __init__(self, layout: Layout, decay: float) -> None:
         self.layout = layout
@@ -42,18 +42,18 @@ class WeightAverage:
         get_ema_multi_avg_fn(decay)(averages, weights, step)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what is validated and translates, as this rank has it: the averages, or without them the weights."""
+        """Return this rank's part of the weights to validate and translate with: the averages, if there are any."""
         return self.averages or dict(self.layout.model.named_parameters())
 
     def others(self) -> dict[str, Tensor]:
-        """Return the weights whose averages are other numbers, as this rank has them, as `weights/<parameter>`."""
+        """Return this rank's part of the weights that averages stand in for, as `weights/<parameter>`."""
         if not self.averages:
             return {}
         return {f"weights/{name}": weight for name, weight in self.layout.model.named_parameters()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block, let the model have the averages for its weights."""
+        """Within the block, give the model the averages as its weights."""
         self._exchange()
         try:
             yield
@@ -62,7 +62,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Let weights and averages change places, one after the other."""
+        """Swap weights and averages, one at a time."""
         for name, weight in self.layout.model.named_parameters():
             if name in self.averages:
                 own, average = local_of(weight), local_of(self.averages[name])

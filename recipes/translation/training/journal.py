@@ -1,4 +1,4 @@
-"""What a training reports: its numbers, the machine, samples of its translations, the report, its progress."""
+"""What a training reports: its numbers, the machine, sample translations, the report and its progress."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from seqpar.distributed.collectives import gather_objects
 SHARE = 0.01
 """The largest share of the time between two drawings of the report that drawing may take."""
 SAMPLES = 6
-"""Sentences whose translations by every validation are kept."""
+"""Number of sentences whose translations are kept at every validation."""
 
 
 class Journal:
-    """Everything that observes a training is told about a step, or a validation, here.
+    """Tell everything that observes a training about its steps and validations.
 
-    These are `metrics.jsonl` with the trackers, `resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html`
-    of the run, which only rank 0 writes, and the progress line.
+    The observers are the run's `metrics.jsonl` with the trackers, `resources.jsonl`, `samples.jsonl`, `validation.json`
+    and `report.html`, which only rank 0 writes, and the progress line.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Journal:
         trackers: Sequence[Tracker],
         progress: Progress,
     ) -> None:
-        """Note how training begins, or goes on after the step `resumed_at`; `began` is what only the caller knows."""
+        """Note how training begins, or continues after step `resumed_at`; `began` is what only the caller knows."""
         self.run = run
         self.settings = settings
         self.devices = layout.devices
@@ -54,7 +54,7 @@ class Journal:
         self.ranks = ranks
         self.next_drawing = 0.0
         self.drawn = True
-        after = -1  # a run that starts afresh keeps nothing of an earlier one
+        after = -1  # a run that starts afresh keeps nothing from an earlier one
         if resumed_at is not None:
             after = resumed_at
         elif ranks.is_main:
@@ -80,13 +80,13 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Draw the report for the last time, also after an error, which its curves may explain."""
+        """Draw the report one last time, even after an error, which its curves may explain."""
         if kind is not KeyboardInterrupt and not self.drawn:
             self._draw()
         self.files.close()
 
     def note_step(self, state: TrainingState, done: StepNumbers, rate: float) -> None:
-        """Note a step, which `state` counts already, and its learning rate."""
+        """Note a step, which `state` already counts, and its learning rate."""
         loss, tokens, norm = done
         seconds = self.progress.show_step(state, loss=loss, tokens=tokens)
         self.metrics.write(
@@ -96,13 +96,13 @@ class Journal:
         self.drawn = False
 
     def note_skipped_step(self, state: TrainingState) -> None:
-        """Note a step without an update, which `state` counts already."""
+        """Note a step without an update, which `state` already counts."""
         seconds = self.progress.show_skipped_step(state)
         self.metrics.write(step=state.step, **self._scale(state))
         self.machine.write(step=state.step, seconds=round(seconds, 6))
 
     def _scale(self, state: TrainingState) -> dict[str, float]:
-        """Return what is noted of the loss scale: that of the next step, and how many have been skipped."""
+        """Return what is noted about the loss scale: that of the next step, and how many steps have been skipped."""
         if self.settings.precision != "fp16":
             return {}
         return {"loss_scale": state.loss_scale, "skipped": state.skipped}
@@ -110,7 +110,7 @@ class Journal:
     def keep(self, found: Validation) -> None:
         """Write a validation, its translations and samples of them, and all records so far, to the disk.
 
-        This comes before the state is saved.
+        Call this before the state is saved.
         """
         self.metrics.write(**found.as_dict())
         if self.ranks.is_main and found.translations:
@@ -132,7 +132,7 @@ class Journal:
             records.flush()
 
     def announce_validation(self, state: TrainingState, found: Validation) -> None:
-        """Announce a validation whose state is saved, and note the memory used so far; every rank calls this."""
+        """Announce a validation whose state is being saved, and note the peak memory so far; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
             f"rank {rank} {name}" if len(everyone) > 1 else name: size
@@ -150,7 +150,7 @@ class Journal:
         self.progress.show_validation(state, found, of)
 
     def _draw(self) -> None:
-        """Draw the report, and say when to draw it again."""
+        """Draw the report, and set the time to draw it again."""
         if not (self.settings.report and self.ranks.is_main):
             return
         began = time.monotonic()
@@ -166,7 +166,7 @@ class Journal:
 
 
 def sample_rows(sentences: int) -> list[int]:
-    """Return the numbers of the sentences that are kept: evenly spaced, so that they are not all of one document."""
+    """Return the indices of the sentences to keep: evenly spaced, so that they are not all from one document."""
     kept = min(SAMPLES, sentences)
     return [sentences * number // kept for number in range(kept)]
 

@@ -1,7 +1,7 @@
-"""Distribution of the model over the devices of one process, or over processes by the setting `layout`.
+"""Distribution of the model over the devices of one process, or over processes according to the setting `layout`.
 
-In every layout the gradient of a step equals that of all its tokens on one device. `Parts` says which part of each
-weight a process has.
+In every layout the gradient of a step equals that of all its tokens on one device. `Parts` determines which part of
+each weight a process has.
 
 Ranks are numbered by (data, shard, vocab), the last one fastest: ranks that communicate most are neighbours,
 usually on the same machine.
@@ -45,7 +45,7 @@ from seqpar.multi_device.devices import check_devices
 
 
 def axes_of(layout: LayoutConfig, world: int) -> Axes:
-    """Return the axes of a layout for `world` processes; raise ConfigError if their product is another number."""
+    """Return the axes of a layout for `world` processes; raise ConfigError if their product is not `world`."""
     others = layout.shard * layout.vocab
     axes = Axes(layout.data or max(1, world // others), layout.shard, layout.vocab)
     if prod(axes) != world:
@@ -69,7 +69,7 @@ def device_of(ranks: Ranks) -> torch.device:
 
 
 def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
-    """Return the devices of this process: all GPUs or two replicas on the CPU, but one device with several ranks."""
+    """Return this process's devices: all GPUs, or two replicas on the CPU; one device if there are several ranks."""
     if settings.devices == "auto":
         if ranks.world > 1:
             return [device_of(ranks)]
@@ -93,12 +93,12 @@ def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
 
 
 class Groups(NamedTuple):
-    """The process groups of this process; None is this process alone."""
+    """The process groups of this process; None stands for this process alone."""
 
     tokens: ProcessGroup | None
     """Ranks with different tokens, over which gradients are summed."""
     vocab: ProcessGroup | None
-    """Ranks that split the vocabulary, and have the same tokens."""
+    """Ranks that split the vocabulary and have the same tokens."""
     shards: DeviceMesh | None
     """The mesh (copy, shard) if weights are sharded."""
 
@@ -111,7 +111,7 @@ class Groups(NamedTuple):
         def group(rows: Tensor) -> ProcessGroup | None:
             if rows.size(1) == 1:
                 return None
-            # One group of all ranks exists already: every further one costs connections between all pairs
+            # One group of all ranks exists already, and each additional one costs connections between all pairs
             if len(rows) == 1 and not nccl and ranks.step_group is not None:
                 return ranks.step_group
             backend = "gloo"
@@ -124,8 +124,8 @@ class Groups(NamedTuple):
                 ranks.gloo_groups.append(own)
             return own  # type: ignore[no-any-return]
 
-        # Each row is a group, and `view` and a transpose give the rows, since ranks are numbered with the last axis
-        # fastest. Data 2, vocab 2: vocab [[0, 1], [2, 3]], tokens [[0, 2], [1, 3]]
+        # Each row is a group. Since ranks are numbered with the last axis fastest, `view` and a transpose give the
+        # rows. Data 2, vocab 2: vocab [[0, 1], [2, 3]], tokens [[0, 2], [1, 3]]
         vocab = group(world.view(-1, axes.vocab))
         tokens = group(world.view(-1, axes.vocab).T)
         if axes.shard == 1:
@@ -146,9 +146,9 @@ class Layout:
     """A model distributed for training.
 
     Args:
-        model: on the device "meta"; it is split in place, and gets memory only for the parts of this process.
-        weights: each weight, whole and the same on every rank, by its name; it is asked for after the one before has
-            been put into its place.
+        model: on the device "meta"; it is split in place, and gets memory only for this process's parts.
+        weights: each weight with its name, whole and the same on every rank; each is asked for once the previous one
+            is in place.
         settings: those of the training.
         layout: how the processes share the work.
         devices: from `devices_of`.
@@ -156,7 +156,7 @@ class Layout:
         teacher: the model to learn from, which is sharded as `model` is.
 
     Raises:
-        ConfigError: a layout that does not fit the model.
+        ConfigError: for a layout that does not fit the model.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Layout:
         self.devices = devices
         self.device = devices[0]
         if self.device.type != "cpu":
-            # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
+            # FSDP2 gathers weights on the current device, and NCCL assumes that it belongs to this process
             torch.accelerator.set_device_index(self.device.index)
         self.groups = Groups.of(axes, ranks, layout.timeout, self.device)
         self.data_rank = ranks.rank // axes.vocab
@@ -183,7 +183,7 @@ class Layout:
         self.parts = Parts(axes, ranks, model)
         self.reducer: nn.Module | None = None
         self.stance: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What a step is within: what it may compile."""
+        """The context in which a step runs; it determines what may be compiled."""
         if self.settings.compile:
             ranks.run_on_all(lambda: check_compiler(devices))
             compile_layers(model)
@@ -202,7 +202,7 @@ class Layout:
         self._settle()
 
     def _fill_teacher(self, teacher: OpenedModel) -> None:
-        """Give the teacher its weights: all of them or, where the model is sharded, this rank's rows."""
+        """Give the teacher its weights: all of them or, if the model is sharded, this rank's rows."""
         axes, ranks, mesh = Axes(prod(self.axes), 1, 1), self.parts.ranks, None
         if self.groups.shards is not None:
             # Ranks that split the vocabulary have the same rows
@@ -218,18 +218,18 @@ class Layout:
         except ValueError as error:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
         vocab = shard if self.axes.vocab > 1 else None
-        # A shard of the vocabulary stays on the device it is on
+        # A shard of the vocabulary stays on its device
         own_devices = None if vocab else self.devices
         if self.groups.shards is not None:
             shard_layers(self.model, self.groups.shards, self.device)
         allocate(self.model, self.device)
         if self.groups.shards is None:
-            # Before DDP sends rank 0's to all, whatever processors have drawn them
+            # Before DDP sends rank 0's weights to all, so that they agree whatever processors drew them
             self.parts.fill_model(self.model, weights)
         both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         self.usual_loss = Objective(self.settings).loss(self.model, own_devices, vocab)
         if self.groups.shards is not None:
-            # What is in none of the layers
+            # Everything outside the layers
             shard_module(both, self.groups.shards)
             self.parts.fill_model(self.model, weights)
             self.reducer = both
@@ -244,14 +244,14 @@ class Layout:
         return lambda batch: wrapped(batch.src, batch.tgt_in, target=batch.tgt_out)
 
     def _settle(self) -> None:
-        """Take a step that changes nothing, after which the next ones compute what they would after a resume, too.
+        """Run a step that changes nothing, so that later steps compute the same with and without a resume before them.
 
-        DDP gives gradients their final places in its buckets after the first backward. Over more than two ranks the
-        order of a number's sum depends on its place. Settled by the first step of a run, the places would be other ones
-        in the first step after a resume than in the same step of a run that was not interrupted.
+        DDP assigns gradients their final places in its buckets after the first backward, and over more than two ranks
+        the order of summation depends on the place. If a run's first real step settled the places, the first step after
+        a resume would have different ones from the same step of an uninterrupted run.
 
-        And layers are compiled here, for a batch with three numbers of sentences, source and target steps on each
-        device, as `compiling` needs it.
+        Layers are also compiled here, with a batch whose numbers of sentences, source steps and target steps per device
+        are all different, as `compiling` requires.
         """
         if not self.settings.compile and not isinstance(self.reducer, DistributedDataParallel):
             return
@@ -274,7 +274,7 @@ class Layout:
         return f"{prod(self.axes)} processes ({axes}), here {self.device}{layers}"
 
     def over_devices(self, model: EncoderDecoder, objective: Objective) -> Callable[[Batch], seqpar.TokenLoss]:
-        """Return the forward of a batch over the devices of this process only; hidden states stay on them."""
+        """Return the forward of a batch over this process's devices only; hidden states stay on them."""
         passes = seqpar.DataParallel(objective.passes(model), self.devices, gather_outputs=False)
         loss = objective.loss(model, self.devices, None)
 
@@ -282,7 +282,7 @@ class Layout:
             loss.prefetch()
             hidden = passes(batch.src, batch.tgt_in)
             per_token: dict[str, list[Tensor]] = {}
-            if isinstance(hidden[0], tuple):  # with more for each token, on each device
+            if isinstance(hidden[0], tuple):  # on each device, with further tensors for each token
                 hidden, more = zip(*hidden, strict=True)
                 per_token = {name: [tensors[name] for tensors in more] for name in more[0]}
             found: seqpar.TokenLoss = loss(list(hidden), batch.tgt_out, **per_token)
@@ -294,8 +294,8 @@ class Layout:
     def independent(self) -> Iterator[Ranks]:
         """Within the block, let each rank call the model for sentences of its own, without gradients.
 
-        Yield the ranks that divide the sentences: those that split the vocabulary are one. Every rank must enter the
-        block, leaves it when all others do, and calls `meet` of these ranks before any collective.
+        Yields the ranks that divide the sentences; those that split the vocabulary count as one. Every rank must enter
+        the block, leaves it when all others do, and must call these ranks' `meet` before any collective.
         """
         ranks = self.parts.ranks.for_steps()
         if self.axes.vocab > 1:
@@ -310,9 +310,9 @@ class Layout:
             yield ranks
 
     def plain_loss(self, model: EncoderDecoder) -> Callable[[Batch], seqpar.TokenLoss]:
-        """Return the usual loss of a batch, whatever is trained, within `independent`.
+        """Return the function for a batch's usual loss, whatever the training objective; use it within `independent`.
 
-        `model` is that of this layout, or, where no part of it is elsewhere, one that takes its place.
+        `model` is this layout's or, if this process has the whole model, one that takes its place.
         """
         usual = Objective(self.settings)
         if self.has_whole_model:
@@ -331,7 +331,8 @@ class Layout:
     ) -> seqpar.TokenLoss:
         """Add the gradient of a whole step, divided once by the tokens of its batches on all ranks; return its loss.
 
-        `agree` names what must be the same on all ranks. The gradient, and not the loss, is multiplied by `scale`.
+        `agree` names what must be the same on all ranks. The gradient is multiplied by `scale`, the returned loss is
+        not.
         """
         with self.stance():
             return seqpar.accumulate_gradients(
@@ -358,9 +359,9 @@ class Layout:
         return (batch.tgt_out != PAD).sum()
 
     def clip(self, largest: float, scale: float = 1.0) -> Tensor:
-        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before, unread.
+        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before clipping.
 
-        First the gradient is divided by `scale`, a power of two.
+        The norm is a tensor, not read from the device. The gradient is first divided by `scale`, a power of two.
         """
         named = list(self.model.named_parameters())
         if scale != 1:
@@ -385,7 +386,7 @@ class Layout:
         return self.axes[1:] == (1, 1)
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return the optimizer's moments, as this rank has them, by their names `optimizer/<parameter>/<what>`."""
+        """Return this rank's part of the optimizer's moments by their names `optimizer/<parameter>/<what>`."""
         return {
             f"optimizer/{name}/{what}": torch.as_tensor(value)
             for name, parameter in self.model.named_parameters()
@@ -393,7 +394,7 @@ class Layout:
         }
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-        """Set the optimizer's moments from rank 0's whole ones, as `parts.copy_parts` makes them of `moments`."""
+        """Set the optimizer's moments from rank 0's whole ones, which `parts.copy_parts` made from `moments`."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 # In the weights' dtype, which differs if the run is resumed in another precision

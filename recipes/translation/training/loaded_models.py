@@ -1,4 +1,4 @@
-"""Models that were trained, read to translate with: whole on every rank or, where they were trained so, in parts."""
+"""Trained models, read to translate with: whole on every rank or, if they were trained in parts, in parts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from recipes.translation.training.shards import fill, gather_together, reshard
 def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> Iterator[tuple[list[Translator], Ranks]]:
     """Within the block, let each rank translate sentences of its own with models that rank 0 reads.
 
-    Yield the models, in eval mode on this process's GPU, if any, and the ranks that divide the sentences. A model that
-    was trained with `layout.shard` or `layout.vocab`, as no process may have room for it, is sharded over all ranks.
+    Yields the models, in eval mode on this process's GPU, if any, and the ranks that divide the sentences. A model that
+    was trained with `layout.shard` or `layout.vocab` is sharded over all ranks, as it may be too large for one process.
     Weights are read and sent one at a time. Every rank must enter and leave the block.
     """
     device = device_of(ranks)
     if device.type != "cpu":
-        # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
+        # FSDP2 gathers weights on the current device, and NCCL assumes that it belongs to this process
         torch.accelerator.set_device_index(device.index)
     translators = []
     in_parts = []
@@ -51,7 +51,7 @@ def loaded_models(reads: Sequence[Callable[[], SavedModel]], ranks: Ranks) -> It
     ids = torch.full((1, 1), EOS, device=device)
     for model, _ in in_parts:
         with torch.no_grad():
-            model(ids, ids)  # since FSDP2 takes the module that is called first for the root
+            model(ids, ids)  # since FSDP2 treats the module that is called first as the root
         reshard(model)
     with gather_together([model for model, _ in in_parts], in_parts[0][1]) as meet:
         yield translators, replace(ranks, meet=meet)

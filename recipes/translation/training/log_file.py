@@ -1,4 +1,4 @@
-"""The lines of a training, each with the time, in a file of its run as well as on the screen."""
+"""What a training prints, written with timestamps to a file of its run as well as to the screen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recipes.translation.files.writing import adding_to, writing_to
 LOG = "train.log"
 """The file in a run's folder."""
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What moves the cursor of a terminal, or colours it."""
+"""Escape sequences that move a terminal's cursor or colour its text."""
 
 
 class Copied:
-    """A stream whose whole lines are also written into a file."""
+    """A stream whose complete lines are also written to a file."""
 
     def __init__(self, stream: Any, file: IO[bytes]) -> None:
         self._stream = stream
@@ -27,7 +27,7 @@ class Copied:
         self._rest = ""
 
     def write(self, text: str) -> int:
-        """Write to the stream, and whole lines to the file; a line that was redrawn is none."""
+        """Write to the stream, and complete lines to the file; of a redrawn line only its last state."""
         written: int = self._stream.write(text)
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
@@ -41,7 +41,7 @@ class Copied:
 
 
 def note(file: IO[bytes], line: str) -> None:
-    """Write a line with the time; a full disk ends no training for it."""
+    """Write a line with the time; ignore errors, since a full disk must not end a training because of its log."""
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     with suppress(OSError):
         file.write(f"{now} {line}\n".encode(errors="backslashreplace"))
@@ -57,7 +57,7 @@ def note_in(path: Path, text: str) -> None:
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Within the block, add what is printed to the file at `path`, and the error that ends the block; times are UTC."""
+    """Within the block, append what is printed to the file at `path`, and any error that ends it; times are UTC."""
     with ExitStack() as held:
         with writing_to(path):
             file = held.enter_context(adding_to(path))
@@ -68,6 +68,6 @@ def log_to(path: Path) -> Iterator[None]:
         except BaseException as error:
             note(file, f"error: {type(error).__name__}: {' '.join(str(error).split())}".rstrip(": "))
             if {entry.name for entry in path.parent.iterdir()} <= {path.name, ".lock"}:
-                # A folder in which nothing was written is not left behind
+                # Leave no file behind in a folder in which nothing else was written
                 path.unlink()
             raise

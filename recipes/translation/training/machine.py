@@ -1,6 +1,6 @@
-"""What `resources.jsonl` says of a run: the machine it runs on, the seconds of its steps, and the memory they take.
+"""What `resources.jsonl` says about a run: the machine it runs on, the seconds of its steps and the memory they take.
 
-These numbers differ between two runs that are equal in everything else, which is why they are not in `metrics.jsonl`.
+These numbers differ between two runs that are otherwise identical, which is why they are not in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("seqpar", "torch", "numpy", "sentencepiece", "sacrebleu")
 
 
 def hardware(devices: Sequence[torch.device], processes: int) -> dict[str, object]:
-    """Return the system, the processor, the cores, the accelerators of this process, and the number of processes."""
+    """Return the system, processor, cores and memory, this process's accelerators and the number of processes."""
     names = [torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"]
     return {
         "system": platform.platform(),
@@ -33,12 +33,12 @@ def hardware(devices: Sequence[torch.device], processes: int) -> dict[str, objec
 
 
 def software() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide a run's numbers."""
+    """Return the versions of Python and of the packages that determine a run's numbers."""
     return {"python": platform.python_version()} | {name: import_module(name).__version__ for name in PACKAGES}
 
 
 def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:
-    """Return the most bytes so far by device: allocated tensors on CUDA, the process's resident set on the CPU."""
+    """Return the peak bytes so far for each device: allocated tensors on CUDA, the resident set on the CPU."""
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
     found = {"cpu": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     for device in devices:
@@ -48,20 +48,20 @@ def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:
 
 
 def forget_peak(devices: Sequence[torch.device]) -> None:
-    """Let `peak_memory` count from now on; on the CPU only Linux can."""
+    """Make `peak_memory` count from now on; on the CPU this works only on Linux."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
-        clear.write_text("5")  # the peak of the resident set, proc(5)
+        clear.write_text("5")  # resets the peak of the resident set, see proc(5)
     for device in devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
 
 def return_free_memory() -> None:
-    """Return to the system what this process has freed; without glibc, whose allocator keeps it, do nothing.
+    """Return to the system the memory that this process has freed but glibc's allocator keeps; otherwise do nothing.
 
-    Batches have tensors of many sizes, and the gaps between those that live longer are kept in the heap: in a thousand
-    steps of a small model on the CPU the resident set grew from 3 to 8 GB, and 0.5 GB were in use.
+    Batches have tensors of many sizes, and the gaps between those that live longer stay in the heap: in a thousand
+    steps of a small model on the CPU the resident set grew from 3 to 8 GB, of which 0.5 GB were in use.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,7 +1,7 @@
-"""What training minimises: which hidden states are computed of a batch, and which loss of them.
+"""What training minimises: which hidden states are computed from a batch, and which loss from them.
 
-An `Objective` gives a layout two modules for a model. The layout distributes them over devices or processes; it does
-not need to know which objective it is.
+An `Objective` gives a layout two modules for a model. The layout distributes them over devices or processes, and need
+not know which objective it is.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from recipes.translation.training.distillation import DistillationLoss, Teacher,
 
 @dataclass(frozen=True)
 class Objective:
-    """The two modules of a training step: for cross-entropy with label smoothing, alone or with more."""
+    """The two modules of a training step: for cross-entropy with label smoothing, alone or with distillation."""
 
     settings: TrainingConfig
     teacher: Teacher | None = None
-    """From whose predictions the divergence joins the loss."""
+    """The model whose divergence from the student is part of the loss."""
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
-        """Return a module of `(src, tgt)` that computes hidden states, or those and a dict of more for each token."""
+        """Return a module of `(src, tgt)` that computes hidden states, perhaps with a dict of more for each token."""
         if self.teacher is not None:
             return WithTeacher(model, self.teacher)
         return model
@@ -36,7 +36,7 @@ class Objective:
     def loss(
         self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
     ) -> seqpar.LossCompute | DistillationLoss:
-        """Return a module of `(hidden, target, **more)`, or of lists of them for each device, that sums the loss."""
+        """Return a module of `(hidden, target, **more)`, or of lists with one for each device, that sums the loss."""
         settings = self.settings
         criterion = seqpar.LabelSmoothing(settings.label_smoothing, settings.smoothing_convention, ignore_index=PAD)
         usual = seqpar.LossCompute(model.generator, criterion, devices, settings.chunk_tokens, vocab=vocab)

@@ -1,4 +1,4 @@
-"""The optimizer of a training, its learning rate at each step, and the number of its steps.
+"""The optimizer of a training, the learning rate at each step, and the number of steps.
 
 A training ends after `training.steps` or `training.epochs`, whichever comes first.
 """
@@ -17,10 +17,10 @@ from recipes.translation.settings.schedules import SCHEDULES, Step
 
 
 def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.Optimizer:
-    """Return AdamW for the parameters of a model, which its layout has split or sharded already.
+    """Return AdamW for the parameters of a model, which its layout has already split or sharded.
 
     Weight decay is decoupled from the gradient (Loshchilov and Hutter 2019, algorithm 2), and without it this is Adam
-    bit for bit. Norms and biases have none: what they scale and shift would be drawn to 0.
+    bit for bit. Norms and biases have none: it would draw what they scale and shift to 0.
     """
     parameters = list(model.parameters())
     groups = [
@@ -31,7 +31,7 @@ def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.Op
 
 
 def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Take a step of this learning rate by the gradients, and drop them."""
+    """Take a step with this learning rate, and drop the gradients."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
@@ -39,7 +39,7 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def learning_rate(settings: TrainingConfig, step: int, d_model: int, reductions: int = 0) -> float:
-    """Return the learning rate of step `step`, counted from 1, after the given number of reductions by validations."""
+    """Return the learning rate of step `step`, counted from 1, after validations have reduced it `reductions` times."""
     reduced = settings.plateau_factor**reductions
     warmup = max(settings.warmup, 1)
     return SCHEDULES[settings.schedule].rate(
@@ -48,7 +48,7 @@ def learning_rate(settings: TrainingConfig, step: int, d_model: int, reductions:
 
 
 def check_rate(before: TrainingConfig, now: TrainingConfig, made: int, d_model: int) -> None:
-    """Raise ConfigError if the next step of a run that is resumed would have another learning rate than before."""
+    """Raise ConfigError if changed settings give the next step of a resumed run a different learning rate."""
     if not SCHEDULES[now.schedule].by_steps:
         return
     old, new = (learning_rate(settings, made + 1, d_model) for settings in (before, now))
@@ -61,10 +61,10 @@ def check_rate(before: TrainingConfig, now: TrainingConfig, made: int, d_model: 
 
 
 def with_steps(settings: TrainingConfig, batches: Epochs) -> TrainingConfig:
-    """Return the settings with the number of steps after which training ends, also where epochs decide it.
+    """Return the settings with the number of steps after which training ends, even if epochs determine it.
 
-    An epoch counts as many batches as the first has: where subwords are sampled or corpora mixed, the others have a few
-    more or less, which only drawing them would tell.
+    Every epoch counts as having as many batches as the first: if subwords are sampled or corpora mixed, the others have
+    a few more or less, but only drawing them would tell how many.
     """
     if not settings.epochs:
         return settings
@@ -73,5 +73,5 @@ def with_steps(settings: TrainingConfig, batches: Epochs) -> TrainingConfig:
 
 
 def steps_of_epochs(settings: TrainingConfig, batches: Epochs) -> int:
-    """Return the steps that the epochs come to; the last one takes what it lacks from the next epoch."""
+    """Return the number of steps in the epochs; the last step is filled up with batches from the next epoch."""
     return -(-settings.epochs * batches.count(0) // settings.accumulate)

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class StepNumbers(NamedTuple):
-    """What is noted of a step."""
+    """What is noted about a step."""
 
     loss: float
     """The mean over its tokens."""
     tokens: int
     norm: float
-    """Of the gradient, before it was clipped."""
+    """The norm of the gradient before clipping."""
 
 
 def read_step(loss: seqpar.TokenLoss, norm: Tensor) -> StepNumbers:
-    """Return the numbers of a step, which the device is asked for once: each question waits until it has done all."""
+    """Return the numbers of a step, read from the device all at once: each read waits for the device to finish."""
     # float64 holds each of them exactly
     exact = torch.float64 if FACTS[norm.device.type].has_float64 else torch.float32
     numbers = [t.detach().to(norm.device, exact).reshape(()) for t in (loss.total, loss.tokens, norm)]
@@ -48,7 +48,7 @@ def read_step(loss: seqpar.TokenLoss, norm: Tensor) -> StepNumbers:
 
 
 SLOW_STEPS = 10
-"""The first steps of a run, which take longer than the others."""
+"""How many of a run's first steps count as slow: they take longer than the others."""
 
 
 class Progress(StatusLine):
@@ -69,7 +69,7 @@ class Progress(StatusLine):
     ) -> None:
         """Begin after the steps of `state`.
 
-        `share_of_peak` is that of one token a second, 0 where it is unknown; `classes` are the target's subwords.
+        `share_of_peak` is that of one token a second, or 0 if unknown; `classes` is the number of target subwords.
         """
         super().__init__(sys.stdout)
         self.steps = steps
@@ -81,7 +81,7 @@ class Progress(StatusLine):
         self.began = self.mark - state.seconds
 
     def show_step(self, state: TrainingState, *, loss: float, tokens: int) -> float:
-        """Show the end of a step and return its seconds; `loss` is its mean per token, `tokens` its number."""
+        """Show the end of a step and return its seconds; `loss` is the mean over its tokens, `tokens` their number."""
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
@@ -99,14 +99,14 @@ class Progress(StatusLine):
         return seconds
 
     def _step_seconds(self) -> float:
-        """Return the seconds of a recent step; the very first ones, which are slow, do not count."""
+        """Return the mean seconds of recent steps, without the oldest, which may be the slow first ones of a run."""
         counted = list(self.recent)[SLOW_STEPS:] or list(self.recent)
         return sum(each[0] for each in counted) / max(len(counted), 1)
 
     def show_validation(self, state: TrainingState, found: Validation, of: str = "") -> None:
         """Show the result of a validation and that of each corpus; its seconds do not count as training.
 
-        `of` is the model that a run starts from, of which it is the validation.
+        `of` names the model that a run starts from, if that is what was validated.
         """
         line = f"[valid] step {state.step:>6,}   {found}"
         if of:
@@ -116,7 +116,7 @@ class Progress(StatusLine):
         elif state.best_step == state.step:
             line += "   best so far"
         self.say(line, *(f"[valid]   {part}: {of_part}" for part, of_part in found.parts.items()))
-        # The clock starts anew, so that the next step is not charged with the validation
+        # The clock restarts, so that the next step is not charged for the validation
         seconds = self._tick(state)
         left = self.steps - state.step
         if self.validate_every and self.recent and left > 0:
@@ -150,17 +150,17 @@ class Progress(StatusLine):
 
 
 def is_worse_than_guessing(found: Validation, classes: float) -> bool:
-    """Return whether every one of the target's subwords, taken as equally likely, would be a better guess."""
+    """Return whether guessing that all target subwords are equally likely would be better."""
     return (found["perplexity"] or 0.0) > classes
 
 
 def guessing(classes: int) -> str:
-    """Return what the loss of a guess is."""
+    """Return a phrase that says what the loss of guessing is."""
     return f"each of {classes:,} subwords, equally likely, has the loss {math.log(classes):.2f}"
 
 
 def in_words(seconds: float) -> str:
-    """Return a time as it is spoken of: 40 seconds, 12 minutes, 2.5 hours."""
+    """Return a time in words: 40 seconds, 12 minutes, 2.5 hours."""
     if seconds < 1.5:
         return "1 second"
     if seconds < 90:
@@ -171,13 +171,13 @@ def in_words(seconds: float) -> str:
 
 
 class Metrics:
-    """`metrics.jsonl`: one JSON object a line, each with the step it belongs to."""
+    """`metrics.jsonl`: one JSON object per line, each with the step it belongs to."""
 
     def __init__(self, path: Path | None, *, after_step: int, trackers: Sequence[Tracker] = ()) -> None:
-        """Append to `path`, or write nothing if it is None; each record goes to the trackers, too.
+        """Append to `path`, or write nothing if it is None; each record also goes to the trackers.
 
-        Records after `after_step`, of a process that ended before it saved these steps, are removed. Lines that are not
-        records are moved to `metrics.odd.txt` in the same folder; an incomplete last line is dropped.
+        Records after `after_step`, from a process that ended before it saved these steps, are removed. Lines that are
+        not records are moved to `metrics.odd.txt` in the same folder; an incomplete last line is dropped.
         """
         self.path = path
         self.trackers = trackers
@@ -211,16 +211,16 @@ class Metrics:
             tracker.log(values)
 
     def flush(self) -> None:
-        """Flush the records to the disk, where they must be before a state that counts on them."""
+        """Flush the records to the disk, where they must be before a state that relies on them is saved."""
         if self.file is not None:
             os.fsync(self.file.fileno())
 
 
 def _remove_after(path: Path, after_step: int) -> None:
-    """Replace `path` by a file with only the records up to a step."""
+    """Replace `path` with a file that has only the records up to a step."""
     before = path.read_bytes()
     *lines, cut_off = before.split(b"\n")
-    # A process that is killed while it writes may leave half a line, or a whole one without its line break
+    # A process that is killed while writing may leave half a line, or a whole one without its line break
     if record_of(cut_off) is not None:
         lines.append(cut_off)
     records = [(line, record_of(line)) for line in lines if line.strip()]

@@ -1,9 +1,9 @@
-"""The units of a model that FSDP2 shards: each layer, and what is in none of them; how ranks gather layers together.
+"""The units of a model that FSDP2 shards, each layer and everything outside them, and how ranks gather layers together.
 
-In training every rank calls every layer as often as the others. In a validation it does not: a rank has more batches
-than another, and a search more steps. So before each layer the ranks say which one they need next. The first of these
-is gathered by all, also by those that will drop it; who needs a later one asks again. A rank that has finished goes on
-until all have. As the earliest layer goes first, ranks that are in different places soon take their steps together.
+In training every rank calls every layer equally often. In a validation it does not: one rank may have more batches than
+another, and one search more steps. So before each layer the ranks tell each other which one they need next. All of them
+gather the earliest of these, even those that then drop it; a rank that needs a later one asks again. A rank that has
+finished keeps helping until all have. As the earliest layer goes first, ranks in different places soon fall into step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def shard_module(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make a module a unit of FSDP2, over a mesh."""
-    # Importing FSDP2 takes a second, which most runs need not wait for
+    # Importing FSDP2 takes a second, which most runs need not spend
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(module, mesh=mesh)
@@ -42,7 +42,7 @@ def unshard(unit: nn.Module) -> None:
 
 
 def reshard(unit: nn.Module) -> None:
-    """Free the weights of a unit, but for this rank's rows."""
+    """Free the weights of a unit, except this rank's rows."""
     cast("FSDPModule", unit).reshard()
 
 
@@ -54,12 +54,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def shard_layers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Shard the layers of a model that is on "meta", and give memory to this rank's rows."""
     for layer in layers_of(model):
-        allocate(layer, device)  # and, by the next line, freed but for this rank's rows
+        allocate(layer, device)  # the next line frees all but this rank's rows
         shard_module(layer, mesh)
 
 
 def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Give memory to a model and its weights to it: to all of it or, over a mesh, to this rank's rows."""
+    """Allocate a model and fill it with its weights: all of it or, over a mesh, only this rank's rows."""
     parts = Parts(axes, ranks, opened.model)
     if mesh is not None:
         shard_layers(opened.model, mesh, device)
@@ -71,17 +71,17 @@ def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None,
 
 @contextmanager
 def gather_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterator[Callable[[], None]]:
-    """Within the block, let each rank call the layers of one model or several as often as it needs them.
+    """Within the block, let each rank call the layers of one or several models as often as it needs them.
 
-    There are no gradients. What is in `roots`, one of each model, but in none of the layers is gathered throughout: the
-    embeddings and the generator, which every step needs. Every rank of the group must enter and leave the block, and
-    call the function that it yields before any other collective: it returns when all have called it. Where one leaves
-    by an error the others wait, until they hear that it has ended.
+    There are no gradients. `roots` has one module for each model; whatever is in it but in none of the layers stays
+    gathered throughout: the embeddings and the generator, which every step needs. Every rank of the group must enter
+    and leave the block, and call the function that it yields before any other collective; it returns when all have
+    called it. If one rank leaves because of an error, the others wait until they hear that it has ended.
     """
     layers = [layer for root in roots for layer in layers_of(root)]
 
     def wait_for_turn(number: int) -> None:
-        """Help to gather what others need before layer `number`, until it is the one that is gathered next."""
+        """Help to gather the layers that others need first, until layer `number` is the next to be gathered."""
         while (turn := min(wanted for (wanted,) in gather_numbers([number], group))) != number:
             unshard(layers[turn])
             reshard(layers[turn])
@@ -103,5 +103,5 @@ def gather_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterator
                 hook.remove()
             for root in roots:
                 reshard(root)
-                # FSDP2 gathers ahead, in backward, what was called before; other ranks have made other calls
+                # In backward, FSDP2 prefetches by the order of forward calls, which differ between the ranks here
                 forget_forwards(root)

@@ -1,10 +1,10 @@
-"""A student's training data: the sentences that its teacher translates, and the translations as its corpora.
+"""A student's training data: the sentences that its teacher translates, and the translations, as corpora.
 
-These are in text files that are continued where they were interrupted:
+They are in text files, whose writing is continued where it was interrupted:
 
 <folder>/<name>.source.txt   the sentences, one a line
 <folder>/<name>.target.txt   their translations, in blocks of BLOCK lines
-<folder>/<name>.json         all that they are made from: written before the first translation
+<folder>/<name>.json         everything they are made from, written before the first translation
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.translating.translate import best
 
 FOLDER = "translations"
-"""Where a student's folder has the teacher's translations."""
+"""The teacher's translations, in a student's folder."""
 BLOCK = 1_000
-"""Sentences that are translated between two writes: an interruption loses at most these."""
+"""Sentences that are translated between two writes, and lost at most if there is an interruption."""
 
 
 def sentences_of(corpora: Corpora, teacher: ModelText) -> list[tuple[str, list[str]]]:
-    """Read the sources of every training corpus, cleaned, each as often as it occurs, with the language tag of each.
+    """Read the cleaned source sentences of every training corpus, including repeated ones, with its language tag.
 
-    The tag is empty where the teacher has none.
+    The tag is empty if the teacher has no tags.
 
-    Raises ConfigError for a corpus whose language is none of those that the teacher translates into by its tags.
+    Raises ConfigError for a corpus whose target language is not among the teacher's tags.
     """
     corpora.check_training()
     found = []
@@ -64,13 +64,13 @@ def sentences_of(corpora: Corpora, teacher: ModelText) -> list[tuple[str, list[s
 
 
 def student_settings(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """Translate the training sentences by the teacher; return the settings with which the student is trained."""
+    """Translate the training sentences with the teacher; return the settings for training the student."""
     corpora = ranks.run_on_all(lambda: Corpora(config))
     return student_of(corpora, translations_of(corpora, ranks))
 
 
 def translations_of(corpora: Corpora, ranks: Ranks) -> list[tuple[str, ...]]:
-    """Translate the sentences of every training corpus by the teacher; return the names of its two files."""
+    """Translate the sentences of every training corpus with the teacher; return the names of each one's two files."""
     teacher_run = teacher_folder(corpora.config.training.teacher)
     folder = Path(corpora.config.run) / FOLDER
     names = []
@@ -83,7 +83,7 @@ def translations_of(corpora: Corpora, ranks: Ranks) -> list[tuple[str, ...]]:
 
 
 def check_same_sentences(corpora: Corpora) -> None:
-    """Raise ConfigError for training data whose sentences are not those that the student's translations are of."""
+    """Raise ConfigError if the student's translations are not of the training data's sentences."""
     run = corpora.config.run
     folder = Path(run) / FOLDER
     teacher = ModelText.of(saved_config(teacher_folder(corpora.config.training.teacher)))
@@ -98,10 +98,10 @@ def check_same_sentences(corpora: Corpora) -> None:
 
 
 def student_of(originals: Corpora, names: list[tuple[str, ...]]) -> RunConfig:
-    """Return the settings with which the student is trained: the translations in place of the training data.
+    """Return the settings for training the student, with the translations in place of the training data.
 
     Args:
-        originals: those with the original training data.
+        originals: the corpora with the original training data.
         names: the two files of each training corpus.
     """
     config, originally = originals.config, originals.training
@@ -116,13 +116,13 @@ def student_of(originals: Corpora, names: list[tuple[str, ...]]) -> RunConfig:
             target=corpus.data.target,
             weight=corpus.weight,
         )
-    # Under their own names and without the teacher's translations, which are not references
+    # Validation and test sets keep their names, and their references rather than the teacher's translations
     for name, corpus_config in config.corpora.items():
         if corpus_config.valid or corpus_config.test:
             corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)
     data = dataclasses.replace(config.data, train=())
     if data.format == "builtin" and all(corpus.data.format != "builtin" for corpus in originally):
-        # The default of a run with corpora, by which it would be judged without test data of its own
+        # The built-in corpus is only the default here, and would be the test set of a run without test data of its own
         data = dataclasses.replace(data, format="text")
     return dataclasses.replace(config, data=data, corpora=corpora)
 
@@ -130,12 +130,12 @@ def student_of(originals: Corpora, names: list[tuple[str, ...]]) -> RunConfig:
 def write_translations(
     teacher: Translator, sources: Sequence[str], folder: Path, name: str, *, tag: str = "", ranks: Ranks = ALONE
 ) -> tuple[Path, Path]:
-    """Translate `sources` by the teacher's own settings of decoding; return the files of sources and translations.
+    """Translate `sources` with the teacher's own decoding settings; return the files of sources and translations.
 
-    `tag` is put in front of each sentence that is translated, not in the file. Translations that are there already are
-    kept if they are made of the same: these sentences, this teacher and its settings. Otherwise they are replaced.
+    `tag` is put in front of each sentence for the teacher, but not in the file. Existing translations are kept if they
+    were made from the same inputs: these sentences, this teacher and its settings. Otherwise they are replaced.
 
-    Every rank must call it with the same arguments; each translates some of the sentences, and rank 0 writes.
+    Every rank must call this with the same arguments; each translates some of the sentences, and rank 0 writes.
     """
     lines = [" ".join(sentence.splitlines()) for sentence in sources]
     made_from = origin(teacher, lines, tag)
@@ -187,7 +187,7 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
 
 
 def resume_translations(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]) -> int:
-    """Return how many translations can be kept, after removing what cannot: all lines, or whole blocks of them."""
+    """Remove the translations that cannot be kept; return how many remain: all lines, or whole blocks of them."""
     source, target, record = paths
     make_folder(source.parent)
     if field_in(record) != made_from:

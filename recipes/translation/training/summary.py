@@ -43,7 +43,7 @@ def announce(
     teacher: OpenedModel | None,
     start: str,
 ) -> None:
-    """Print the data, the size of model, data and teacher, the layout, the end, and from where training starts.
+    """Print the data, the sizes of model, data and teacher, the layout, when training ends and what it starts from.
 
     `start` names the model that it starts from, if there is one.
     """
@@ -77,7 +77,7 @@ def announce(
 
 
 def what_cannot_be_meant(settings: TrainingConfig, corpus: Corpus) -> Iterable[str]:
-    """Yield a line for each setting that does not fit the data or another one."""
+    """Yield a line for each setting that does not fit the data or another setting."""
     if alone := corpus.train.over_budget:
         yield (
             f"training.batch_tokens {settings.batch_tokens:,} is below the length of {alone:,} pairs, each of which is "
@@ -93,7 +93,7 @@ def what_cannot_be_meant(settings: TrainingConfig, corpus: Corpus) -> Iterable[s
 def update_of(settings: TrainingConfig, data_ranks: int, resumed: bool) -> str:
     """Return how many tokens an update has, which is the same on any number of processes, and what each process gets.
 
-    Of a new run it names the settings with which as many tokens are whole batches for every process.
+    For a new run, also name settings with which about as many tokens make whole batches for every process.
     """
     batches, size = settings.accumulate, settings.batch_tokens
     line = f"an update has training.accumulate {batches:,} x training.batch_tokens {size:,} on any number of processes"
@@ -114,7 +114,7 @@ def update_of(settings: TrainingConfig, data_ranks: int, resumed: bool) -> str:
 
 
 def end_of(settings: TrainingConfig, corpus: Corpus) -> str:
-    """Return what epochs come to in steps, and what ends a training that has both."""
+    """Return how many steps the epochs are, and which of the two limits ends the training."""
     steps = steps_of_epochs(settings, corpus.train)
     line = f"training.epochs {settings.epochs:,} are {steps:,} steps"
     if settings.steps < steps:
@@ -154,17 +154,17 @@ class Summary:
     run: Path
     state: TrainingState
     steps: int
-    """Steps asked for."""
+    """Number of steps asked for."""
     best: Validation | None
     stopped_by: signal.Signals | None
     """The signal that stopped training early."""
     files: tuple[str, ...]
-    """Names in the run's folder, as rank 0 sees it: no file system need be shared."""
+    """Names in the run's folder, as rank 0 sees it: the file system need not be shared."""
     samples: tuple[Sample, ...] = ()
     advice: str = ""
-    """What to do about a model that has hardly learned anything; empty for others."""
+    """What to do about a model that has hardly learned anything; empty otherwise."""
     cost: str = ""
-    """What the training would need, of a dry run."""
+    """After a dry run, what the training would need."""
 
     def __str__(self) -> str:
         if self.cost:
@@ -201,9 +201,9 @@ def summarize(
     corpus: Corpus,
     ranks: Ranks,
 ) -> Summary:
-    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to.
+    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to translate.
 
-    Every rank calls it, as the model may be too large for one of them.
+    Every rank calls this, as the model may be too large for one of them.
     """
     folder = run / "best"
     best = ranks.run_on_main(lambda: Validation.from_dict(load_facts(folder)) if whole_folder(folder) else None)
@@ -213,7 +213,7 @@ def summarize(
     if best is None or stopped_by:
         return summary
     if is_hopeless(best):
-        # A model that has not begun to learn may be a little worse than guessing
+        # A model that has not started to learn may be a little worse than guessing
         diverged = is_worse_than_guessing(best, len(corpus.target) ** 1.5)
         found = divergence_advice(settings, len(corpus.target)) if diverged else advice(run, settings, state)
         return replace(summary, advice=found)
@@ -221,9 +221,9 @@ def summarize(
 
 
 def is_hopeless(best: Validation) -> bool:
-    """Return whether a model's translations would be noise: next to no BLEU, and most tokens predicted wrong.
+    """Return whether a model's translations would be noise: hardly any BLEU, and most tokens predicted wrongly.
 
-    BLEU alone would not do: it is 0 for perfect translations of fewer than four words.
+    BLEU alone would not suffice: it is 0 for perfect translations of fewer than four words.
     """
     bleu = best["bleu"]
     accuracy = best["accuracy"] or 0.0
@@ -233,7 +233,7 @@ def is_hopeless(best: Validation) -> bool:
 
 
 def divergence_advice(training: TrainingConfig, classes: int) -> str:
-    """Return what to try with a run whose best validation is worse than guessing."""
+    """Return what to try for a run whose best validation is worse than guessing."""
     return (
         f"it is worse than guessing ({guessing(classes)}): begin again with a training.learning_rate below "
         f"{training.learning_rate:g}, a training.warmup above {training.warmup:,}, or training.clip 1"
@@ -241,7 +241,7 @@ def divergence_advice(training: TrainingConfig, classes: int) -> str:
 
 
 def advice(run: Path, training: TrainingConfig, state: TrainingState) -> str:
-    """Return what to try with a run that has learned hardly anything."""
+    """Return what to try for a run that has hardly learned anything."""
     warmup = training.warmup
     if state.step <= warmup:
         why = (
@@ -261,12 +261,12 @@ def advice(run: Path, training: TrainingConfig, state: TrainingState) -> str:
     if training.epochs:
         words += ["--training.epochs", 0]
     if SCHEDULES[training.schedule].by_steps:
-        words += ["--insist"]  # on a learning rate that jumps to that of a longer training
+        words += ["--insist"]  # since the learning rate jumps to that of a longer training
     return f"{why}; go on with: {going_on(run, *words)}"
 
 
 def translate_samples(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:
-    """Translate the first validation sentences, in turn of each set, by the model in `folder`."""
+    """Translate the first validation sentences, taken from each set in turn, with the model in `folder`."""
     in_turn = chain.from_iterable(zip_longest(*(valid.pairs[:SAMPLES] for valid in corpus.valid)))
     pairs = [pair for pair in in_turn if pair is not None][:SAMPLES]
     with loaded_models([lambda: load_saved(folder)], ranks) as ((translator,), searching):
@@ -275,7 +275,7 @@ def translate_samples(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sampl
 
 
 def going_on(run: Path | str, *words: object) -> str:
-    """Return a shell command that goes on with a training, by the launcher that has started this process, if any."""
+    """Return a shell command that continues a training, with the launcher that started this process, if any."""
     words = ("train", "--run", run, *words)
     program = launcher_words()
     if not program:
@@ -288,13 +288,13 @@ def going_on(run: Path | str, *words: object) -> str:
 def command(*words: object) -> str:
     """Return a shell command of this recipe.
 
-    The folder of a run whose name begins with a dash is not taken for an option.
+    A run's folder whose name begins with a dash is written so that it is not taken for an option.
     """
     return shell([sys.executable, *RECIPE], words)
 
 
 def shell(program: Sequence[str], words: Iterable[object]) -> str:
-    """Return a shell command; programs that are inside the current folder are named from there."""
+    """Return a shell command; programs inside the current folder are named relative to it."""
     here = Path.cwd()
     named = [str(Path(word).relative_to(here)) if Path(word).is_relative_to(here) else word for word in program]
     return shlex.join([*named, *(f"./{word}" if re.match("-[^-]", str(word)) else str(word) for word in words)])

@@ -1,7 +1,8 @@
 """Trackers: TensorBoard, Weights & Biases and trackio, which get every number that `metrics.jsonl` gets.
 
-None is used unless `training.trackers` names it. A run is one run of a tracker, by the name in `trackers.json`, however
-often it is stopped and resumed. A tracker is sent the records from where the run begins or resumes, no earlier ones.
+None is used unless `training.trackers` names it. However often a run is stopped and resumed, it is one run in a
+tracker, identified by `trackers.json`. A tracker is sent records from where the run begins or resumes, not earlier
+ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from recipes.translation.files.writing import check_no_link, replace_file
 
 @dataclass
 class Tracker:
-    """Where numbers go, until its first error: a lost network or a full disk ends no training."""
+    """A destination for numbers, until its first error: a lost network or a full disk must not end a training."""
 
     name: str
     send: Callable[..., object]
@@ -66,12 +67,12 @@ def check_installed(names: Iterable[str]) -> None:
 def open_trackers(
     run: Path, names: Iterable[str], settings: Mapping[str, object], resumed_at: int | None
 ) -> list[Tracker]:
-    """Begin the trackers of these names, or go on with those of the run that resumes after a step.
+    """Start the trackers with these names, or continue those of a run that resumes after the step `resumed_at`.
 
-    Raises ConfigError for a tracker that cannot begin, as wandb without a key.
+    Raises ConfigError for a tracker that cannot start, such as wandb without a key.
     """
     note = run / "trackers.json"
-    if resumed_at is None:  # another run that was in the folder is another run there, too
+    if resumed_at is None:  # an earlier run in the folder remains a run of its own in the trackers
         note.unlink(missing_ok=True)
     found: list[Tracker] = []
     for name in dict.fromkeys(names):
@@ -86,11 +87,11 @@ def open_trackers(
 
 
 def _begin_tracker(run: Path, name: str, settings: Mapping[str, object], id_there: str, first: int) -> Tracker:
-    """Begin a tracker at the step `first`, or go on with its run of the name `id_there`."""
+    """Start a tracker at step `first`, or continue its run with the id `id_there`."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        # What is there of this step and of later ones no longer counts
+        # What it already has from this step on no longer counts
         writer = SummaryWriter(run / "tensorboard", purge_step=first)
 
         def add(values: Mapping[str, float], step: int) -> None:
@@ -100,7 +101,7 @@ def _begin_tracker(run: Path, name: str, settings: Mapping[str, object], id_ther
         return Tracker(name, add, writer.close)
     own: dict[str, Any] = {"name": run.name, "id": id_there, "dir": str(run)}
     if name == "trackio":
-        # Found again by its name, which therefore must not be that of another folder's run
+        # trackio finds a run by its name, which must therefore differ from those of runs in other folders
         own = {"name": f"{run.name}-{id_there}", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
     project = os.environ.get({"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT"}[name], "seqpar")
     opened = import_module(name).init(project=project, config=dict(settings), resume="allow", **own)

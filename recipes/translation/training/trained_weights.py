@@ -1,4 +1,4 @@
-"""Which weights are trained: all, those of parts that are not frozen, or a change of low rank beside them (LoRA)."""
+"""Which weights are trained: all of them, those of parts that are not frozen, or a low-rank change to them (LoRA)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from recipes.translation.settings.training import PARTS
 
 
 def freeze(model: EncoderDecoder, names: Collection[str], bias: bool = False) -> None:
-    """Take the gradient from the named parts, keys of PARTS, whose weights then never change.
+    """Freeze the named parts, keys of PARTS, so that they have no gradient and never change.
 
-    With `bias` that of the projection has none either, where a published model has no such weight.
+    With `bias`, the output projection's bias is frozen too, for published models that have no such weight.
 
-    Raises ConfigError if a weight belongs to a named part and, tied, to another one, and if nothing is left to train.
+    Raises ConfigError if a weight of a named part is tied to a part that is not named, or if nothing is left to train.
     """
     parts = {name: getattr(model, part) for name, part in PARTS.items() if hasattr(model, part)}
     weights = {name: {id(each) for each in part.parameters()} for name, part in parts.items()}
@@ -38,7 +38,7 @@ def freeze(model: EncoderDecoder, names: Collection[str], bias: bool = False) ->
 
 
 def adapt(model: EncoderDecoder, settings: TrainingConfig, width: int) -> None:
-    """Add LoRA to a model of this width by the settings, in place; without `training.lora_rank` it stays as it is.
+    """Add LoRA to a model of this width as the settings say, in place; without `training.lora_rank` do nothing.
 
     Raises ConfigError for a rank above the model's width.
     """
@@ -54,7 +54,7 @@ def adapt(model: EncoderDecoder, settings: TrainingConfig, width: int) -> None:
 
 
 def merge_lora(translator: Translator) -> Translator:
-    """Return the translator with an ordinary model in place of one with LoRA, of the same outputs up to rounding."""
+    """Return the translator with LoRA merged into an ordinary model, whose outputs are the same up to rounding."""
     if not translator.config.training.lora_rank:
         return translator
     return replace(translator, model=without_lora(translator.model))

@@ -1,4 +1,4 @@
-"""A training that has begun: the update of each step, the validations, and the models and states that are saved."""
+"""A training in progress: the update of each step, the validations, and the models and states that are saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from seqpar.distributed.collectives import gather_numbers
 
 @dataclass
 class Training:
-    """A training that has begun, as far as its validations and checkpoints are made of it: all that writes models."""
+    """A training in progress, with all that its updates, validations and checkpoints need."""
 
     config: RunConfig
     corpus: Corpus
@@ -41,7 +41,7 @@ class Training:
     saver: Saver
 
     def update(self, done: StepNumbers, rate: float) -> None:
-        """Update the weights by the gradient of a step, unless it is to be skipped, and note the step."""
+        """Update the weights with the gradient of a step, unless it is to be skipped, and note the step."""
         if skips(self.config.training, self.state, done.norm):
             self.optimizer.zero_grad()
             self.journal.note_skipped_step(self.state)
@@ -53,13 +53,13 @@ class Training:
         self.journal.note_step(self.state, done, rate)
 
     def validate_and_save(self) -> None:
-        """Validate, and begin to save the model and the state. Every rank calls this."""
+        """Validate, and start saving the model and the state. Every rank calls this."""
         moments = self.good_moments()
         found = self.validate()
         settings = self.config.training
         better = note_validation(self.state, found, settings.best_by)
         reduced = reduce_rate(self.state, settings)
-        # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
+        # Before the state: if this process is killed in between, the run that resumes discards these records
         self.journal.keep(found)
         self.saver.save(
             self.translator(),
@@ -80,7 +80,7 @@ class Training:
         return_free_memory()
 
     def validate(self) -> Validation:
-        """Return a validation of the model; raise TrainingError where its loss is not finite. Every rank calls this."""
+        """Return a validation of the model; raise TrainingError if its loss is not finite. Every rank calls this."""
         layout = self.average.layout
         with self.average.in_place(), layout.independent() as ranks:
             translator = self.translator()
@@ -98,25 +98,25 @@ class Training:
             self.journal.note_start(self.state, self.validate(), start)
 
     def save_if_due(self) -> None:
-        """Begin to save the state by `training.save_every`; raise the error of a save before. Every rank calls this."""
+        """Start saving the state if it is due; raise the error of an earlier save. Every rank calls this."""
         self.saver.check()
         if self.saver.is_due(self.state.step):
             self.save_between()
 
     def save_between(self) -> None:
-        """Begin to save the state without a validation. Every rank calls this."""
+        """Start saving the state without a validation. Every rank calls this."""
         moments = self.good_moments()
         self.journal.flush()
         self.saver.save(self.translator(), {"step": self.state.step}, self.average.weights(), moments, self.state)
 
     def translator(self) -> Translator:
-        """Return the model in training, as this rank has it, with what belongs to it."""
+        """Return this rank's part of the model in training, with its settings and vocabularies."""
         return Translator(self.config, self.average.layout.model, self.corpus.source, self.corpus.target)
 
     def good_moments(self) -> dict[str, Tensor]:
-        """Return the moments, as this rank has them; with `training.ema` also the weights, in whose place averages are.
+        """Return this rank's part of the moments and, with `training.ema`, of the weights that averages stand in for.
 
-        Raise TrainingError, on every rank, where any of these numbers or of the weights is not finite.
+        Raises TrainingError, on every rank, if any of these numbers or of the weights is not finite.
         """
         moments = self.average.layout.moments(self.optimizer) | self.average.others()
         parts = {"the weights": self.average.weights(), "the optimizer's moments": moments}

@@ -1,8 +1,8 @@
-"""Model FLOPs utilisation: the share of the devices' published peak that the model's products come to.
+"""Model FLOPs utilisation: the share of the devices' published peak that the model's matrix products achieve.
 
 A matrix of n weights costs 6 n operations for each token that it is applied to: 2 n in forward and 4 n in backward
 (Chowdhery et al. 2022, PaLM, appendix B). Attention's own products, a few percent for sentences, are left out, and so
-is what an objective computes twice: the share is of work that the model needs, not of all that is done.
+is whatever an objective computes twice: only work that the model needs counts, not all the work that is done.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PEAKS = {
     "Tesla V100-SXM2": {"float32": 15.7e12, "fp16": 125e12},
     "Tesla V100-PCIE": {"float32": 14e12, "fp16": 112e12},
 }
-"""Operations a second, by the beginning of a device's name and by `training.precision`: those of NVIDIA's data sheets,
-dense (half of those "with sparsity"). float32 is without TF32, which training does not use."""
+"""Operations per second, by the start of a device's name and by `training.precision`, from NVIDIA's data sheets: dense
+(half of those "with sparsity"). float32 is without TF32, which training does not use."""
 
 
 def share_of_peak(
     model: EncoderDecoder, corpus: Corpus, precision: str, devices: Sequence[torch.device], processes: int
 ) -> float:
-    """Return the share of the peak of all devices that one target token a second is; 0 where the peak is unknown.
+    """Return which share of all devices' peak one target token per second takes; 0 if the peak is unknown.
 
-    `model` is whole. One of which parts are frozen has 0 too: how much of the backward they spare is not counted here.
+    `model` is whole. With frozen parts the result is also 0, as it is not known here how much of backward they save.
     """
     peak = peak_of(devices[0], precision)
     if not peak or not all(each.requires_grad for each in model.parameters()):
@@ -51,7 +51,7 @@ def peak_of(device: torch.device, precision: str) -> float:
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
-    # The longest name that fits: an L40S begins as an L4 does
+    # The longest name that matches, so that an L40S is not taken for an L4
     for known in sorted(PEAKS, key=len, reverse=True):
         if name.startswith(known):
             return PEAKS[known].get(precision, 0.0)
@@ -59,7 +59,7 @@ def peak_of(device: torch.device, precision: str) -> float:
 
 
 def flops_of_token(model: EncoderDecoder, sources: float) -> float:
-    """Return the operations of a training step for each target token, given `sources` source tokens for each."""
+    """Return the operations of a training step per target token, given `sources` source tokens per target token."""
     decoder = matrices(model.decoder)
     if isinstance(model, DecoderOnly):  # which reads the source as well
         return 6 * (decoder * (1 + sources) + matrices(model.generator))
@@ -67,5 +67,5 @@ def flops_of_token(model: EncoderDecoder, sources: float) -> float:
 
 
 def matrices(part: nn.Module) -> int:
-    """Return the number of weights in the matrices of a part, in which embeddings are not."""
+    """Return the number of weights in the matrices of a part that contains no embeddings."""
     return sum(each.numel() for each in part.parameters() if each.dim() > 1)

@@ -1,7 +1,8 @@
-"""Validation during training: the numbers of METRICS, of the whole and of each pair of languages, and the best so far.
+"""Validation during training: METRICS of the whole and of each language pair, and the best validation so far.
 
-The loss of several pairs of languages is that of all their tokens, as in fairseq's multilingual tasks; scores of
-translations are means over the pairs, since one of sentences in several languages would depend on the size of each.
+The loss over several language pairs is that of all their tokens, as in fairseq's multilingual tasks. Scores of
+translations are means over the pairs, since a score over sentences in several languages would depend on each one's
+share.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from recipes.translation.translating.translate import translate
 
 @dataclass(frozen=True)
 class Validation:
-    """The result of a validation, of one pair of languages or of several together."""
+    """The result of a validation, for one language pair or for several together."""
 
     step: int
     values: Mapping[str, float | None]
-    """By the names in METRICS; None for what there is not, as BLEU where nothing was translated."""
+    """By the names in METRICS; None for what is missing, such as BLEU if nothing was translated."""
     translations: Sequence[str] = field(default=(), compare=False, repr=False)
-    """Greedy ones of the first `validate_bleu` sentences; empty where the validation was read from a record."""
+    """Greedy translations of the first `validate_bleu` sentences; empty if the validation was read from a record."""
     sentences: Sequence[Pair] = field(default=(), compare=False, repr=False)
     """The sentences that were translated, with their references."""
     parts: Mapping[str, Validation] = field(default_factory=dict)
-    """The result of each corpus by its name, where several have validation data."""
+    """The result of each corpus by its name, if several have validation data."""
 
     def __getitem__(self, name: str) -> float | None:
         return self.values[name]
@@ -80,9 +81,10 @@ def validate(
     step: int,
     ranks: Ranks = ALONE,
 ) -> Validation:
-    """Compute the loss of all validation pairs, BLEU and chrF of the first ones, each rank a subset of them.
+    """Compute the loss of all validation pairs, and BLEU and chrF of the first ones; each rank takes a subset.
 
-    `loss_of` computes the loss of a batch by the translator's model, of which `ranks` can call it independently.
+    `loss_of` computes the loss of a batch with the translator's model; the `ranks` must be able to call it
+    independently.
     """
     translator.model.eval()
     losses = [_loss(translator, valid.batches, loss_of, ranks) for valid in sets]
@@ -101,7 +103,7 @@ def validate(
 
 
 def validate_folder(folder: Path) -> Validation:
-    """Validate the model in a folder, in this one process, on the validation data of its settings."""
+    """Validate the model in a folder, in this process only, on the validation data in its settings."""
     translator = load_translator(folder, "cuda" if torch.cuda.is_available() else "cpu")
     valid = [
         validation_set(each, translator.source, translator.target)
@@ -119,7 +121,7 @@ def validate_folder(folder: Path) -> Validation:
 
 
 def values_of(loss: seqpar.TokenLoss, translated: Translated | None) -> dict[str, float | None]:
-    """Return every metric of a loss and, where there are some, of translations."""
+    """Return every metric of a loss and, if there are any, of translations."""
     found: dict[str, float | None] = dict.fromkeys(METRICS)
     for name, metric in METRICS.items():
         if metric.of_loss:
@@ -139,7 +141,7 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 def _loss(
     translator: Translator, batches: TokenBatches, loss_of: Callable[[Batch], seqpar.TokenLoss], ranks: Ranks
 ) -> seqpar.TokenLoss:
-    # Sums of losses and tokens, divided once: a mean over the ranks' means would weigh their tokens differently
+    # Sums of losses and tokens, divided once: a mean over the ranks' means would weight their tokens differently
     mine = batches.epoch(0)[ranks.rank :: ranks.world]
     loss = sum((loss_of(batches.batch(indices)) for indices in mine), start=nothing(translator.model))
     ranks.meet()
@@ -149,7 +151,7 @@ def _loss(
 def _of_set(
     translator: Translator, valid: ValidationSet, loss: seqpar.TokenLoss, step: int, ranks: Ranks
 ) -> Validation:
-    """Translate the first sentences of a set, whose loss is given, and return the result of its validation."""
+    """Translate the first sentences of a set with the given loss, and return the result of its validation."""
     config = translator.config
     pairs = valid.pairs[: config.training.validate_bleu]
     if not pairs:
@@ -175,7 +177,7 @@ def nothing(model: EncoderDecoder) -> seqpar.TokenLoss:
 
 
 def note_validation(state: TrainingState, found: Validation, best_by: str = "loss") -> bool:
-    """Record a validation in the state; return whether it is the best by `best_by`. Of equal ones the earlier stays."""
+    """Record a validation in the state; return whether it is the best by `best_by`. In a tie the earlier one stays."""
     before = state.best_loss if best_by == "loss" else state.best_score
     now = found[best_by]
     assert now is not None  # the settings are refused where validations translate nothing

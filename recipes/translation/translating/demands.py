@@ -1,4 +1,4 @@
-"""Phrases that translations must contain, from text to subwords."""
+"""Phrases that translations must contain, turned from text into subwords."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from recipes.translation.text.segmentations import BLANK
 def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:
     """Return each sentence's phrases as subwords; raise DataError for a phrase that has none.
 
-    Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
-    Other scripts need not separate words, so there the subwords alone decide, without a blank before the first.
+    If the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends. Other
+    scripts need not separate words, so only the subwords count there, without a blank before the first.
     """
     pieces = translator.target.pieces()
     return [
@@ -38,7 +38,7 @@ def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: s
 
 
 def check_letters(translator: Translator, text: str, what: str) -> None:
-    """Raise DataError for text that the model would write in another form."""
+    """Raise DataError for text that the model would write in a different form."""
     (written,) = translator.target.respell([text])
     if not same_text(text, one_line(written)):
         raise DataError(
@@ -54,13 +54,13 @@ def word_boundaries(translator: Translator) -> list[int]:
 
 
 def begins_anew(piece: str) -> bool:
-    """Return whether a piece begins a word, or with a punctuation mark or symbol."""
-    # <s>, and <0xC3>, the byte of any character: control pieces and bytes may continue a word
+    """Return whether a piece starts a word, or starts with a punctuation mark or symbol."""
+    # Control pieces such as <s>, and bytes of any character such as <0xC3>, may continue a word
     if len(piece) > 1 and piece.startswith("<") and piece.endswith(">"):
         return False
     return piece.startswith(BLANK) or unicodedata.category(piece[0])[0] in "PSZ"
 
 
 def in_words(character: str) -> bool:
-    """Return whether a character is of a script that separates its words."""
+    """Return whether a character belongs to a script that separates words."""
     return character.isdigit() or character.lower() != character.upper()

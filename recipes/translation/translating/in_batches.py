@@ -22,13 +22,13 @@ def in_batches(
     ranks: Ranks,
     label: str = "",
 ) -> Mapping[int, T]:
-    """Search in batches of sentences of similar length; return what was found by row, except empty sentences'.
+    """Search in batches of sentences of similar length; return the results by row, except for empty sentences.
 
-    `search` takes the rows of a batch, the longest sentence first. Each rank has some sentences of every length, and
-    returns what all have found. `label` is as in `translate`.
+    `search` takes the rows of a batch, the longest sentence first. Each rank searches some sentences of every length,
+    and returns the results of all. `label` is as in `translate`.
     """
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
-    # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
+    # Batches of sentences of similar length have little padding; every rank gets some of every length
     mine = longest_first[ranks.rank :: ranks.world]
     size = translator.config.decoding.batch_sentences
     found: dict[int, T] = {}

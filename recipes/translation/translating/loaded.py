@@ -22,7 +22,7 @@ class LoadedTranslator:
     """A trained model, its subwords and its settings, ready to translate.
 
     The options of both methods are the settings of `decoding` by name (`beam`, `no_repeat_ngram`, ...: the fields of
-    `DecodingConfig`); what is not given is as trained for. Not tested in several threads at once.
+    `DecodingConfig`); options that are not given are as in the run's settings. Not tested in several threads at once.
     """
 
     def __init__(self, translator: Translator) -> None:
@@ -33,8 +33,8 @@ class LoadedTranslator:
         """Return one translation for each sentence, in the same order; an empty sentence stays empty.
 
         The plain equivalent is `beam_search(model, subwords of the sentences)`, as `python -m recipes.translation
-        translate` runs it. Sentences of any number: they are sorted by length and searched in batches. One that is
-        longer than the settings allow is cut, with a note on stderr, and so is a translation.
+        translate` runs it. There may be any number of sentences: they are sorted by length and searched in batches. A
+        sentence or a translation that is longer than the settings allow is cut, with a note on stderr.
 
         Raises TypeError unless `sentences` is a list of str, DataError for text that is not Unicode, and ConfigError
         for an option that does not exist or has an invalid value.
@@ -45,10 +45,10 @@ class LoadedTranslator:
         return [one.text for one in found]
 
     def n_best(self, sentences: Sequence[str], n: int, **options: object) -> list[list[Translation]]:
-        """Return up to `n` translations of each sentence, the best first.
+        """Return up to `n` translations of each sentence, best first.
 
         A Translation has `text`, `score` (the log-probability over the length normaliser) and `log_probability`. Fewer
-        than `n` are returned where the search finds no more; an empty sentence has one, which is empty.
+        than `n` are returned if the search finds no more; an empty sentence has one, which is empty.
 
         Raises as `translate` does, and ConfigError for an `n` below 1 or above the beam.
         """
@@ -72,12 +72,12 @@ class LoadedTranslator:
 
 
 def check_sentences(sentences: Sequence[str]) -> None:
-    """Raise TypeError unless there are several sentences: a single str would be taken for one sentence a letter."""
+    """Raise TypeError unless `sentences` is a collection: each letter of a single str would be taken for a sentence."""
     if isinstance(sentences, str):
         raise TypeError("sentences is a str: give a list of sentences, [sentence] for one")
     if not isinstance(sentences, Iterable):
         raise TypeError(f"sentences is {sentences!r}: give a list of sentences")
-    # Which can be gone through once only, and this check would be that once
+    # An iterator can be consumed only once, and this check would consume it
     if isinstance(sentences, Iterator):
         raise TypeError(f"sentences is a {type(sentences).__name__}: give a list of sentences, list(sentences)")
     for number, sentence in enumerate(sentences, start=1):
@@ -89,7 +89,7 @@ def check_device(device: str | torch.device) -> None:
     """Raise ConfigError unless torch can put a tensor on the device."""
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError is that of a build without CUDA
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA raises AssertionError
         (why, *_) = str(error).splitlines()
         raise ConfigError(
             f"device is {str(device)!r}, which torch cannot use here ({why}): leave it out for the CPU"
@@ -97,7 +97,7 @@ def check_device(device: str | torch.device) -> None:
 
 
 def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> LoadedTranslator:
-    """Open a folder that `export --to safetensors` wrote, or a run, of which the best model is taken.
+    """Open a folder that `export --to safetensors` wrote, or the best model of a run.
 
         translator = load_translator("demo-model")
         translator.translate(["Two trains leave."])    # a list of as many translations
@@ -105,11 +105,11 @@ def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> L
     The folder may have been moved. Every file is verified by its SHA-256, and none can run code. The weights are in
     float32 on `device`, whatever they were trained in.
 
-    Raises CheckpointError where there is no model, or a damaged one, and ConfigError for a device that torch does not
-    have here.
+    Raises CheckpointError if there is no model, or a damaged one, and ConfigError for a device that torch cannot use
+    here.
     """
     check_device(device)
     path = model_folder(folder)
     if whole_folder(path) is None:
-        path = Path(folder)  # the error is to name what was given
+        path = Path(folder)  # so that the error names what was given
     return LoadedTranslator(checkpoint.load_translator(path, device))

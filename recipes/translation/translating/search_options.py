@@ -1,4 +1,4 @@
-"""What is asked of one call, beyond the settings of decoding: how many translations, and what is in each of them."""
+"""What one call asks for beyond the decoding settings: how many translations, and what each must contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sampling:
     """Draw translations instead of searching for the best."""
 
     samples: int = 1
-    """Translations of each sentence."""
+    """Number of translations of each sentence."""
     temperature: float = 1.0
     top_k: int | None = None
     """Draw from this many of the most probable subwords; None draws from all."""
@@ -25,21 +25,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How many translations of each sentence are wanted, and what is demanded of them by its line."""
+    """How many translations of each sentence are wanted, and what is demanded of those of each line."""
 
     n_best: int = 1
     scores: bool = True
-    """Whether scores are wanted; without them, those of greedy search are nan."""
+    """Whether scores are wanted; otherwise those of a greedy search are nan."""
     prefixes: Sequence[str] | None = None
-    """For each sentence the beginning of its translation, perhaps empty."""
+    """The beginning of each sentence's translation, possibly empty."""
     constraints: Sequence[Sequence[str]] | None = None
-    """For each sentence the phrases that its translation must contain, perhaps none."""
+    """The phrases that each sentence's translation must contain, possibly none."""
     sampling: Sampling | None = None
     before: int = 0
-    """Sentences of the same text that came before these: they have other numbers, and other random ones."""
+    """Number of sentences of the same text before these, so that sentence numbers and random seeds continue."""
 
     def check(self, sentences: Sequence[str], decoding: DecodingConfig) -> None:
-        """Raise ConfigError or DataError, as one line, for options that contradict the settings or the sentences."""
+        """Raise a one-line ConfigError or DataError for options that contradict the settings or the sentences."""
         if not self.sampling and self.n_best > decoding.beam:
             raise ConfigError(
                 f"--n-best {self.n_best} is above the beam of {decoding.beam}: ask for fewer, or add "

@@ -1,4 +1,4 @@
-"""Sentences as a model reads them: in subwords, and cut to the longest length of the settings."""
+"""Sentences as a model reads them: in subwords, and cut to the longest length that the settings allow."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from recipes.translation.text.subwords import TAG, UNK, Subwords
 
 
 def source_ids(subwords: Subwords, text: ModelText, sentences: Sequence[str], before: int = 0) -> list[list[int]]:
-    """Return the subwords of each sentence, as in training, cut to the longest length of the settings.
+    """Return the subwords of each sentence, as in training, cut to the longest length that the settings allow.
 
-    What is said of a sentence names its number, after those `before`.
+    Messages number the sentences after the `before` ones that precede them.
     """
     check_unicode(sentences, before)
     for number, sentence in enumerate(sentences, start=before + 1):
@@ -23,7 +23,7 @@ def source_ids(subwords: Subwords, text: ModelText, sentences: Sequence[str], be
             raise DataError(f"sentence {number:,} {reason}")
     ids = subwords.encode([text.source(sentence) for sentence in sentences])
     tags = {tag for row in subwords.encode(list(text.tags)) for tag in row} - {UNK}
-    # Of a line without subwords (of control characters, say) nothing is left but its tag
+    # Of a line without subwords of its own (only control characters, say) only the tag is left
     ids = [row if any(subword not in tags for subword in row) else [] for row in ids]
     cut = [number for number, row in enumerate(ids, start=before + 1) if len(row) > text.longest]
     if cut:
@@ -41,7 +41,7 @@ def source_ids(subwords: Subwords, text: ModelText, sentences: Sequence[str], be
 
 
 def refusals(subwords: Subwords, text: ModelText, lines: Sequence[str]) -> dict[int, str]:
-    """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
+    """Return why lines cannot be translated, by index: not Unicode, an unknown tag, or longer than the model reads."""
     found = {
         place: reason
         for place, line in enumerate(lines)
@@ -59,7 +59,7 @@ def refusals(subwords: Subwords, text: ModelText, lines: Sequence[str]) -> dict[
 
 
 def unknown_tag(subwords: Subwords, text: ModelText, sentence: str) -> str:
-    """Return what is wrong with a sentence that begins with a tag of a language that the model does not have."""
+    """Return what is wrong with a sentence that begins with the tag of a language that the model does not have."""
     known = subwords.tags | {tag for tag in text.tags if tag.startswith("<2")}
     found = re.match(rf"\s*({TAG}|<2[\w-]+>)", sentence)
     if not found or found[1] in known or not any(tag[:2] == found[1][:2] for tag in known):
@@ -69,14 +69,14 @@ def unknown_tag(subwords: Subwords, text: ModelText, sentence: str) -> str:
 
 
 def check_unicode(sentences: Sequence[str], before: int = 0) -> None:
-    """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
+    """Raise DataError for text that is not Unicode, as Python produces from an argument in another encoding."""
     for number, sentence in enumerate(sentences, start=before + 1):
         if reason := not_unicode(sentence):
             raise DataError(f"sentence {number:,} {reason}")
 
 
 def not_unicode(sentence: str) -> str:
-    """Return what is wrong with a sentence that is not Unicode; "" of any other."""
+    """Return what is wrong with a sentence that is not Unicode; "" for any other."""
     try:
         sentence.encode()
     except UnicodeEncodeError as error:

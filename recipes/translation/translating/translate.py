@@ -1,7 +1,7 @@
 """Translate sentences with a trained model: one translation of each, the n best with their scores, or samples.
 
-Every command that translates, validation, distillation and the service come through `alternatives`. A setting of
-decoding is followed here, and by `export.ctranslate2_engine`, whose search is its own.
+Every command that translates, validation, distillation and the service go through `alternatives`. Decoding settings
+take effect here and in `export.ctranslate2_engine`, which has its own search.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Translation(NamedTuple):
 
     text: str
     score: float
-    """The log-probability over the length normaliser of the settings; of a sample, the log-probability."""
+    """The log-probability over the settings' length normaliser; for a sample, the log-probability."""
     log_probability: float
     finished: bool = True
-    """Whether it ends before the most steps that it may have: others are cut."""
+    """Whether it ended within the steps allowed; otherwise it is cut off."""
 
 
 def translate(translator: Translator, sentences: Sequence[str], ranks: Ranks = ALONE, label: str = "") -> list[str]:
     """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
-    A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut to the larger of them,
-    with a note on stderr. Each rank translates some sentences of every length, and returns the translations of all.
-    With a `label`, lines on stderr that begin with it say how far the work is, and how many translations are cut.
+    A sentence with more subwords than both `training.max_length` and `decoding.max_length` is cut to the larger of
+    them, with a note on stderr. Each rank translates some sentences of every length, and returns the translations of
+    all. With a `label`, lines on stderr that start with it show the progress, and how many translations are cut.
 
-    Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
+    Raises DataError for text that is not Unicode, as Python produces from an argument in another encoding.
     """
     found = best(translator, sentences, ranks, label)
     if label and ranks.is_main:
@@ -74,14 +74,14 @@ def translate(translator: Translator, sentences: Sequence[str], ranks: Ranks = A
 
 
 def best(translator: Translator, sentences: Sequence[str], ranks: Ranks = ALONE, label: str = "") -> list[Translation]:
-    """Do the same without a note about those that are cut; of each translation this is known."""
+    """Do the same as `translate`, without a note about cut translations: each Translation says whether it is cut."""
     return [row[0] for row in alternatives(translator, sentences, SearchOptions(scores=False), ranks, label)]
 
 
 def note_unfinished(found: Sequence[Translation], label: str, before: int = 0) -> int:
-    """Say on stderr how many translations are cut, if any are; return their number.
+    """Report on stderr how many translations are cut, if any are; return their number.
 
-    Sentences are counted after those `before`.
+    Sentences are numbered after the `before` ones that precede them.
     """
     cut = [number for number, one in enumerate(found, start=before + 1) if not one.finished]
     if cut:
@@ -99,10 +99,10 @@ def alternatives(
 ) -> list[list[Translation]]:
     """Translate each sentence under `options`, best first; an empty sentence has one translation, which is empty.
 
-    Sentences are cut as in `translate`. A translation that lacks a phrase, because the search did not find one that
-    contains it within `decoding.max_length`, is returned with a note on stderr. `label` is as in `translate`.
+    Sentences are cut as in `translate`. A translation that lacks a phrase, because the search found none that contains
+    it within `decoding.max_length`, is returned with a note on stderr. `label` is as in `translate`.
 
-    Raises ConfigError or DataError for options and sentences that do not fit together, and where the rules leave a
+    Raises ConfigError or DataError for options and sentences that do not fit together, and if the rules leave a
     sentence no translation.
     """
     options.check(sentences, translator.config.decoding)
@@ -122,17 +122,17 @@ def alternatives(
 def in_words(
     rows: Sequence[Sequence[Hypothesis]], subwords: Subwords, limits: Sequence[int]
 ) -> list[list[Translation]]:
-    """Return the translations of each sentence as text; `limits` are the most steps of each."""
+    """Return the translations of each sentence as text; `limits` are the most steps for each sentence."""
     texts = iter(subwords.decode([one.tokens for row in rows for one in row]))
     return [
-        # The end takes a step, too
+        # The end symbol takes a step as well
         [Translation(one_line(next(texts)), one.score, one.log_probability, len(one.tokens) < limit) for one in row]
         for row, limit in zip(rows, limits, strict=True)
     ]
 
 
 def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOptions) -> list[Task]:
-    """Return sentences and demands in subwords; raise DataError for a beginning that leaves no step to go on."""
+    """Return sentences and demands in subwords; raise DataError for a prefix that leaves no step to continue."""
     sources = source_ids(translator.source, translator.text, sentences, options.before)
     longest = translator.config.decoding.max_length
     prefixes: list[list[int]] = [[] for _ in sources]
@@ -159,10 +159,10 @@ def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOp
 
 
 def most_steps(task: Task, decoding: DecodingConfig) -> int:
-    """Return the most steps of a translation.
+    """Return the most steps that a translation may have.
 
-    They are `decoding.max_ratio` times the sentence's subwords and 12, or what is demanded if that is more, but never
-    above `decoding.max_length`; the end symbol takes one.
+    This is `decoding.max_ratio` times the sentence's subwords plus 12, or what is demanded if that is more, but never
+    above `decoding.max_length`; the end symbol takes one step.
     """
     usual = math.ceil(decoding.max_ratio * len(task.source)) + 12
     phrases = sum(len(phrase.tokens) for phrase in task.phrases)
@@ -172,7 +172,7 @@ def most_steps(task: Task, decoding: DecodingConfig) -> int:
 def search_rows(
     translator: Translator, tasks: Sequence[Task], options: SearchOptions, rows: list[int]
 ) -> list[list[Hypothesis]]:
-    """Translate the sentences of these rows, the longest first; without `options.scores` they may be nan."""
+    """Translate the sentences in these rows, the longest first; without `options.scores`, scores may be nan."""
     models = translator.models
     decoding = translator.config.decoding
     some = [tasks[row] for row in rows]
@@ -193,7 +193,7 @@ def search_rows(
     }
     try:
         if how := options.sampling:
-            # Another number for each pair of seed and sentence
+            # A different number for each pair of seed and sentence
             seeds = [how.seed * 2**32 + options.before + row for row in rows]
             drawn = {name: value for name, value in asdict(how).items() if name != "seed"}
             return sample(models, src, seeds=seeds, **drawn, **shared)
@@ -201,7 +201,7 @@ def search_rows(
             phrases = [task.phrases for task in some]
             return constrained_beam_search(models, src, phrases, boundaries=word_boundaries(translator), **by_beam)
         if decoding.beam == 1 and not options.scores:
-            # What a beam of width 1 finds, without the scores, which would take a softmax at each step
+            # Finds the same as a beam of width 1, but without scores, which would take a softmax at each step
             return [[Hypothesis(tokens, math.nan, math.nan)] for tokens in greedy(models, src, **shared)]
         return beam_search(models, src, **by_beam)
     except DeadEndError as error:
@@ -225,7 +225,7 @@ def rules_of(tasks: Sequence[Task], decoding: DecodingConfig, options: SearchOpt
 
 
 def note_unmet(found: Mapping[int, list[Hypothesis]], constraints: Sequence[Sequence[str]]) -> None:
-    """Say on stderr which sentences have translations that lack a phrase."""
+    """Report on stderr which sentences have translations that lack a phrase."""
     for row, hypotheses in sorted(found.items()):
         lacking = [one.unmet for one in hypotheses if one.unmet]
         if lacking:
