@@ -23,7 +23,8 @@ trainer sets its own when it creates the group: `init_process_group(..., timeout
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
 from types import NoneType
@@ -107,8 +108,9 @@ def group_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 def _reduce(tensor: Tensor, group: ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
     """Return the tensor reduced over the group, as a new tensor."""
     check_dense(tensor, "tensor")
-    # all_reduce overwrites its argument, which may be the caller's own tensor
-    result = tensor.detach().clone()
+    # all_reduce overwrites its argument, which may be the caller's own tensor, and adds numbers by their place in
+    # memory: ranks may have the same shape with different strides
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if world_size(group) > 1:
         dist.all_reduce(result, operation, group=group)
     return result
@@ -118,7 +120,7 @@ def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """Return every rank's tensor, in rank order, without a gradient; all must have the same shape and dtype."""
     if world_size(group) == 1:
         return [tensor.detach()]
-    everyone = [torch.empty_like(tensor) for _ in range(world_size(group))]
+    everyone = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world_size(group))]
     dist.all_gather(everyone, tensor.detach().contiguous(), group=group)
     return everyone
 
@@ -235,7 +237,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return group_sum(upstream.contiguous(), ctx.group), None
+        return group_sum(upstream, ctx.group), None
 
 
 class _SumFromGroup(torch.autograd.Function):
@@ -243,7 +245,7 @@ class _SumFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        return group_sum(tensor.contiguous(), group)
+        return group_sum(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -271,7 +273,7 @@ class _JoinFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         # Every rank used the whole result, so this rank's slice has a gradient from each of them
-        return group_sum(upstream.contiguous(), ctx.group).narrow(ctx.dim, ctx.start, ctx.size), None, None, None
+        return group_sum(upstream, ctx.group).narrow(ctx.dim, ctx.start, ctx.size), None, None, None
 
 
 def check_agreement(
@@ -309,7 +311,7 @@ def check_agreement(
     if world_size(group) == 1:
         return [list(numbers)]
     # 7 bytes, so that the digest fits into a signed int64
-    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(_text_of(facts).encode(), digest_size=7).digest()
     gathered = gather_numbers([int.from_bytes(digest), *numbers], group)
     if len({theirs[0] for theirs in gathered}) == 1:
         return [theirs[1:] for theirs in gathered]
@@ -319,11 +321,30 @@ def check_agreement(
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
-            values.setdefault(repr(theirs.get(name, "nothing")), []).append(rank)
+            values.setdefault(_text_of(theirs.get(name, "nothing")), []).append(rank)
         if len(values) > 1:
             said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
             raise RuntimeError(f"ranks disagree on {name}: {said}; start all of them with the same settings and data")
     raise AssertionError("equal facts have one digest")
+
+
+def _text_of(fact: object) -> str:
+    """Return a fact as text, the same in every process for equal ones: sets have no order, nor have the keys of dicts.
+
+    A process hashes text in its own way, so that its sets of words have an order of its own.
+    """
+    if isinstance(fact, Mapping):
+        return "{" + ", ".join(sorted(f"{_text_of(key)}: {_text_of(value)}" for key, value in fact.items())) + "}"
+    if isinstance(fact, Set):
+        return "{" + ", ".join(sorted(map(_text_of, fact))) + "}"
+    if is_dataclass(fact) and not isinstance(fact, type):
+        return type(fact).__name__ + _text_of({field.name: getattr(fact, field.name) for field in fields(fact)})
+    if isinstance(fact, list):
+        return f"[{', '.join(map(_text_of, fact))}]"
+    if isinstance(fact, tuple):
+        return f"({', '.join(map(_text_of, fact))})"
+    # A number of numpy's is the one of Python's
+    return repr(fact.item() if isinstance(fact, Number) and hasattr(fact, "item") else fact)
 
 
 def _check_fact(name: str, fact: object) -> None:

@@ -31,7 +31,7 @@ from seqpar.distributed.torch_private import (
     is_fsdp_unit,
     is_inside_no_sync,
     parameter_groups,
-    reduced_parameter_count,
+    reduced_parameters,
     reduces_by_hooks,
     will_reduce,
 )
@@ -120,25 +120,16 @@ def check_reduces_all(model: nn.Module) -> None:
                 "wrapped, or left out of the wrapping (ignored_params); wrap it with the others, or freeze it"
             )
     if isinstance(model, DistributedDataParallel):
-        known = reduced_parameter_count(model)
-        if len(trained) > known:
-            raise ValueError(
-                f"{len(trained)} parameters are trainable and DistributedDataParallel reduces {known}, those that were "
-                f"trainable when it was made; {WRAP_AGAIN}"
-            )
-        # DDP does not say which it reduces: if as many are trainable when it is first seen, they are taken for those
-        ids = {id(p): name for name, p in trained.items()}
-        if len(ids) == known:
-            _reduced_by.setdefault(model, frozenset(ids))
-        unfrozen = [name for p, name in ids.items() if p not in _reduced_by.get(model, ids)]
+        if model not in _reduced_by:
+            _reduced_by[model] = frozenset(map(id, reduced_parameters(model)))
+        unfrozen = [name for name, p in trained.items() if id(p) not in _reduced_by[model]]
         if unfrozen:
             raise ValueError(
-                f"{unfrozen[0]} is trainable and was not when DistributedDataParallel was made, so that it does not "
-                f"reduce its gradient; {WRAP_AGAIN}"
+                f"{unfrozen[0]} is trainable and was not when DistributedDataParallel was made, so its gradient is not "
+                "reduced over the ranks; wrap the model again after unfreezing a part of it"
             )
 
 
-WRAP_AGAIN = "wrap the model again after unfreezing a part of it"
 _reduced_by: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
 """The ids of the parameters that each DDP reduces; it holds the parameters, so the ids stay theirs."""
 

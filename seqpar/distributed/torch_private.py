@@ -134,9 +134,14 @@ def ddp_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     return parameters
 
 
-def reduced_parameter_count(model: DistributedDataParallel) -> int:
-    """Return how many parameters were trainable when DDP was made, which are those that it reduces."""
-    return int(_private(model, "_get_ddp_logging_data")()["num_parameter_tensors"])
+def reduced_parameters(model: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters that were trainable when DDP was made, which are those that it reduces."""
+    everything: list[Tensor] = [*ddp_parameters(model)]
+    if int(_private(model, "_get_ddp_logging_data")()["num_parameter_tensors"]) == len(everything):
+        return everything
+    # These take memory for as many numbers as they have
+    buckets = _private(_private(model, "reducer"), "_get_zeros_like_grad_buckets")()
+    return [parameter for bucket in buckets for parameter in bucket.parameters()]
 
 
 def records_static_graph(model: nn.Module | None) -> bool:

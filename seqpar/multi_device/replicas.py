@@ -210,7 +210,19 @@ def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.d
     count = len(parameters)
     there = {d: flat[i * count : (i + 1) * count] for i, d in enumerate(distinct)}
     # An alias is not a leaf, so all replicas are alike
-    return [[t.view_as(t) for t in there[d]] for d in devices]
+    return [[_Alias.apply(t) for t in there[d]] for d in devices]
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor, whose gradient may be sparse (an embedding's): the backward of a view takes dense ones only."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream
 
 
 class _Copies(torch.autograd.Function):

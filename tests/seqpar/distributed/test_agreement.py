@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.distributed.collectives import broadcast_object, gather_numbers, group_gather
+from seqpar.distributed.collectives import (
+    broadcast_object,
+    gather_numbers,
+    group_gather,
+    group_max,
+    join_from_group,
+    sum_from_group,
+)
 from seqpar.testing.ranks import RankError, ranks
 
 
@@ -55,6 +63,45 @@ def test_a_number_of_numpy_is_a_fact():
     seqpar.check_agreement({"steps": np.int64(3), "rate": np.float32(0.1)}, None)
 
 
+@dataclass
+class Tokens:
+    special: set
+
+
+SAME = {
+    "a dict in another order": ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
+    "a number of numpy's": ([0.5, 3], [np.float64(0.5), np.int64(3)]),
+    # Both have the same place in the table of eight, and the first that comes gets it
+    "a set": ({0, 8}, {8, 0}),
+    "a frozen set": (frozenset([0, 8]), frozenset([8, 0])),
+    "a set inside": (({0, 8}, [{"ids": {0, 8}}]), ({8, 0}, [{"ids": {8, 0}}])),
+    "a record with a set": (Tokens({0, 8}), Tokens({8, 0})),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_facts_agree_whatever_their_order_and_kind_of_number(name):
+    one, other = SAME[name]
+    assert one == other
+    assert ranks(2, facts_of, [{"fact": one}, {"fact": other}]) == ["agreed"] * 2
+
+
+OTHERS = {
+    "text and a number": ("1", 1),
+    "a tuple and a list": ((1, 2), [1, 2]),
+    "a list in another order": ([1, 2], [2, 1]),
+    "another key": ({"a": 1}, {"b": 1}),
+    "another entry of a set": ({"a"}, {"b"}),
+    "another value in a record": (Tokens({0}), Tokens({1})),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_facts_do_not_agree(name):
+    said = ranks(2, facts_of, [{"fact": fact} for fact in OTHERS[name]])
+    assert all(answer.startswith("ranks disagree on fact: ") for answer in said)
+
+
 def different_steps(rank, world):
     """Rank 1's data ends a step early. The others' collective gives up after the group's timeout."""
     from datetime import timedelta
@@ -91,6 +138,31 @@ def test_gathers_and_broadcasts_are_in_rank_order():
         assert gathered == [[0, 10], [1, 10], [2, 10]]
         assert numbers == [[0, 0], [1, -1], [2, -2]]
         assert value == {"from": 2}
+
+
+def other_strides(rank, world):
+    """Every rank has the same numbers in the same shape; rank 1 has them in another order in memory."""
+    group = dist.group.WORLD
+    numbers = torch.arange(6.0).view(2, 3)
+    if rank == 1:
+        numbers = numbers.t().contiguous().t()
+    leaf = numbers.detach().requires_grad_()
+    (seqpar.copy_to_group(leaf, group) * numbers).sum().backward()
+    return (
+        seqpar.group_sum(numbers, group),
+        group_max(numbers, group),
+        sum_from_group(numbers, group),
+        join_from_group(numbers, [2, 2], 0, group),
+        leaf.grad,
+        *group_gather(numbers, group),
+    )
+
+
+def test_collectives_take_numbers_by_their_place_in_the_tensor():
+    numbers = torch.arange(6.0).view(2, 3)
+    expected = (2 * numbers, numbers, 2 * numbers, torch.cat([numbers, numbers]), 2 * numbers, numbers, numbers)
+    for answers in ranks(2, other_strides):
+        assert all(map(torch.equal, answers, expected))
 
 
 def test_one_process_needs_no_group():

@@ -53,6 +53,16 @@ def unfrozen(rank):
     return ddp, ddp
 
 
+def swapped(rank):
+    """As many parameters are trained as when it was made, but others."""
+    model = Body()
+    model.below.requires_grad_(False)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model.above.requires_grad_(False)
+    model.below.requires_grad_(True)
+    return ddp, ddp
+
+
 def added_to_ddp(rank):
     model = Body()
     ddp = DistributedDataParallel(model)
@@ -100,8 +110,11 @@ def rounded(rank):
 
 OUTSIDE = r"ValueError: the loss depends on a parameter of shape \((2, 3|2,)\) that model does not have"
 
+UNFROZEN = "is trainable and was not when DistributedDataParallel was made, .*; wrap the model again"
+
 WRONG = {
-    unfrozen: "ValueError: 4 parameters are trainable and DistributedDataParallel reduces 2, .*; wrap the model again",
+    unfrozen: f"ValueError: module.below.weight {UNFROZEN}",
+    swapped: f"ValueError: module.below.weight {UNFROZEN}",
     added_to_ddp: "ValueError: the gradient of module.extra is not reduced over the ranks: it was added",
     ignored_by_ddp: "ValueError: the gradient of module.below.weight is not reduced over the ranks: .* or left out",
     ignored_by_fsdp: "ValueError: the gradient of below.weight is not reduced over the ranks: .* or left out",

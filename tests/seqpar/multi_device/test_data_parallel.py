@@ -44,6 +44,17 @@ def test_outputs_and_gradients_are_the_modules_own(rows, devices, scale):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_gradient_stays_sparse_and_is_the_modules_own(kind, devices):
+    torch.manual_seed(0)
+    module, ids = kind(10, 4, sparse=True).double(), torch.randint(10, (6, 3))
+    (expected,) = torch.autograd.grad(module(ids).square().sum(), module.weight)
+    seqpar.DataParallel(module, ["cpu"] * devices)(ids).square().sum().backward()
+    assert module.weight.grad.layout == torch.sparse_coo
+    torch.testing.assert_close(module.weight.grad.to_dense(), expected.to_dense(), rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_uneven_last_batches_work(devices):
     model = seqpar.DataParallel(nn.Linear(2, 1), ["cpu"] * devices)
