@@ -69,6 +69,7 @@ LIBRARIES = {
         "_delay_all_reduce_all_params",
         "_fsdp_param_group",
         "_get_ddp_logging_data",
+        "_get_zeros_like_grad_buckets",
         "_get_fsdp_state",
         "_lazy_init",
         "_module_parameters",

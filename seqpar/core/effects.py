@@ -75,8 +75,11 @@ class Held:
         self.tensors: list[Tensor] = []
         self.undo: list[Callable[[], None]] = []
         self.generators: list[Any] = []
-        # With the values themselves, because the id of a freed value may be reused
-        self._seen: dict[int, tuple[object, object]] = {}
+        # With the values themselves, because the id of a freed value may be reused. Submodules that an attribute holds
+        # as well are inspected only as submodules: FSDP2 replaces their parameters
+        self._seen: dict[int, tuple[object, object]] = {
+            id(module): (module, type(module)) for head in heads for module in head.modules()
+        }
         self._numbers = 0
         self._depth = 0
         self.values: dict[tuple[str, int], object] = {}

@@ -173,7 +173,7 @@ def _code_within(value: Any, around: list[FunctionType]) -> object:
         settings = [each if isinstance(each, (int, float)) else _code_within(each, around) for each in given]
         return _code_within(value.func, around), tuple(value.keywords), tuple(settings)
     if isinstance(value, MethodType):
-        return _code_within(value.__func__, around), _Identity(value.__self__)
+        return _code_within(value.__func__, around), Identity(value.__self__)
     if isinstance(value, FunctionType):
         if any(value is each for each in around):
             return value.__code__
@@ -186,10 +186,10 @@ def _code_within(value: Any, around: list[FunctionType]) -> object:
         return value.__code__, tuple(inside)
     if isinstance(value, (bool, str, NoneType)):
         return value
-    return _Identity(value) if callable(value) else type(value)
+    return Identity(value) if callable(value) else type(value)
 
 
-class _Identity:
+class Identity:
     """A reference to an object that equals other references to it, and nothing once the object is gone."""
 
     def __init__(self, value: Any) -> None:
@@ -203,7 +203,7 @@ class _Identity:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value() is other._value() is not None
+        return isinstance(other, Identity) and self._value() is other._value() is not None
 
 
 def own_classes(value: Any) -> Iterator[type]:

@@ -97,6 +97,16 @@ def apply_seqpar_loss(
     """
     check_smoothing(label_smoothing, "torch")
     check_size(chunk_tokens, "chunk_tokens")
+    if is_trainer(model) and model.model_init is not None:
+        raise ValueError(
+            f"this {type(model).__name__} has a model_init, with which train() makes a new model, without the loss; "
+            "use callbacks=[SeqparLoss(...)]"
+        )
+    return _apply(model, label_smoothing, chunk_tokens)
+
+
+def _apply(model: PreTrainedModel | Any, label_smoothing: float, chunk_tokens: int | None) -> AppliedLoss:
+    """Apply the loss to a model, or to that which a Trainer has now."""
     trainer = None
     if is_trainer(model):
         trainer = model
@@ -209,7 +219,7 @@ class SeqparLoss(TrainerCallback):
         for applied in _losses_on(model):
             if applied.by_callback:
                 applied.remove()
-        self.applied = apply_seqpar_loss(trainer, label_smoothing=self.label_smoothing, chunk_tokens=self.chunk_tokens)
+        self.applied = _apply(trainer, self.label_smoothing, self.chunk_tokens)
         self.applied.by_callback = True
         weight = model.get_output_embeddings().weight
         say_once(type(trainer).__name__, LOG.info, weight, self.chunk_tokens)

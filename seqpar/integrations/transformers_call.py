@@ -44,6 +44,8 @@ class Call:
     window_RWD: Tensor | None = None
     made_up: Tensor | None = None
     """The logits of the check, once the output embeddings have returned them."""
+    few_RWV: Tensor | None = None
+    """The logits that the model gets for the window in any other forward."""
 
 
 class Running(threading.local):

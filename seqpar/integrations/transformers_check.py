@@ -24,8 +24,9 @@ from transformers.cache_utils import Cache
 
 from seqpar.core.graphs import nodes_of_graph
 from seqpar.core.token_loss import wide
-from seqpar.integrations.made_up import SPREAD, RefusedModelError, close, in_one_line, same_logits
-from seqpar.integrations.transformers_model import IGNORED, Reading
+from seqpar.integrations.made_up import SPREAD, RefusedModelError, are_close, close, in_one_line, same_logits
+from seqpar.integrations.transformers_call import Call
+from seqpar.integrations.transformers_model import IGNORED, Reading, final_bias
 
 WITHOUT = "use the model without apply_seqpar_loss"
 
@@ -144,6 +145,25 @@ def check_added_part(name: str, random: Examined, certain: Examined) -> None:
         f"{random.ours.item():.6g}; the model shifts its labels differently, or adds something to the cross-entropy "
         f"that depends on labels or logits; {WITHOUT}"
     )
+
+
+def are_as_read(call: Call, outputs: Mapping[str, Tensor]) -> Tensor:
+    """Return whether the logits and loss of a window agree with `call.reading`, without waiting for the device.
+
+    If the model adds something to its loss, only the logits are compared.
+    """
+    assert call.few_RWV is not None
+    assert call.reading is not None
+    ours = call.few_RWV
+    bias_V = final_bias(call.model, ours[0, 0])
+    if bias_V is not None:
+        ours = ours + bias_V
+    theirs = outputs["logits"].detach()
+    same = are_close(call.reading.apply(ours), theirs, theirs.dtype)
+    if call.certain:
+        return same
+    loss = outputs["loss"].detach()
+    return same & are_close(mean_loss(theirs.to(ours.dtype), call.window_RW), loss, theirs.dtype)
 
 
 def _gradients_on_entry(loss: Tensor, logits: Tensor) -> list[Tensor]:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from seqpar.core.checks import is_dtensor
+from seqpar.core.token_loss import wide
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, same_logits
@@ -25,6 +27,9 @@ NEEDED = (
     "the chunked loss needs a torch.nn.Linear, alone or with PEFT's LoRA, modules_to_save or trainable_token_indices; "
     f"otherwise {WITHOUT}"
 )
+
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+"""Where a module keeps its backward hooks; torch keeps global ones under the same names, prefixed by _global."""
 
 WAY_OUT_OF_SHARDS = (
     "call fully_shard on the model as well, so that they are gathered in its forward, and leave out compute_loss_func, "
@@ -88,6 +93,16 @@ def is_split_by_plan(head: nn.Module) -> bool:
     return "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
 
 
+def refuse_backward_hooks(head: nn.Module, name: str) -> None:
+    """Raise TypeError for output embeddings with backward hooks, which would see only a window of tokens."""
+    of_all = [getattr(torch_modules, f"_global{hooks}") for hooks in BACKWARD_HOOKS]
+    if any(of_all) or any(getattr(module, hooks) for module in head.modules() for hooks in BACKWARD_HOOKS):
+        raise TypeError(
+            f"the output embeddings of {name} have backward hooks, which would see the gradients of only a few tokens; "
+            f"put a hook on their input instead (hidden.register_hook), or {WITHOUT}"
+        )
+
+
 def refuse_sharded_head(head: nn.Linear) -> None:
     """Raise RuntimeError if the output embeddings are sharded in any way other than by a plan that splits classes."""
     if not is_split_by_plan(head):
@@ -107,7 +122,10 @@ def refuse_released_head(head: nn.Linear) -> None:
 def logits_for(call: Call, head: Any, output: Tensor) -> Tensor:
     """Return the logits that the model gets for the window, instead of those that its output embeddings computed."""
     if not call.examined:
-        return certain_logits(call.window_RW, output[0, 0]) if call.certain else output.detach()
+        few_RWV = certain_logits(call.window_RW, output[0, 0]) if call.certain else output.detach()
+        # As exact as those of the check, so that its loss can be compared again
+        call.few_RWV = few_RWV.to(wide(few_RWV.dtype))
+        return call.few_RWV.clone()
     assert call.window_RWD is not None
     if not _is_linear(call.window_RWD, head, output, adapter_of(call.model)):
         raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")

@@ -15,8 +15,8 @@ Shape suffixes: B batch, T time, D hidden, V vocabulary, R rows and W tokens of 
 
 from __future__ import annotations
 
-import inspect
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,18 +25,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.core.checks import PROVED
+from seqpar.core.chunks import LateNumber, is_capturing
+from seqpar.core.device_facts import is_on_host
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.made_up import RefusedModelError
 from seqpar.integrations.peft_adapters import adapter_of
 from seqpar.integrations.transformers_call import HIDDEN, Call, Running, UsingParameters, divide_loss, with_hidden
-from seqpar.integrations.transformers_check import WITHOUT, check_shapes, mean_loss
+from seqpar.integrations.transformers_check import WITHOUT, are_as_read, check_shapes, mean_loss
 from seqpar.integrations.transformers_copies import LeftOut, copy_as_before, leave_out_of_copies
 from seqpar.integrations.transformers_head import (
     bias_of,
     gather_in_model,
     logits_for,
     number_of_classes,
+    refuse_backward_hooks,
     refuse_released_head,
     refuse_sharded_head,
     supported_linear,
@@ -49,6 +52,7 @@ from seqpar.integrations.transformers_model import (
     decoder_inputs,
     final_bias,
     lacks_decoder_inputs,
+    signature_of,
 )
 from seqpar.integrations.transformers_readings import UNCALLED, Readings
 from seqpar.integrations.transformers_trainer import (
@@ -91,14 +95,15 @@ class AppliedLoss(LeftOut):
         self.chunk_tokens = chunk_tokens
         self.running = Running()
         self.readings = Readings(model, self.running)
-        self.signature = inspect.signature(model.forward)
+        self.signature = signature_of(model)
+        self.unread: list[tuple[LateNumber, str]] = []
         self.withholds = False
         self.withheld: Reading | None = None
         self.unlabelled: dict[str, Any] | None = None
         self.warned = False
         self.by_callback = False
         head = model.get_output_embeddings()
-        self.at_head = head.register_forward_pre_hook(self._at_head)
+        self.at_head = head.register_forward_pre_hook(self._at_head, with_kwargs=True)
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.at_head,
@@ -111,6 +116,7 @@ class AppliedLoss(LeftOut):
             leave_out_of_copies(module)
         self.own_facts = facts_of(model)
         self.facts = Facts(True, self.readings.shifts)
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()
         # Any Trainer created from now on reads these
         flags: dict[str, Any] = {"accepts_loss_kwargs": True}
         if self.facts.shifts:
@@ -120,7 +126,7 @@ class AppliedLoss(LeftOut):
         vars(model).update(flags)
         for trainer in list(MET):
             if model_of(trainer) is model:
-                give_facts(trainer, self.facts)
+                self.meet(trainer)
 
     def remove(self) -> None:
         """Restore the model and its Trainers; a second call does nothing."""
@@ -134,8 +140,10 @@ class AppliedLoss(LeftOut):
             copy_as_before(module)
         self.running.call = None
         for trainer in list(MET):
-            if model_of(trainer) is self.model:
-                give_facts(trainer, self.own_facts)
+            model = model_of(trainer)
+            # A Trainer with a model_init may have created a new model since
+            if model is self.model or trainer in self.trainers:
+                give_facts(trainer, facts_of(model))
 
     def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
         """Restore the flags of the model in its attributes or in those of a copy."""
@@ -156,7 +164,15 @@ class AppliedLoss(LeftOut):
     def meet(self, trainer: Any) -> None:
         """Tell a Trainer that was created earlier for this model what is true of the model now."""
         MET.add(trainer)
+        self.trainers.add(trainer)
         give_facts(trainer, self.facts)
+
+    def _refuse_changed(self) -> None:
+        """Raise RuntimeError if an earlier forward has shown that the model computes something different now."""
+        found, self.unread = self.unread, []
+        for is_same, wrong in found:
+            if not is_same.read():
+                raise RuntimeError(wrong)
 
     def __enter__(self) -> AppliedLoss:
         return self
@@ -170,6 +186,7 @@ class AppliedLoss(LeftOut):
         head = model.get_output_embeddings()
         self.running.call = None
         self.withheld = None
+        self._refuse_changed()
         # Labels may have been passed by position
         if args:
             kwargs = self.signature.bind_partial(*args).arguments | kwargs
@@ -224,6 +241,7 @@ class AppliedLoss(LeftOut):
 
     def _check_head(self, head: Any) -> None:
         """Raise RuntimeError if the output embeddings are not the ones that were hooked."""
+        refuse_backward_hooks(head, type(self.model).__name__)
         # Resized tied embeddings remain the same module, with a different weight
         classes = number_of_classes(supported_linear(self.model))
         if self._at_head not in head._forward_pre_hooks.values() or classes != self.readings.vocab_size:
@@ -274,7 +292,9 @@ class AppliedLoss(LeftOut):
         return call, kwargs
 
     @outside_graphs
-    def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+    def _at_head(
+        self, head: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]] | None:
         """Compute the loss of all hidden states, and pass only a window of them on to the output embeddings."""
         call = self.running.call
         if call is None or call.keeps_logits:
@@ -284,7 +304,8 @@ class AppliedLoss(LeftOut):
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
         # FSDP2's own hook always comes first; if the embeddings are in one of its units, they are gathered by now
         refuse_sharded_head(head)
-        (hidden_BTD,) = args
+        # The model may have passed them by name
+        (hidden_BTD,) = args or kwargs.values()
         if hidden_BTD.dim() != 3:
             shape = f"{tuple(hidden_BTD.shape)}, not (batch, time, hidden)"
             raise RefusedModelError(f"{name}'s output embeddings get hidden states of shape {shape}; {WITHOUT}")
@@ -295,7 +316,7 @@ class AppliedLoss(LeftOut):
         rows_ND = hidden_BTD.detach().flatten(0, 1)
         some = torch.arange(call.window_RW.numel(), device=rows_ND.device) % max(1, len(rows_ND))
         call.window_RWD = rows_ND[some].unflatten(0, call.window_RW.shape)
-        return (call.window_RWD,)
+        return (call.window_RWD,), {}
 
     @outside_graphs
     def _from_head(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
@@ -323,11 +344,30 @@ class AppliedLoss(LeftOut):
             fields[HIDDEN] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
             fields["loss"] = divide_loss(call.loss, call.items)
+        if not call.keeps_logits:
+            self._compare(call, outputs)
         if call.certain:
             fields["loss"] = fields["loss"] + self._added_part(call, outputs).to(fields["loss"].device)
         elif isinstance(outputs, Mapping) and not call.keeps_logits:
             refuse_another_part(type(model).__name__, outputs.get("loss"))
         return with_fields(call, outputs, fields)
+
+    def _compare(self, call: Call, outputs: Any) -> None:
+        """Raise RuntimeError if the model no longer treats a window's logits as it did when it was checked.
+
+        On an accelerator the next forward raises it, so that this one does not wait for the device.
+        """
+        if call.few_RWV is None or is_capturing(call.few_RWV.device):
+            return
+        is_same = are_as_read(call, outputs)
+        name = type(call.model).__name__
+        wrong = (
+            f"{name} no longer computes logits and loss as it did when they were checked: a hook, a loss function or a "
+            f"number in it has changed; call remove() and apply the loss again, or {WITHOUT}"
+        )
+        self.unread.append((LateNumber(is_same.long()), wrong))
+        if is_on_host(is_same):
+            self._refuse_changed()
 
     def _added_part(self, call: Call, outputs: Any) -> Tensor:
         """Return the auxiliary loss that the model has added to the cross-entropy of its logits."""

@@ -7,8 +7,10 @@ Shape suffixes: B batch, T time, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from seqpar.core.surroundings import Identity
 
 IGNORED = -100
 """The label that Hugging Face models ignore."""
@@ -129,17 +133,46 @@ def calls_of(model: PreTrainedModel) -> Settings:
         *torch_modules._global_forward_pre_hooks.values(),
     )
     kinds = [("class", type(module)) for module in (model, head)]
-    forwards = [("forward", vars(module).get("forward")) for module in (model, head)]
-    forwards += [("called", function) for function in (F.cross_entropy, F.linear, nn.Linear.forward)]
-    return *kinds, *forwards, ("loss_function", vars(model).get("_loss_function")), *(("hook", hook) for hook in hooks)
+    called: list[Any] = [F.cross_entropy, F.linear, nn.Linear.forward, *loss_functions(model)]
+    for module in (model, head):
+        called += type(module).forward, vars(module).get("forward")
+    return *kinds, *map(_identity, (*called, *hooks))
+
+
+def _identity(function: Any) -> object:
+    """Return a key for a function, which need not be hashable; a method is a new object each time it is looked up."""
+    if isinstance(function, MethodType):
+        return Identity(function.__func__), Identity(function.__self__)
+    return None if function is None else Identity(function)
+
+
+def loss_functions(model: PreTrainedModel) -> tuple[Any, Any]:
+    """Return the model's own loss function, or None, and that of its `loss_type`.
+
+    Models without a `loss_type`, such as GPT-2, use transformers' default, which is that of causal models.
+    """
+    return vars(model).get("_loss_function"), LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+
+
+def signature_of(model: PreTrainedModel) -> inspect.Signature:
+    """Return the signature of a model's forward; if that takes `*args`, the one of a base class that names them."""
+    forwards = [model.forward, *(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))]
+    first, *inherited = map(inspect.signature, forwards)
+    for own in inherited if _takes_any(first) else ():
+        if not _takes_any(own):
+            # Without self
+            return own.replace(parameters=[*own.parameters.values()][1:])
+    return first
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    """Return whether a function takes any number of positional arguments."""
+    return any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
-    """Return whether the model predicts label t + 1 from position t.
-
-    Models without a `loss_type`, such as GPT-2, use transformers' default, which does so.
-    """
-    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    """Return whether the model predicts label t + 1 from position t."""
+    _, loss = loss_functions(model)
     return loss is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
 
 

@@ -55,9 +55,11 @@ class Readings:
         return next_labels(kwargs["labels"]) if self.shifts else kwargs["labels"]
 
     def few_labels(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments with labels for a few tokens, for a forward whose loss of these is discarded."""
+        """Return arguments with labels for a few tokens, whose loss is compared and then discarded."""
         rows = window_rows(batch_shape(kwargs)[0])
-        return self._label(model, kwargs, torch.zeros(rows, KEPT_LABELS, dtype=torch.long, device="cpu"))
+        # Different classes, because a class weight has no effect on a mean over a single class
+        labels = torch.linspace(0, self.vocab_size - 1, rows * KEPT_LABELS, device="cpu")
+        return self._label(model, kwargs, labels.long().view(rows, KEPT_LABELS))
 
     def _label(self, model: PreTrainedModel, kwargs: dict[str, Any], labels_RW: Tensor) -> dict[str, Any]:
         """Return arguments with these labels, and with `return_dict` if the model takes it."""
@@ -73,7 +75,7 @@ class Readings:
     def of(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
         """Return what the model does in a forward with these arguments, after checking them if they are new."""
         # Checked once for each combination, because any setting may choose a different branch of the forward
-        settings = (*key_of(model, self.few_labels(model, kwargs)), window_rows(batch_shape(kwargs)[0]) == 1)
+        settings = key_of(model, self.few_labels(model, kwargs))
         if gathers_for_any(model, settings not in self.checked):
             self.checked[settings] = self._check(model, kwargs)
         return self.checked[settings]

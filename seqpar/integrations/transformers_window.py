@@ -17,8 +17,8 @@ from seqpar.integrations.transformers_model import IGNORED
 SPREAD_LABELS = 8
 """How many labels of a window are spread over the vocabulary."""
 
-KEPT_LABELS = 2
-"""How many labels per row a model gets once its settings have been checked; their loss is discarded."""
+KEPT_LABELS = 4
+"""How many labels per row a model gets once its settings have been checked; their loss is compared and discarded."""
 
 
 def batch_shape(kwargs: Mapping[str, object]) -> tuple[int, int]:

@@ -270,7 +270,7 @@ def test_where_nobody_looks_at_them_evaluation_computes_a_window_of_logits(tmp_p
             trainer.evaluate()
             rows.clear()
             trainer.evaluate()
-        assert rows == [6 if few else 14] * 4
+        assert rows == [12 if few else 14] * 4
 
 
 class Looking(Trainer):
@@ -303,7 +303,7 @@ def test_where_predictions_are_generated_the_loss_is_chunked_and_the_predictions
 
     settings = {"predict_with_generate": True, "generation_max_length": 9}
     stock, ours = evaluated(model, batches, str(tmp_path), 0.0, metrics, Seq2SeqTrainer, **settings)
-    assert (stock["eval_rows"], ours["eval_rows"]) == (14, 6)
+    assert (stock["eval_rows"], ours["eval_rows"]) == (14, 12)
     assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
     assert np.array_equal(*seen)
 
@@ -319,5 +319,60 @@ def test_the_evaluation_loss_of_a_loss_function_is_that_of_the_model(with_metric
             given = {"compute_loss_func": compute_loss_func(applied)} if function else {}
             given["compute_metrics"] = (lambda prediction: {}) if with_metrics else None
             losses.append(made(model, batches, str(tmp_path), **given).evaluate()["eval_loss"])
-        assert rows[-1] == (14 if with_metrics else 6)
+        assert rows[-1] == (14 if with_metrics else 12)
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def trainer_of(way, folder):
+    """A Trainer that makes its model itself when it begins to train, of a class that takes no num_items_in_batch."""
+    make = type(tiny("gpt2"))
+
+    class Plain(make):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=None):
+            return super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, labels=labels, return_dict=return_dict
+            )
+
+    # By the name of the class a stock Trainer with smoothing decides whether to shift the labels
+    Plain.__name__ = make.__name__
+
+    def model_init():
+        torch.manual_seed(0)
+        return Plain(tiny("gpt2").config).double()
+
+    batches = micro_batches(batch_of(tiny("gpt2"), [7, 5]))
+    smoothing = 0.3
+    given = {"callbacks": [SeqparLoss(label_smoothing=smoothing)]} if way == "callback" else {}
+    settings = {"label_smoothing_factor": smoothing} if way == "stock" else {}
+    trainer = made(
+        None, batches[:1], folder, model_init=model_init, settings=settings | {"learning_rate": 0.1}, **given
+    )
+    return trainer
+
+
+def test_a_callback_follows_a_trainer_that_makes_its_model_anew(tmp_path):
+    losses = {}
+    for way in ("stock", "callback", "none"):
+        trainer = trainer_of(way, str(tmp_path))
+        trainer.train()
+        losses[way] = trainer.evaluate()["eval_loss"]
+        remove_seqpar_loss(trainer)
+        assert trainer_facts(trainer) == Facts(divides=False, shifts=False)
+    assert losses["callback"] == pytest.approx(losses["stock"], rel=1e-5)
+    assert abs(losses["none"] - losses["stock"]) > 1e-3
+
+
+def test_applied_to_a_trainer_that_makes_its_model_anew_it_is_refused(tmp_path):
+    trainer = trainer_of("none", str(tmp_path))
+    with pytest.raises(ValueError, match=r"has a model_init, .*use callbacks=\[SeqparLoss"):
+        apply_seqpar_loss(trainer)
+
+
+def test_a_trainer_that_got_another_model_meanwhile_has_that_ones_facts(tmp_path):
+    model, other = without_division("qwen2"), without_division("t5")
+    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path))
+    before = trainer_facts(trainer)
+    with apply_seqpar_loss(trainer):
+        assert trainer_facts(trainer) != before
+        trainer.model = other
+    assert trainer_facts(trainer) == Facts(divides=False, shifts=False)
