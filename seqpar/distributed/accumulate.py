@@ -92,7 +92,8 @@ def accumulate_gradients(
             micro-batch's dicts and lists (not of its tensors), and may `pop` from them.
         tokens_of: returns how many targets of a micro-batch are not ignored, the same number as `loss_of(m).tokens`.
         model: the module that reduces the gradients: a DistributedDataParallel, or a module `fully_shard` was called
-            on. Both take the mean over ranks (leave FSDP2's divide factor unchanged), which is compensated for. None:
+            on. Both take the mean over ranks, which is compensated for: leave FSDP2's divide factor unchanged, and let
+            a communication hook of your own take the mean as well. None:
             gradients are this rank's contribution, and their sum over `group` is the gradient; `loss_of` must not
             call a module that reduces them.
         group: the ranks that gradients are reduced over and that hold different tokens. Ranks with the same tokens, as

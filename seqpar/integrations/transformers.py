@@ -70,19 +70,24 @@ def apply_seqpar_loss(
         TypeError: not a Hugging Face model or Trainer (a model wrapped in DistributedDataParallel is not), a trainer
             from TRL, or a compiled model; PEFT's AdaLoRA, AdaptionPrompt and CPT; output embeddings that are missing or
             not a plain `nn.Linear`, alone or with the adapters above; in the first training forward, a model that uses
-            labels for more than the loss of its logits; in a proof of `seqpar.testing`, a model in evaluation mode.
-        ValueError: a number out of its range, a Trainer with its own loss, a model that already has the loss, an
+            labels for more than the loss of its logits, or whose forward changes a parameter; backward hooks on the
+            output embeddings or on all modules; in a proof of `seqpar.testing`, a model in evaluation mode.
+        ValueError: a number out of its range, a Trainer with its own loss or a `model_init` (`SeqparLoss` follows the
+            model that it creates), a model that already has the loss, an
             `ignore_index` other than -100 in a call, or labels whose number differs from that of the predictions.
         RuntimeError: in the first training forward, or the first with new arguments or settings: the model's own
             logits or loss for made-up labels differ from ours (the message says by how much), or it adds something
             that depends on labels or logits, or an auxiliary loss that a `compute_loss_func` would lose. In any
-            training forward: output embeddings that have been replaced or resized, or are sharded when the loss needs
-            them; a Trainer that divides by a different number.
+            training forward: logits or a loss of a few labels that no longer agree with that check, because a hook, a
+            loss function or a number in the model has changed (on an accelerator, in the forward after it); output
+            embeddings that have been replaced or resized, or are sharded when the loss needs them; a Trainer that
+            divides by a different number.
 
-    For this check, a forward with new arguments or settings runs the model twice, or three times if it adds a loss. The
-    check uses made-up labels in two rows of different lengths, some of them the batch's own, and as long as the batch
-    if that takes no more memory than a chunk of the loss. It cannot see what a custom loss does to other ids, or only
-    further along in longer sequences.
+    For this check, a forward with new arguments or settings runs the model twice, or three times if it adds a loss. A
+    model that itself communicates with other ranks needs the same arguments and settings on all of them. The check uses
+    made-up labels in two rows of different lengths, some of them the batch's own, and as long as the batch if that
+    takes no more memory than a chunk of the loss. It cannot see what a custom loss does to other ids, or only further
+    along in longer sequences.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
