@@ -26,6 +26,7 @@ from recipes.translation.run_folder.resume import begin, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.translator import model_sizes
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.training.beginning import (
     check_end,
     first_model,
@@ -46,7 +47,7 @@ from recipes.translation.training.summary import Summary, announce, size_of, sum
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.training import Training
 from recipes.translation.training.utilization import share_of_peak
-from recipes.translation.training.validation import out_of_patience
+from recipes.translation.training.validation import check_tags, out_of_patience
 
 
 def train(
@@ -96,6 +97,7 @@ def train_on(
     saved = share_checkpoint(lambda: begin(config, fresh), ranks)
     corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
     settings = fit_to_corpus(config.training, config.decoding.max_length, sizes, corpus, ranks)
+    check_tags(corpus, ModelText.of(config), settings.validate_bleu)
     teacher = opened_teacher(settings, config.data.language_tags, corpus, ranks)
     state = first_state(run, corpus, saved, teacher)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))

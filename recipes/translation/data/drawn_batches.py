@@ -19,7 +19,6 @@ import numpy.typing
 from recipes.translation.data.batches import Batch, EpochBatches, Ids, TokenBatches, padded_batch
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.settings.checks import check_sampling
-from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import Subwords
 
 PROBED = 1_000
@@ -35,8 +34,6 @@ class Drawing:
     subwords: Subwords
     sampling: float
     """As in `Subwords.sample`; 0 samples nothing."""
-    symbols: Sequence[str] = ()
-    """Tags and symbols, which are never split."""
 
 
 class DrawnBatches:
@@ -111,7 +108,7 @@ class DrawnBatches:
         if not side.sampling:
             return plain
         seeds = _seeds(self.plain.seed, epoch, which, self._pairs)[list(pairs)].tolist()
-        drawn = side.subwords.sample(plain, seeds, side.sampling, side.symbols)
+        drawn = side.subwords.sample(plain, seeds, side.sampling)
         longest = self.plain.max_length
         return [new if len(new) <= longest else usual for new, usual in zip(drawn, plain, strict=True)]
 
@@ -157,8 +154,7 @@ def drawn_batches(
         check_sampling(side.kind, amount, f" ({' '.join(settings.model)})" if settings.model else "")
     if not settings.sampling:
         return plain
-    of_source = Drawing(source, sampling["source"], [*ModelText.of(config).tags, *settings.symbols])
-    return DrawnBatches(plain, of_source, Drawing(target, sampling["target"], settings.symbols))
+    return DrawnBatches(plain, Drawing(source, sampling["source"]), Drawing(target, sampling["target"]))
 
 
 @lru_cache(maxsize=4)

@@ -18,6 +18,15 @@ def most_subwords(sizes: Sizes, symbols: Symbols) -> int | None:
     return sizes.max_positions - max(len(symbols.source([])), len(symbols.target([])) - 1)
 
 
+def check_length(name: str, given: int, most: int) -> None:
+    """Raise ConfigError for a setting, the most subwords of a sentence, above what the model has positions for."""
+    if given > most:
+        raise ConfigError(
+            f"{name} is {given}, but the model has learned positions for {most} subwords beside start and end symbols: "
+            f"set it to {most} or less"
+        )
+
+
 def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) -> None:
     """Raise ConfigError or DataError if a sentence could have more tokens than the model has learned positions.
 
@@ -27,11 +36,7 @@ def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) ->
     if most is None:
         return
     for name, given in lengths.items():
-        if given > most:
-            raise ConfigError(
-                f"{name} is {given}, but the model has learned positions for {most} subwords beside start "
-                f"and end symbols: set it to {most} or less"
-            )
+        check_length(name, given, most)
     for valid in corpus.valid:
         for side, found in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
             if found.max() > most:

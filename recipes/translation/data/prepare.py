@@ -105,9 +105,12 @@ def own_files(subwords: SubwordConfig) -> list[Path]:
 def _copy(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     """Copy the user's own subword models."""
     config = corpora.config
-    names = dict.fromkeys(subword_names(config.subwords))
+    sides = dict(zip(subword_names(config.subwords), normalizations(config.subwords), strict=True))
+    files = own_files(config.subwords)
+    # One file for both sides, also if their rules differ
+    files = files if len(files) == len(sides) else files * len(sides)
     with replaced_folder(folder) as new:
-        for name, path, rule in zip(names, own_files(config.subwords), normalizations(config.subwords), strict=False):
+        for (name, rule), path in zip(sides.items(), files, strict=True):
             tags = () if name == "target" else ModelText.of(config).tags
             added = [*(BLANK + tag for tag in tags), *config.subwords.symbols]
             (new / f"{name}.model").write_bytes(own_model(path, config.subwords.kind, rule, added))

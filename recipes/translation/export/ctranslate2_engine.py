@@ -12,12 +12,12 @@ import torch
 
 from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
-from recipes.translation.errors import CheckpointError
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.files.json_fields import field_in
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.text.model_text import ModelText
+from recipes.translation.text.model_text import ModelText, longest_of
 from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.translating.sentences import source_ids
 from recipes.translation.translating.translate import Task, Translation, in_words, most_steps, note_unfinished
@@ -45,7 +45,14 @@ def load(folder: Path, overrides: Mapping[str, object] | None = None) -> Exporte
     slower than one, for models of width 128 and 512 (docs/export.md).
     """
     whole = verified_folder(folder)
-    config, source, target = load_belongings(whole, overrides)
+    exported, source, target = load_belongings(whole)
+    config, _, _ = load_belongings(whole, overrides)
+    most = longest_of(exported.training, exported.decoding)
+    if config.decoding.max_length > most:
+        raise ConfigError(
+            f"decoding.max_length is {config.decoding.max_length}, but {folder} was exported with positions for {most} "
+            f"subwords: set it to {most} or less, export again with a larger one, or translate with --engine torch"
+        )
     threads = torch.get_num_threads()
     try:
         engine = ctranslate2.Translator(str(whole), inter_threads=threads, intra_threads=1)

@@ -25,6 +25,7 @@ from recipes.translation.files.tensors import describe_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
 from recipes.translation.run_folder.made_from import note_origin
 from recipes.translation.run_folder.translator import model_on_meta
+from recipes.translation.text.model_text import longest_of
 from recipes.translation.text.subwords import EOS, UNK
 
 
@@ -111,7 +112,7 @@ def spec_of(saved: SavedModel) -> specs.TransformerSpec:
         layernorm_embedding=isinstance(model.src_embed.norm, nn.LayerNorm),
     )
     # A source also has its end symbol, and a target its start symbol and perhaps a tag
-    longest = max(config.training.max_length, config.decoding.max_length) + 2
+    longest = longest_of(config.training, config.decoding) + 2
     for side, stack, embedding in (
         (spec.encoder, model.encoder, model.src_embed),
         (spec.decoder, model.decoder, model.tgt_embed),

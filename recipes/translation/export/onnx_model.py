@@ -43,10 +43,9 @@ from models.cache import DecoderCache, LayerCache
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings
+from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings, saved_names
 from recipes.translation.run_folder.translator import build_model, model_on_meta
-from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, subword_names
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 OPSET = 18
 """The oldest version that torch.onnx writes, so that older runtimes can read the files too."""
@@ -70,13 +69,13 @@ def write(saved: SavedModel, folder: Path) -> None:
         save(lambda: build_model(sizes, saved.source, saved.target), saved.weights, names, new)
         check(new, names, model, saved.weights)
         save_belongings(new, saved)
-        facts = json.dumps(facts_of(saved.config.subwords, saved.config.decoding.max_length, names), indent=2)
+        facts = json.dumps(facts_of(saved_names(saved), saved.config.decoding.max_length, names), indent=2)
         (new / "onnx.json").write_text(facts + "\n", encoding="utf-8")
 
 
-def facts_of(subwords: SubwordConfig, max_length: int, names: Mapping[str, Any]) -> dict[str, object]:
-    """Return what a program that runs the graphs must know."""
-    source, target = subword_names(subwords)
+def facts_of(subwords: tuple[str, str], max_length: int, names: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a program that runs the graphs must know; `subwords` are the names of the two models."""
+    source, target = subwords
     return {
         "pad": PAD,
         "unknown": UNK,

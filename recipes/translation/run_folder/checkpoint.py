@@ -55,6 +55,7 @@ from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, ren
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
+    check_decoding_length,
     check_fits,
     check_layers,
     fill_model,
@@ -63,7 +64,7 @@ from recipes.translation.run_folder.translator import (
     tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, load_config, save_config
-from recipes.translation.text.subwords import BOS, PAD, Subwords, subword_names
+from recipes.translation.text.subwords import BOS, PAD, Subwords
 
 
 @dataclass
@@ -209,6 +210,8 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
         whole = verified_folder(folder)
         weights, digest = _read_weights(whole)
         config, source, target = load_belongings(whole, overrides)
+        if overrides:
+            check_decoding_length(config.decoding, model_sizes(config.model), source)
         if has_lora(weights.described):
             weights = _merge_lora(weights, config.training.lora_alpha)
         check_layers(model_sizes(config.model), weights, whole)
@@ -263,9 +266,17 @@ def save_belongings(folder: Path, model: Translator | SavedModel) -> None:
     The subword models are written from memory, since the files in the run's folder may have been replaced.
     """
     save_config(model.config, folder / "config.yaml")
-    names = subword_names(model.config.subwords)
-    for name, subwords in dict(zip(names, (model.source, model.target), strict=True)).items():
+    for name, subwords in dict(zip(saved_names(model), (model.source, model.target), strict=True)).items():
         subwords.save(folder / f"{name}.model")
+
+
+def saved_names(model: Translator | SavedModel) -> tuple[str, str]:
+    """Return the names under which the subword models are saved: one file if they are the same.
+
+    The settings do not tell: a run may have the subwords of another model, with that one's normalisation rules.
+    """
+    same = model.source.model_bytes() == model.target.model_bytes()
+    return ("joint", "joint") if same else ("source", "target")
 
 
 def load_belongings(
@@ -273,7 +284,8 @@ def load_belongings(
 ) -> tuple[RunConfig, Subwords, Subwords]:
     """Read the settings and the subword models of source and target that `save_belongings` wrote."""
     config = load_config(folder / "config.yaml", overrides)
-    source, target = (Subwords.load(folder / f"{name}.model") for name in subword_names(config.subwords))
+    names = ("joint", "joint") if (folder / "joint.model").is_file() else ("source", "target")
+    source, target = (Subwords.load(folder / f"{name}.model") for name in names)
     return config, source, target
 
 

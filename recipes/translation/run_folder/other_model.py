@@ -83,6 +83,17 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
     return rename(weights, old_names)
 
 
+def check_made_anew(subwords: SubwordConfig, theirs: SubwordConfig) -> None:
+    """Raise ConfigError for settings of new subwords that another model's subwords do not have."""
+    for name in ("train_pairs", "character_coverage", "byte_fallback"):
+        own = getattr(subwords, name)
+        if own not in (getattr(SubwordConfig, name), getattr(theirs, name)):
+            raise ConfigError(
+                f"subwords.{name} is {own}, but the subwords are another model's, which were made with "
+                f"{getattr(theirs, name)}: leave it out"
+            )
+
+
 def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
     """Return the subwords of a run: its own, or those of the model that it started from, or else of its teacher.
 
@@ -90,18 +101,28 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
     """
     config = corpora.config
     settings = config.training
-    if not settings.start_from and not settings.teacher:
-        return prepare(corpora)
     folder = None
     if not fresh:  # a run that has begun no longer needs the other model, which may have changed since
         folder = whole_folder(Path(config.run) / "last")
-    if folder is None and not settings.start_from:
-        return teacher_subwords(settings.teacher, config.subwords)
+    if not settings.start_from and (folder is None or not settings.teacher):
+        subwords = teacher_subwords(settings.teacher, config.subwords) if settings.teacher else prepare(corpora)
+        if folder is None:
+            check_tie(config.model, *subwords)
+        return subwords
     if folder is None:
         folder, _ = fitting_start(settings.start_from, config.model, config.subwords)
     _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
     check_normalization(config.subwords, source, target)
     return source, target
+
+
+def check_tie(model: ModelConfig, source: Subwords, target: Subwords) -> None:
+    """Raise ConfigError if a new model would have one embedding for two different vocabularies of the same size."""
+    if model_sizes(model).tie == "all" and source.pieces() != target.pieces():
+        raise ConfigError(
+            f"model.tie is all (of preset {model.preset}), so that source and target share one embedding, but their "
+            "subwords differ: set model.tie target, or subwords.joint true"
+        )
 
 
 def check_normalization(subwords: SubwordConfig, source: Subwords, target: Subwords) -> None:
@@ -123,6 +144,7 @@ def fitting_start(name: str, model: ModelConfig, subwords: SubwordConfig) -> tup
     folder, theirs = other_model("training.start_from", name)
     given = sizes_and_subwords(model, subwords)
     needed = sizes_and_subwords(theirs.model, theirs.subwords)
+    check_made_anew(subwords, theirs.subwords)
     layers = _layers(theirs.model)
     fewer = {f"model.{stack}_layers" for stack, own in _layers(model).items() if own < layers.get(stack, 0)}
     for setting in [*needed, *given]:  # a decoder-only model has other sizes
@@ -167,6 +189,7 @@ def teacher_subwords(teacher: str, subwords: SubwordConfig) -> tuple[Subwords, S
                 f"subwords.{name} is {own!r}, but the teacher {folder} has {other!r}, and a student has its teacher's "
                 "subwords: set it to the same"
             )
+    check_made_anew(subwords, theirs.subwords)
     _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
     check_normalization(subwords, source, target)
     return source, target

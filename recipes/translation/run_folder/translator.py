@@ -18,6 +18,7 @@ from models import (
 )
 from models.presets import Sizes
 from models.transformer import allocate
+from recipes.translation.data.positions import check_length, most_subwords
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import describe_tensors
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig
@@ -52,8 +53,16 @@ class Translator:
         return ModelText.of(self.config)
 
     def with_decoding(self, decoding: DecodingConfig) -> Translator:
-        """Return the same models with these decoding settings."""
+        """Return the same models with these decoding settings; ConfigError if they allow more than the positions."""
+        check_decoding_length(decoding, model_sizes(self.config.model), self.source)
         return replace(self, config=replace(self.config, decoding=decoding))
+
+
+def check_decoding_length(decoding: DecodingConfig, sizes: Sizes, source: Subwords) -> None:
+    """Raise ConfigError if the settings allow longer translations than the model has learned positions for."""
+    most = most_subwords(sizes, source.symbols)
+    if most is not None:
+        check_length("decoding.max_length", decoding.max_length, most)
 
 
 def model_sizes(config: ModelConfig) -> Sizes:

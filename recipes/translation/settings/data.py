@@ -168,7 +168,7 @@ class CleaningConfig:
         "Remove pairs with tags or character entities (<P>, &apos;); without this rule the log counts them.",
     )
     copies: bool = setting(False, "Remove pairs with the same text on both sides.")
-    duplicates: bool = setting(False, "Keep only the first of several equal pairs.")
+    duplicates: bool = setting(False, "Keep only the first of several equal pairs of a corpus.")
     metric_command: str = setting(
         "",
         "Remove pairs that this program, such as CometKiwi, scores below metric_least; it is run as by evaluate "

@@ -39,4 +39,10 @@ class RunConfig:
 
     def with_languages(self, source: str, target: str) -> RunConfig:
         """Return the settings with these languages, which determine the tag in front of a source sentence."""
-        return replace(self, data=replace(self.data, source=source, target=target))
+        data = self.data
+        # A corpus that names no languages has those of data, and keeps them
+        corpora = {
+            name: replace(corpus, source=corpus.source or data.source, target=corpus.target or data.target)
+            for name, corpus in self.corpora.items()
+        }
+        return replace(self, data=replace(data, source=source, target=target), corpora=corpora)

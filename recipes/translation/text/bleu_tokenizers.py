@@ -5,7 +5,6 @@ For files without a run the language is not known, so their script decides.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +13,12 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.text.scripts import BY_LANGUAGE, count_letters
+from recipes.translation.text.scripts import count_letters, script_of_language
 
 WITHOUT_SPACES = ("Thai", "Laoo", "Tibt", "Mymr", "Khmr")
 """Thai, Lao, Tibetan, Burmese and Khmer."""
-BY_SCRIPT = {"Hani": "zh", "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(WITHOUT_SPACES, "char")}
+CHINESE = dict.fromkeys(("Hani", "Hans", "Hant"), "zh")
+BY_SCRIPT = {**CHINESE, "Jpan": "ja-mecab", "Kore": "ko-mecab", **dict.fromkeys(WITHOUT_SPACES, "char")}
 """Tokenisers by a language's script. All other languages use 13a, as in most papers."""
 
 
@@ -27,9 +27,8 @@ LOOKED_AT = 1_000
 
 
 def tokenizer_of(language: str) -> str:
-    """Return the tokeniser for a language."""
-    code = re.split("[-_]", language.lower())[0]
-    return BY_SCRIPT.get(BY_LANGUAGE.get(code, ""), "13a")
+    """Return the tokeniser for a language, by the script that its code names, or that it is mostly written in."""
+    return BY_SCRIPT.get(script_of_language(language) or "", "13a")
 
 
 def tokenizer_of_text(text: str) -> str:

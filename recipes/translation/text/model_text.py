@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig
+from recipes.translation.settings.config import CorpusConfig, DataConfig, DecodingConfig, RunConfig, TrainingConfig
 from recipes.translation.settings.schema import shorten
 from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.subwords import Subwords
@@ -36,7 +36,7 @@ class ModelText:
         """Return what a run's settings say about this."""
         own = language_tags(config.data, config.data.target)
         tags = [*own, *(tag for corpus in config.corpora.values() for tag in corpus_tags(corpus, config.data))]
-        longest = max(config.training.max_length, config.decoding.max_length)
+        longest = longest_of(config.training, config.decoding)
         return cls(tuple(dict.fromkeys(tags)), own, config.subwords.lowercase, longest)
 
     def source(self, sentence: str) -> str:
@@ -63,6 +63,11 @@ class ModelText:
             rest = rest.partition(tag)[2].lstrip()
             tags += f"{tag} "
         return tags, rest
+
+
+def longest_of(training: TrainingConfig, decoding: DecodingConfig) -> int:
+    """Return the most subwords of a sentence that a run's model reads or writes."""
+    return max(training.max_length, decoding.max_length)
 
 
 def one_line(text: str) -> str:

@@ -55,13 +55,16 @@ WITH_A_SCRIPT = r"[\p{L}--[\p{scx=Zyyy}\p{scx=Zinh}]]"
 
 
 def scripts_of_language(language: str) -> tuple[str, ...] | None:
-    """Return a language's scripts by its ISO 639 code, or by the ISO 15924 code after that; None if unknown."""
+    """Return the scripts of the texts in a language (Japanese has three); None if unknown."""
+    code = script_of_language(language)
+    return None if code is None else SEVERAL.get(code, (code,))
+
+
+def script_of_language(language: str) -> str | None:
+    """Return a language's ISO 15924 code: that after its ISO 639 code, or that of its usual script; None if unknown."""
     name, *subtags = re.split("[-_]", language)
     codes = [code for code in map(str.title, subtags) if code in SEVERAL or is_script(code)]
-    code = codes[0] if codes else BY_LANGUAGE.get(name.lower())
-    if code is None:
-        return None
-    return SEVERAL.get(code, (code,))
+    return codes[0] if codes else BY_LANGUAGE.get(name.lower())
 
 
 def is_script(code: str) -> bool:

@@ -7,7 +7,7 @@ resumed, and no two processes would draw the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -15,6 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from recipes.translation.settings.data import KINDS
+from recipes.translation.text.sentencepiece_file import model_of
 
 BLANK = "\u2581"
 """What sentencepiece writes for a blank; words start with it."""
@@ -35,11 +36,11 @@ class Sampler:
     def __init__(self, processor: Any, kind: str) -> None:
         self._processor = processor
         self._kind = kind
-        special = (processor.is_control, processor.is_unknown, processor.is_byte, processor.is_unused)
-        self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
-        for each in range(len(self._pieces)):
-            if any(is_special(each) for is_special in special):
-                self._pieces[each] = ""
+        # Control pieces, bytes and the user's own symbols are never divided, nor is another piece divided into them
+        self._pieces = [
+            piece.piece if piece.type == piece.NORMAL else ""
+            for piece in model_of(processor.serialized_model_proto()).pieces
+        ]
         self._ids = {piece: each for each, piece in enumerate(self._pieces) if piece}
         self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
         scores = self._scores
@@ -49,30 +50,29 @@ class Sampler:
         """Pickle only the model, from which the other process makes its own sampler."""
         return Sampler, (self._processor, self._kind)
 
-    def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:
-        """Draw the subwords of a sentence, given the unsampled ones; the ids in `whole` are never split."""
+    def draw(self, ids: Sequence[int], seed: int, amount: float) -> list[int]:
+        """Draw the subwords of a sentence, given the unsampled ones."""
         random = Random(seed)
         found: list[int] = []
-        for text, piece in self._words(ids, whole):
+        for text, piece in self._words(ids):
             if text:
                 found += [self._ids[each] for each in self._segmentation(text, random, amount)]
             else:
                 found.append(piece)
         return found
 
-    def _words(self, ids: Sequence[int], whole: Collection[int]) -> Iterator[tuple[str, int]]:
+    def _words(self, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
         """Yield each word, with the mark of the blank before it, and each byte or symbol; no subword spans two."""
         word = ""
         for each in ids:
             piece = self._pieces[each]
-            alone = not piece or each in whole
-            if word and (alone or piece.startswith(BLANK)):
+            if word and (not piece or piece.startswith(BLANK)):
                 yield word, 0
                 word = ""
-            if alone:
-                yield "", each
-            else:
+            if piece:
                 word += piece
+            else:
+                yield "", each
         if word:
             yield word, 0
 

@@ -20,7 +20,7 @@ from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.data import KINDS, NORMALIZATIONS
 from recipes.translation.text.normalization import compose, compose_all, normalize, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
-from recipes.translation.text.sentencepiece_file import kind_of_model, model_of, notes_of
+from recipes.translation.text.sentencepiece_file import Piece, kind_of_model, model_of, notes_of
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbols, the same in every model that `train_subwords` makes."""
@@ -63,7 +63,7 @@ def normalizations(config: SubwordConfig) -> tuple[str, str]:
 def subword_names(config: SubwordConfig) -> tuple[str, str]:
     """Return the names of the source's and the target's subword models: a file has only one normalisation rule."""
     source, target = normalizations(config)
-    if config.joint and (source == target or config.model):
+    if config.joint and source == target:
         return "joint", "joint"
     return "source", "target"
 
@@ -256,18 +256,15 @@ class Subwords:
     def _ids(self) -> dict[str, int]:
         return {piece: number for number, piece in enumerate(self.pieces())}
 
-    def sample(
-        self, plain: Sequence[Sequence[int]], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
-    ) -> list[list[int]]:
+    def sample(self, plain: Sequence[Sequence[int]], seeds: Iterable[int], amount: float) -> list[list[int]]:
         """Draw a segmentation of each sentence, given as ids; it depends only on these, the seed and `amount`.
 
         A bpe model skips each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020). A unigram model
         draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018, section 3.3):
-        the smaller it is, the more often rare segmentations occur. Any of the `symbols`, including tags, that are
-        subwords of the model are never split.
+        the smaller it is, the more often rare segmentations occur. The model's own symbols, including tags, are never
+        split.
         """
-        whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
-        drawn = [self._sampler.draw(ids, int(seed), amount, whole) for ids, seed in zip(plain, seeds, strict=True)]
+        drawn = [self._sampler.draw(ids, int(seed), amount) for ids, seed in zip(plain, seeds, strict=True)]
         if not self._imported:
             return drawn
         return [[each if each < self._size else UNK for each in row] for row in drawn]
@@ -312,6 +309,11 @@ class Subwords:
     def pieces(self) -> list[str]:
         """Return the text of each subword; a blank is written as U+2581."""
         return [self._processor.id_to_piece(number) for number in range(len(self))]
+
+    def texts(self) -> list[str]:
+        """Return the text of each subword, or "" for those that are no text: bytes, control and unknown pieces."""
+        pieces = model_of(self.model_bytes()).pieces[: len(self)]
+        return [piece.piece if piece.type in (Piece.NORMAL, Piece.USER_DEFINED) else "" for piece in pieces]
 
     def model_bytes(self) -> bytes:
         """Return the bytes of the model file."""

@@ -20,7 +20,8 @@ import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.corpus import ValidationSet, validation_set
+from recipes.translation.data.corpus import Corpus, ValidationSet, validation_set
+from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
 from recipes.translation.run_folder.translator import Translator
@@ -28,8 +29,10 @@ from recipes.translation.scores.scores import score_of
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.metrics import METRICS, Translated
 from recipes.translation.settings.schedules import SCHEDULES
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.pair import Pair
 from recipes.translation.training.objective import Objective
+from recipes.translation.translating.sentences import unknown_tag
 from recipes.translation.translating.translate import translate
 
 
@@ -146,6 +149,14 @@ def _loss(
     loss = sum((loss_of(batches.batch(indices)) for indices in mine), start=nothing(translator.model))
     ranks.meet()
     return seqpar.sum_over_ranks(loss, ranks.group)
+
+
+def check_tags(corpus: Corpus, text: ModelText, translated: int) -> None:
+    """Raise DataError for a validation sentence to be translated that begins with the tag of an unknown language."""
+    for valid in corpus.valid:
+        for number, pair in enumerate(valid.pairs[:translated], start=1):
+            if reason := unknown_tag(corpus.source, text, pair.source):
+                raise DataError(f"{valid.held_out.setting}: the source of pair {number:,} {reason}: leave it out")
 
 
 def _of_set(

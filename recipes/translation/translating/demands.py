@@ -49,15 +49,13 @@ def check_letters(translator: Translator, text: str, what: str) -> None:
 
 def word_boundaries(translator: Translator) -> list[int]:
     """Return the subwords that do not continue the word before them."""
-    pieces = translator.target.pieces()
-    return [number for number, piece in enumerate(pieces) if begins_anew(piece)]
+    # Control pieces such as <s>, and bytes of any character, may continue a word
+    pieces = translator.target.texts()
+    return [number for number, piece in enumerate(pieces) if piece and begins_anew(piece)]
 
 
 def begins_anew(piece: str) -> bool:
     """Return whether a piece starts a word, or starts with a punctuation mark or symbol."""
-    # Control pieces such as <s>, and bytes of any character such as <0xC3>, may continue a word
-    if len(piece) > 1 and piece.startswith("<") and piece.endswith(">"):
-        return False
     return piece.startswith(BLANK) or unicodedata.category(piece[0])[0] in "PSZ"
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.errors import CheckpointError
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig
@@ -258,3 +258,17 @@ def test_the_folder_opens_in_ctranslate2_itself(subwords: Subwords, tmp_path: Pa
     (source,) = subwords.encode([SENTENCES[0]])
     (result,) = engine.translate_batch([[subwords.pieces()[token] for token in source]], beam_size=1)
     assert result.hypotheses[0]
+
+
+def test_longer_translations_than_an_export_has_positions_for_are_refused(subwords: Subwords, tmp_path: Path) -> None:
+    changes = {"training.max_length": 20, "decoding.max_length": 30}
+    translator = random_translator(subwords, tmp_path / "run", changes, end=-50.0)
+    exported(translator, tmp_path / "exported")
+    longest = ctranslate2_engine.load(tmp_path / "exported", {"decoding.max_length": 30, "decoding.max_ratio": 99})
+    long = " ".join(SENTENCES)
+    (found,) = ctranslate2_engine.translate(longest, [long])
+    assert found
+    with pytest.raises(
+        ConfigError, match=r"^decoding\.max_length is 31, but .* was exported with positions for 30 sub"
+    ):
+        ctranslate2_engine.load(tmp_path / "exported", {"decoding.max_length": 31})

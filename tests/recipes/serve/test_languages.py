@@ -18,6 +18,7 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
+from recipes.translation.text.model_text import ModelText
 from recipes.translation.translating.translate import Translation
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.tiny import tiny
@@ -115,3 +116,10 @@ def test_a_default_that_no_corpus_has_is_no_pair_of_languages(tags: bool, tmp_pa
     corpora = {"c": {"source": "fr", "target": "es"}}
     config = tiny(tmp_path / "run", {"corpora": corpora, "data.language_tags": tags})
     assert language_pairs(Corpora(config)) == [("fr", "es")]
+
+
+def test_each_pair_of_one_model_takes_the_tags_of_all(tmp_path: Path) -> None:
+    """A corpus that names no languages has those of the section data, whatever pair is asked for."""
+    config = tiny(tmp_path, {"data.language_tags": True, "corpora": {"a": {}, "b": {"source": "de", "target": "en"}}})
+    for pair in (("en", "de"), ("de", "en")):
+        assert sorted(ModelText.of(config.with_languages(*pair)).tags) == ["<2de>", "<2en>"]

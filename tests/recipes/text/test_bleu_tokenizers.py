@@ -54,6 +54,12 @@ GERMAN = ["Der Zug nach Wien fährt um halb acht ab."]
         ("de", "13a"),
         ("en", "13a"),
         ("tgt", "13a"),
+        ("gan-Hans", "zh"),
+        ("hsn_Hant", "zh"),
+        ("shn_Mymr", "char"),
+        ("ryu-Jpan", "ja-mecab"),
+        ("zh-Latn", "13a"),
+        ("ja-Latn", "13a"),
     ],
 )
 def test_auto_follows_the_language(language: str, name: str) -> None:

@@ -19,7 +19,7 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.export import huggingface_model
-from recipes.translation.run_folder.checkpoint import load_saved, save_model
+from recipes.translation.run_folder.checkpoint import load_saved, load_translator, save_model
 from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import RunConfig, SubwordConfig
@@ -27,6 +27,7 @@ from recipes.translation.settings.data import NORMALIZATIONS
 from recipes.translation.text.model_text import OtherForm
 from recipes.translation.text.normalization import SENTENCEPIECE, normalize, rules_of
 from recipes.translation.text.subwords import Subwords, train_subwords
+from recipes.translation.train import train
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import alternatives
 from tests.recipes.tiny import tiny
@@ -203,3 +204,29 @@ def test_a_model_of_another_run_keeps_its_rule_and_other_settings_are_refused(tm
     asked = tiny(tmp_path / "new", {"training.start_from": before.run, "subwords.normalization": "nfc"})
     with pytest.raises(ConfigError, match=r"subwords.normalization is nfc nfc .* have nfkc nfkc, which they keep"):
         run_subwords(Corpora(asked))
+
+
+def test_a_model_that_starts_from_two_rules_is_saved_with_both(tmp_path: Path) -> None:
+    """The new run's settings name neither rule, and one file could have only one of them."""
+    train(tiny(tmp_path / "general", {"subwords.normalization": "[nfc, nfkc]", "training.steps": 1}))
+    tuned = {"training.start_from": str(tmp_path / "general"), "training.steps": 1}
+    train(tiny(tmp_path / "tuned", tuned))
+    taught = {"training.teacher": str(tmp_path / "general"), "training.teacher_weight": 0.5, "training.steps": 1}
+    train(tiny(tmp_path / "taught", taught))
+    for run, changes in (("general", {}), ("tuned", tuned), ("taught", taught)):
+        found = load_translator(tmp_path / run / "best")
+        assert (found.source.normalization, found.target.normalization) == ("nfc", "nfkc"), run
+        assert found.source.pieces() == found.target.pieces()
+        if changes:
+            train(tiny(tmp_path / run, {**changes, "training.steps": 2}))
+
+
+def test_one_list_of_words_has_two_rules(tmp_path: Path) -> None:
+    words = sorted({word for pair in pairs(250, 0) for side in pair for word in side.split()})
+    (tmp_path / "dict.txt").write_text("".join(f"{word} 1\n" for word in words[:900]))
+    given = {"subwords.kind": "none", "subwords.model": str(tmp_path / "dict.txt")}
+    for rules in (("none", "nfkc"), ("nfkc", "none"), ("nfkc", "nfkc")):
+        changes = {**given, "subwords.normalization": f"[{', '.join(rules)}]"}
+        config = tiny(tmp_path / "-".join(rules), {**changes, "subwords.vocab_size": SubwordConfig.vocab_size})
+        found = prepare(Corpora(config))
+        assert tuple(each.normalization for each in found) == rules

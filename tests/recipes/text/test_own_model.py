@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from recipes.translation.text.segmentations import BLANK
 from recipes.translation.text.sentencepiece_file import model_of
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.demands import word_boundaries
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.translate import alternatives, translate
 from tests.recipes.tiny import LEARNS, tiny
 
 SENTENCES = [pair.source for pair in pairs(60, 4)]
@@ -393,3 +396,38 @@ def test_subwords_are_made_from_ten_million_bytes_of_a_larger_text(
 def test_every_special_piece_has_a_name() -> None:
     assert list(SPECIAL) == ["pad", "unk", "bos", "eos"]
     assert Subwords.pad == PAD
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("alphabet", [TEXT, [*TEXT, "< u r l > " * 9]])
+def test_sampling_splits_no_symbol_of_the_users_own_model(kind: str, alphabet: list[str], tmp_path: Path) -> None:
+    """With the letters of the symbol it could be spelled, and without them nothing could."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(alphabet), model_writer=model, vocab_size=250, model_type=kind, hard_vocab_limit=False,
+        user_defined_symbols=["<url>"], pad_id=PAD, unk_id=UNK, bos_id=BOS, eos_id=EOS, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "own.model").write_bytes(model.getvalue())
+    subwords = Subwords.load(tmp_path / "own.model")
+    symbol = subwords.pieces().index("<url>")
+    plain = subwords.encode(["See <url>.", "<url>", "a<url>b <url>"] * 20)
+    drawn = subwords.sample(plain, range(60), 0.3)
+    assert [row.count(symbol) for row in drawn] == [row.count(symbol) for row in plain]
+    assert drawn != plain
+    assert subwords.decode(drawn) == subwords.decode(plain)
+
+
+def test_special_pieces_by_any_name_bound_no_word(tmp_path: Path) -> None:
+    """[PAD] begins with a sign, as a word may not, and is no text."""
+    names = {"pad_piece": "[PAD]", "unk_piece": "[UNK]", "bos_piece": "[BOS]", "eos_piece": "[EOS]"}
+    ids = {"pad_id": PAD, "unk_id": UNK, "bos_id": BOS, "eos_id": EOS}
+    (tmp_path / "own.model").write_bytes(spm("bpe", byte_fallback=True, vocab_size=450, **names, **ids))
+    train(tiny(tmp_path / "run", {"subwords.model": str(tmp_path / "own.model"), "subwords.vocab_size": 450}))
+    translator = load_translator(tmp_path / "run" / "best")
+    found = word_boundaries(translator)
+    assert not {PAD, UNK, BOS, EOS} & set(found)
+    pieces = translator.target.pieces()
+    assert {pieces[each] for each in found} >= {BLANK, "."}
+    assert not any(re.fullmatch("<0x..>", pieces[each]) for each in found)
+    (row,) = alternatives(translator, ["A train leaves."], SearchOptions(constraints=[["Zug"]]))
+    assert "Zug" in row[0].text

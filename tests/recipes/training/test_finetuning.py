@@ -184,3 +184,29 @@ def test_prepare_names_where_the_subwords_are(base: Path, tmp_path: Path, capsys
     assert capsys.readouterr().out.endswith(f"\n[prepare] 360 source and 360 target subwords in {base}\n")
     source, _ = run_subwords(Corpora(tiny(tmp_path / "run", changes)))
     assert len(source) == 360
+
+
+@pytest.mark.parametrize("way", ["training.start_from", "training.teacher"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("train_pairs", 7), ("character_coverage", 0.98), ("byte_fallback", False)]
+)
+def test_settings_of_new_subwords_beside_another_models_are_refused(
+    way: str, name: str, value: object, base: Path, tmp_path: Path
+) -> None:
+    given = {**BASE, way: str(base), f"subwords.{name}": value}
+    if way == "training.teacher":
+        given["training.teacher_weight"] = 0.5
+    with pytest.raises(ConfigError, match=rf"^subwords\.{name} is {value}, but the subwords are another model's"):
+        train(tiny(tmp_path / "run", given))
+
+
+def test_two_vocabularies_of_one_size_do_not_share_an_embedding(tmp_path: Path) -> None:
+    apart = {"subwords.joint": False, "training.steps": 1}
+    with pytest.raises(
+        ConfigError, match=r"^model\.tie is all \(of preset .* their subwords differ: set model.tie tar"
+    ):
+        train(tiny(tmp_path / "run", apart))
+    train(tiny(tmp_path / "run", {**apart, "model.tie": "target"}))
+    model = load_translator(tmp_path / "run" / "best").model
+    assert model.src_embed.lookup.weight.shape == model.tgt_embed.lookup.weight.shape
+    assert model.src_embed.lookup.weight is not model.tgt_embed.lookup.weight

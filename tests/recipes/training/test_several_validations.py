@@ -367,3 +367,20 @@ def test_the_test_files_of_a_corpus_may_change_on_resuming_and_the_others_may_no
         changed = given(folder / "both", {**corpora, "forward": {**corpora["forward"], **forward}})
         with pytest.raises(ConfigError, match=r"^corpora\.forward is .* was trained with .* --fresh$"):
             begin(changed, False)
+
+
+@pytest.mark.parametrize(("translated", "refused"), [(20, False), (21, True), (50, True)])
+def test_a_validation_sentence_with_the_tag_of_no_language_is_refused_before_the_first_step(
+    translated: int, refused: bool, tmp_path: Path
+) -> None:
+    sides = [[pair.source for pair in builtin_pairs(20, 3)], [pair.target for pair in builtin_pairs(20, 3)]]
+    for name, lines, last in zip("ab", sides, ["<2nd> edition", "2. Auflage"], strict=True):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in [*lines, last]))
+        (tmp_path / f"train.{name}").write_text("".join(f"{line}\n" for line in [*lines, "7"]))
+    train_files, files = ([str(tmp_path / f"{name}{side}") for side in "ab"] for name in ("train.", ""))
+    given = {"data.train": train_files, "data.valid": files, "data.language_tags": True, "subwords.vocab_size": 320}
+    config = tiny(tmp_path / "run", {**given, "training.validate_bleu": translated, "training.validate_every": 1})
+    wrong = pytest.raises(DataError, match=r"^data\.valid: .* pair 21 begins with <2nd>")
+    with wrong if refused else contextlib.nullcontext():
+        train(config)
+    assert (tmp_path / "run" / "last").exists() is not refused

@@ -25,6 +25,7 @@ from recipes.translation.run_folder.checkpoint import load_translator as load_pa
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
+from recipes.translation.train import train
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
@@ -160,3 +161,15 @@ def test_an_installed_checkout_is_imported_from_any_folder_and_help_needs_no_tor
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "False ['LoadedTranslator', 'load_translator']\n"
+
+
+def test_longer_translations_than_a_model_has_learned_positions_for_are_refused(tmp_path: Path) -> None:
+    positions = {"model.preset": "mbart", "model.max_positions": 100, "training.max_length": 90}
+    train(tiny(tmp_path / "run", {**positions, "decoding.max_length": 30, "training.steps": 1}))
+    wrong = r"^decoding\.max_length is 200, but the model has learned positions for 99 subwords"
+    with pytest.raises(ConfigError, match=wrong):
+        load_parts(tmp_path / "run" / "best", overrides={"decoding.max_length": 200})
+    loaded = load_translator(tmp_path / "run")
+    with pytest.raises(ConfigError, match=wrong):
+        loaded.translate(["A train leaves."], max_length=200)
+    assert loaded.translate(["A train leaves."], max_length=99, max_ratio=99)

@@ -206,7 +206,7 @@ def test_a_phrase_that_does_not_fit_is_named(translator: Translator, capsys: pyt
 
 def test_a_word_ends_where_no_letter_follows(translator: Translator) -> None:
     assert all(map(begins_anew, ["▁six", "▁", ".", ",", "-", "▁."]))
-    assert not any(map(begins_anew, ["s", "es", "7", "<0xC3>", "<0x2E>", "<s>", "\u0301"]))
+    assert not any(map(begins_anew, ["s", "es", "7", "\u0301"]))
     (phrases,) = phrases_of(translator, [["six", "at 7", "six!", "六"]])
     assert [phrase.whole for phrase in phrases] == [True, True, False, False]
     # Where words are not separated, no blank is demanded before one
