@@ -122,8 +122,8 @@ def test_values_given_as_overrides_come_out_exactly(config: RunConfig) -> None:
     for section in ("data", "subwords", "model", "training", "decoding"):
         values |= {f"{section}.{key}": value for key, value in dataclasses.asdict(getattr(config, section)).items()}
     for key in ("data.path", "data.source", "data.target", "model.preset", "training.devices"):
-        if isinstance(values[key], str) and values[key].startswith("["):
-            del values[key]  # text that reads as a list on the command line
+        if isinstance(values[key], str) and (values[key].startswith("[") or values[key] == "none"):
+            del values[key]  # text that reads as a list on the command line, or as no value
     loaded = load_config(None, values)
     for key, value in values.items():
         section, _, name = key.rpartition(".")
