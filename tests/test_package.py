@@ -122,6 +122,33 @@ def test_an_installed_seqpar_imports_little_beside_torch(installed):
     assert heavy == "[]"
 
 
+FIRST_CALLS = """
+import sys, torch, seqpar
+from torch import nn
+hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+target = torch.randint(9, (6,))
+custom = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 9))
+criterion = nn.CrossEntropyLoss(reduction="sum")
+empty = seqpar.TokenLoss(torch.zeros(()), torch.tensor(0))
+def per_chunk(params, rows, chunk):
+    return seqpar.TokenLoss(criterion(rows[0] @ params[0].T, target[chunk]), torch.tensor(len(rows[0])))
+for loss in (
+    lambda: seqpar.LossCompute(nn.Linear(4, 9), criterion)(hidden, target),
+    lambda: seqpar.LossCompute(custom, criterion, chunk_tokens=2)(hidden, target),
+    lambda: seqpar.scored_loss(hidden, weight, target, lambda s: -s.log_prob, chunk_tokens=2),
+    lambda: seqpar.chunked_gradient(per_chunk, [slice(0, 4), slice(4, 6)], [hidden], [weight], empty),
+):
+    loss().total.backward()
+print([name for name in ("sympy", "torch._dynamo", "torch._inductor", "triton") if name in sys.modules])
+"""
+
+
+def test_first_calls_import_nothing_that_takes_long():
+    """torch itself imports sympy, in a third of a second, where a gradient starts from given numbers."""
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
 def test_a_users_type_checker_sees_the_signatures(installed, tmp_path):
     (tmp_path / "code.py").write_text(
         "import torch, seqpar\n"

@@ -99,7 +99,8 @@ def _mixing_by_gradient(trial: Trial) -> str:
             # A random weighting of the row's scores: with equal weights a softmax would have the gradient 0
             upstream = torch.zeros_like(logits_KV)
             upstream[own] = torch.rand_like(logits_KV[own]) + 1
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(logits_KV, hidden, upstream, allow_unused=True)
+            weighted = (logits_KV * upstream).sum()
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(weighted, hidden, allow_unused=True)
         grad = found[0]
         if grad is None:
             return ""

@@ -191,11 +191,12 @@ class _LossByAutograd:
                 self._refuse_detached(loss_K, leaves)
                 self._ask(asked, loss_K, scores, rows)
                 self.is_checked = True
+            total = loss_K.sum()
         if not wanted:
             return RowLosses(loss_K, Upstream())
         grads: dict[int, Tensor | None] = {}
         if loss_K.requires_grad:
-            found = torch.autograd.grad(loss_K, leaves, torch.ones_like(loss_K), allow_unused=True)
+            found = torch.autograd.grad(total, leaves, allow_unused=True)
             grads = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
         upstream = Upstream(**{name: grads.get(id(t)) for name, t in scores._asdict().items() if t is not None})
         of_rows = [grads.get(id(t)) for t in rows]
@@ -336,7 +337,8 @@ def _rows(scores: Scores, rows: list[Tensor], which_K: Tensor) -> tuple[Scores, 
 
 def _gradients(loss_K: Tensor, leaves: list[Tensor], upstream_K: Tensor) -> tuple[Tensor, ...]:
     """Return the gradient of a weighted sum of the losses in each leaf."""
-    found = torch.autograd.grad(loss_K, leaves, upstream_K, retain_graph=True, allow_unused=True)
+    weighted = (loss_K * upstream_K).sum()
+    found = torch.autograd.grad(weighted, leaves, retain_graph=True, allow_unused=True)
     return tuple(torch.zeros_like(t) if grad is None else grad for t, grad in zip(leaves, found, strict=True))
 
 
