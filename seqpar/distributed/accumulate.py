@@ -206,10 +206,15 @@ def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
     check_type(loss, "loss", TokenLoss, "a seqpar.TokenLoss")
     if world_size(group) == 1:
         return loss.detach()
-    fields = {name: t for name, t in loss._asdict().items() if t is not None}
     # In float64, counts of tokens are exact up to 2^53, so they may share the losses' collective
-    sums = group_sum(torch.stack([t.detach().to(torch.float64) for t in fields.values()]), group)
-    return TokenLoss(**{name: s.to(t.dtype) for (name, t), s in zip(fields.items(), sums, strict=True)})
+    zero = torch.zeros((), dtype=torch.float64, device=loss.total.device)
+    numbers = [zero if t is None else t.detach().to(zero) for t in loss]
+    has = [zero + (t is not None) for t in loss]
+    # As many numbers on every rank, whatever its criterion counts
+    sums, ranks = group_sum(torch.stack([torch.stack(numbers), torch.stack(has)]), group)
+    world = world_size(group)
+    fields = zip(sums, loss, ranks.tolist(), strict=True)
+    return TokenLoss(*[None if t is None or count < world else s.to(t.dtype) for s, t, count in fields])  # type: ignore[arg-type]
 
 
 def _count(counts: Sequence[int | Tensor]) -> int:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.core.checks import check_dense, check_integer, check_type, is_dtensor
+from seqpar.core.checks import check_dense, check_integer, check_type, is_dtensor, refuse_second_derivative
 from seqpar.core.device_facts import FACTS
 from seqpar.core.structures import leaves
 
@@ -227,6 +227,10 @@ def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: Proce
     return tensor
 
 
+PLAINLY = "a single process"
+"""What has the second derivatives that a sum over ranks has not."""
+
+
 class _CopyToGroup(torch.autograd.Function):
     """Identity in forward, the sum over the group in backward."""
 
@@ -237,6 +241,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative("copy_to_group", PLAINLY)
         return group_sum(upstream, ctx.group), None
 
 
@@ -272,6 +277,7 @@ class _JoinFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_derivative("join_from_group", PLAINLY)
         # Every rank used the whole result, so this rank's slice has a gradient from each of them
         return group_sum(upstream, ctx.group).narrow(ctx.dim, ctx.start, ctx.size), None, None, None
 

@@ -192,12 +192,18 @@ def check_forward(model: nn.Module | None) -> Iterator[None]:
 
 
 def refuse_no_sync(model: nn.Module) -> None:
-    """Raise RuntimeError inside `model.no_sync()`, where no gradient would be reduced."""
+    """Raise RuntimeError inside DDP's `no_sync()`, or what FSDP2 has for it, where no gradient would be reduced."""
     if isinstance(model, DistributedDataParallel) and is_inside_no_sync(model):
         raise RuntimeError(
             "accumulate_gradients was called inside model.no_sync(), so gradients would not be reduced over the ranks; "
             "call it outside: it enters no_sync itself for all micro-batches but the last"
         )
+    for name, group in parameter_groups(model):
+        if not group.reduces():
+            raise RuntimeError(
+                f"FSDP2 is told not to reduce the gradients of {name or 'the model'}; call "
+                "model.set_requires_gradient_sync(True), and set_requires_all_reduce(True), before accumulate_gradients"
+            )
 
 
 MOST_REACHED = 2_000

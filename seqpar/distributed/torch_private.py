@@ -34,6 +34,17 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def hook_of_its_own(unit: nn.Module) -> Any:
+    """Return a hook of a `fully_shard` unit that is not one of FSDP2's; None if there is none."""
+    before, after = unit._forward_pre_hooks.values(), unit._forward_hooks.values()
+    for hook in (*before, *after, *unit._backward_pre_hooks.values(), *unit._backward_hooks.values()):
+        # A method of its state, or a function for a unit of several modules
+        owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
+        if not str(getattr(owner, "__module__", "")).startswith("torch.distributed."):
+            return hook
+    return None
+
+
 def class_before_fully_shard(unit: nn.Module) -> type[nn.Module]:
     """Return the class that a unit had before `fully_shard` gave it one of its own."""
     # The third class, after the one that `fully_shard` made and FSDPModule
@@ -57,6 +68,10 @@ class ParameterGroup:
         # Only a mesh that shards has the attribute
         group: ProcessGroup | None = getattr(_private(self.group, "mesh_info"), "shard_process_group", None)
         return group
+
+    def reduces(self) -> bool:
+        """Return whether a backward reduces the gradients over all ranks."""
+        return bool(_private(self.group, "reduce_grads") and _private(self.group, "all_reduce_grads"))
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield each parameter as the module has it between steps, sharded, and as it has it while it is gathered."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.checks import is_dtensor
-from seqpar.distributed.torch_private import class_before_fully_shard, is_fsdp_unit
+from seqpar.distributed.torch_private import class_before_fully_shard, hook_of_its_own, is_fsdp_unit
 
 WRAP_BOTH = (
     "wrap both in one module, seqpar.ModelWithLoss(model, loss), and give that to DistributedDataParallel or "
@@ -49,11 +49,21 @@ def refuse_sharded(head: nn.Module, way_out: str = IN_ONE_UNIT) -> None:
             )
 
 
-def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `compute(*inputs)`, called between the hooks of the generator if that is a `fully_shard` unit."""
+def inside_unit(generator: nn.Module, compute: Callable[..., Any], hidden: Any, **given: Any) -> Any:
+    """Return `compute(hidden, **given)`, called between the hooks of the generator if that is a `fully_shard` unit.
+
+    The hooks cast all of these to the dtype of a mixed-precision policy, so they must be what the generator itself is
+    given; anything else belongs into `compute`.
+    """
     if not is_fsdp_unit(generator):
-        return compute(*inputs)
+        return compute(hidden, **given)
     unit: Any = generator
+    if (hook := hook_of_its_own(unit)) is not None:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        raise TypeError(
+            f"the generator ({type(unit).__name__}) is a fully_shard unit with a hook of its own, {name}, which would "
+            "run around the whole loss instead of each chunk's scores: register it on a module inside the generator"
+        )
     if "forward" in vars(unit):
         kind = type(unit).__name__
         raise TypeError(
@@ -62,7 +72,7 @@ def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any)
     # An attribute of the instance takes precedence over the class's forward; the hooks run around it
     unit.forward = compute
     try:
-        return unit(*inputs)
+        return unit(hidden, **given)
     finally:
         del unit.forward
 

@@ -119,9 +119,10 @@ def refuse_lost_numbers(called: nn.Module, originals: Sequence[nn.Module], writt
     """
     for place, (copy, module) in enumerate(_with_originals(called, originals)):
         before = vars(module)
+        made = _made_by_hooks(module)
         for name, value in vars(copy).items():
             old = before.get(name)
-            if value is old or name in OF_TORCH or (place, name) in written:
+            if value is old or name in OF_TORCH or name in made or (place, name) in written:
                 continue
             if not (_is_same_number(value, old) or _is_slow(value) or _is_slow(old) or is_same(value, old)):
                 raise _evolves_error(f"{type(module).__name__}.{name}")
@@ -329,9 +330,13 @@ def _evolves_error(name: str) -> ValueError:
 def _is_made_by_a_hook(trial: Trial, name: str) -> bool:
     """Return whether a hook makes this attribute from parameters before each call, as weight_norm's does."""
     owner, _, attribute = name.rpartition(".")
-    module = trial.head.get_submodule(owner)
-    made = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values())
-    return attribute in made
+    return attribute in _made_by_hooks(trial.head.get_submodule(owner))
+
+
+def _made_by_hooks(module: nn.Module) -> set[Any]:
+    """Return the attributes that hooks make from parameters before each call; the original's are of an earlier one."""
+    hooks = module._forward_pre_hooks.values()
+    return {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
 
 
 def _buffers_of(head: nn.Module) -> dict[str, Buffer]:

@@ -25,6 +25,7 @@ from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refus
 from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
 from seqpar.engine.explanation import LatestCall, explanation
 from seqpar.engine.formula_match import Asked, FormulaMatch, match_formula, match_split
+from seqpar.engine.pair import takers_of
 from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
 from seqpar.engine.situation import LogitFacts, Situation
@@ -152,12 +153,16 @@ class LossCompute(nn.Module):
             return _between_graphs(self, hidden, target, loss_scale=loss_scale, **per_token)
         # FSDP2 gathers a unit's weights only around the unit's own forward
         cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
-        arguments = (self.head, cut, self._facts, self._formulas, hidden, target, loss_scale, per_token)
-        if is_fsdp_unit(self.head["generator"]):
-            loss = inside_unit(self.head["generator"], loss_over_devices, *arguments)
-        else:
-            loss = loss_over_devices(*arguments)
-        return self._remember(loss, hidden)
+        known = (self.head, cut, self._facts, self._formulas)
+        if not is_fsdp_unit(self.head["generator"]):
+            return self._remember(loss_over_devices(*known, hidden, target, loss_scale, per_token), hidden)
+
+        def compute(hidden: OneOrScattered, **cast: OneOrScattered) -> TokenLoss:
+            return loss_over_devices(*known, hidden, target, loss_scale, {**per_token, **cast})
+
+        of_generator, _ = takers_of(self.head, [name for name, value in per_token.items() if value is not None])
+        given = {name: per_token[name] for name in of_generator}
+        return self._remember(inside_unit(self.head["generator"], compute, hidden, **given), hidden)
 
     def _on_one_device(self, hidden: Tensor | Sequence[Tensor]) -> bool:
         """Return whether hidden stays on its device and is cut by tokens."""
@@ -274,10 +279,11 @@ class LossCompute(nn.Module):
             options["temperature"] = temperature
         if ids is not None:
             given["ids"] = ids
-        arguments = (function, self.head, self.devices, self.vocab, hidden, target, given, options)
-        if is_fsdp_unit(self.head["generator"]):
-            return inside_unit(self.head["generator"], over_devices, *arguments)
-        return over_devices(*arguments)
+
+        def compute(hidden: OneOrScattered) -> Any:
+            return over_devices(function, self.head, self.devices, self.vocab, hidden, target, given, options)
+
+        return inside_unit(self.head["generator"], compute, hidden)
 
     def explain(self, tokens: int | None = None) -> str:
         """Describe how one device computes the loss of this many tokens, ignored ones not counted, and why.

@@ -133,7 +133,7 @@ def _reshape(grad: Tensor | None, leaf: Tensor | None) -> Tensor:
     """Return the gradient in the shape of its tensor; an empty tensor if there is none."""
     if grad is None or leaf is None:
         return torch.empty(0, device="cpu")
-    return grad.reshape(leaf.shape)
+    return grad.reshape(leaf.shape).contiguous()
 
 
 @_operator.register_fake
@@ -159,7 +159,8 @@ def _like(leaf: Tensor | None, wanted: bool | None) -> Tensor:
     """Return an uninitialised gradient of the tensor; an empty tensor if none is wanted."""
     if leaf is None or not wanted:
         return torch.empty(0, device="cpu")
-    return torch.empty_like(leaf)
+    # Adjacent in memory, whatever the strides of the tensor
+    return leaf.new_empty(leaf.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from seqpar.core.checks import check_choice, check_like, check_type, refuse_second_derivative
 from seqpar.core.chunks import CPU_BUDGET, Chunk, cover
 from seqpar.core.device_facts import is_on_host
+from seqpar.core.graphs import is_asked_for
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Checked, Inputs, PreparedCall, Settings, prepare, weights_of_classes
 from seqpar.linear.leaves import ByLeaf
@@ -124,6 +125,8 @@ class _LeastMemory(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.found = None
+        # Only these have a node before this one
+        ctx.given = [i for i, t in enumerate((hidden_ND, weight, bias, token_weight_N)) if t is not None]
         ctx.save_for_backward(hidden_ND, weight, bias, token_weight_N)
         if not call.chunks:
             loss = TokenLoss.zero(call.formula.projection.weight_VD.dtype, hidden_ND.device, tells=True)
@@ -143,11 +146,14 @@ class _LeastMemory(torch.autograd.Function):
         refuse_second_derivative("linear_cross_entropy with memory='least'", "the plain, un-chunked loss")
         call: _Call = ctx.call
         hidden_ND, weight, bias, token_weight_N = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        # By this backward, which may be for hidden only: the weight's gradient must not be added twice
+        asked = {i for i, (node, _) in zip(ctx.given, ctx.next_functions, strict=True) if is_asked_for(node)}
+        wanted = ByLeaf(0 in asked, 1 in asked, 2 in asked, 3 in asked)
         if upstream is None:
             return None, None, None, None, None
         if ctx.found is None:
-            zeros = zip(ctx.saved_tensors, wanted, strict=True)
+            own = (wanted.hidden, wanted.weight and call.weight_grad is None, wanted.bias, wanted.token_weight)
+            zeros = zip(ctx.saved_tensors, own, strict=True)
             return None, *(torch.zeros_like(t) if is_wanted else None for t, is_wanted in zeros)
         losses, sums = ctx.found
         token_weight = None
@@ -165,9 +171,9 @@ class _LeastMemory(torch.autograd.Function):
         )
         tiles = VocabTiles(formula.projection, formula.projection.function, call.vocab_size, _budget(hidden_ND))
         leaves = ByLeaf(hidden_ND, weight, bias)
-        found = tiles.gradients(leaves, known, ByLeaf(*wanted), call.weight_grad)
+        found = tiles.gradients(leaves, known, wanted, call.weight_grad)
         hidden = None if found.hidden is None else _spread_rows(found.hidden, call.which, hidden_ND)
-        return None, hidden, found.weight, found.bias, token_weight if wanted[3] else None
+        return None, hidden, found.weight, found.bias, token_weight if wanted.token_weight else None
 
 
 def _spread_rows(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class VocabTiles:
                     hidden_sum = plus_product(hidden_sum, grad_MT, weight_VD[tile])
                 if weight_V is not None:
                     _write_product(weight_V[tile], grad_MT.t(), hidden_MD)
-                elif weight_grad is not None:
+                elif weight_grad is not None and wanted.weight:
                     plus_product(weight_grad[tile], grad_MT.t(), hidden_MD)
                 if bias_V is not None:
                     bias_V[tile] = grad_MT.sum(0, dtype=rows.sums.best_N.dtype)

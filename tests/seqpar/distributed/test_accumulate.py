@@ -640,3 +640,52 @@ def test_a_layer_that_is_unfrozen_in_the_place_of_another_is_not_reduced():
     # Those that it reduces may be frozen, and trained again
     for answer in ranks(2, unfrozen_in_turn, [(1,), (0, 1), (1,)]):
         assert answer == "accepted"
+
+
+def losses_of_two_kinds(rank, world, missing):
+    fields = {"nll": torch.tensor(2.0), "correct": torch.tensor(3)}
+    if rank == 1:
+        fields |= dict.fromkeys(missing)
+    loss = seqpar.TokenLoss(torch.tensor(4.0), torch.tensor(5), **fields)
+    return seqpar.sum_over_ranks(loss, torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("missing", [(), ("nll",), ("correct",), ("nll", "correct")])
+def test_losses_of_which_some_ranks_count_less_are_summed_by_field(missing):
+    for found in ranks(2, losses_of_two_kinds, missing):
+        assert (found.total, found.tokens) == (8, 10)
+        assert found.nll == (None if "nll" in missing else 4)
+        assert found.correct == (None if "correct" in missing else 6)
+        assert found.tokens.dtype == torch.int64
+
+
+def left_without_reduction(rank, world, switch):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
+    torch.distributed.fsdp.fully_shard(model[1])
+    torch.distributed.fsdp.fully_shard(model)
+    getattr(model, switch)(False)
+    batch = torch.ones(2, 3).double()
+
+    def step():
+        return seqpar.accumulate_gradients(
+            [batch],
+            lambda x: seqpar.TokenLoss(model(x).square().sum(), torch.tensor(2)),
+            len,
+            model=model,
+            group=torch.distributed.group.WORLD,
+        )
+
+    try:
+        step()
+    except RuntimeError as error:
+        getattr(model, switch)(True)
+        step()
+        return str(error), all(p.grad is not None for p in model.parameters())
+    return "no error", False
+
+
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_an_fsdp2_module_that_is_told_not_to_reduce_is_refused(switch):
+    for said, has_gradients in ranks(2, left_without_reduction, switch):
+        assert said.startswith("FSDP2 is told not to reduce the gradients of ")
+        assert has_gradients

@@ -170,3 +170,24 @@ def test_one_process_needs_no_group():
     assert gather_numbers([3, 4], None) == [[3, 4]]
     assert broadcast_object("x", 0, None) == "x"
     assert [t.item() for t in group_gather(torch.tensor(5), None)] == [5]
+
+
+def second_derivatives(rank, world, name):
+    group = dist.group.WORLD
+    leaf = torch.ones(2, requires_grad=True)
+    functions = {
+        "copy_to_group": seqpar.copy_to_group,
+        "join_from_group": lambda t, g: join_from_group(t, [2, 2], 0, g),
+    }
+    found = functions[name](leaf, group)
+    try:
+        torch.autograd.grad(found.square().sum(), leaf, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["copy_to_group", "join_from_group"])
+def test_a_second_derivative_through_a_collective_is_refused(name):
+    for said in ranks(2, second_derivatives, name):
+        assert said.startswith(f"{name} was asked for a second derivative (create_graph=True)")

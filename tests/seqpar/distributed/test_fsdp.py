@@ -239,3 +239,75 @@ def patched_unit(rank, world):
 
 def test_a_forward_set_on_a_unit_is_refused_and_stays():
     assert ranks(2, patched_unit) == [True, True]
+
+
+class Weighted(nn.Module):
+    ignore_index = -100
+
+    def forward(self, scores, target, w):
+        return (nn.functional.cross_entropy(scores.double(), target, reduction="none") * w).sum()
+
+
+def given_beside_hidden(rank, world, name, dtype):
+    """The loss and hidden's gradient with a generator that a policy casts, and with one that has that dtype."""
+    found = []
+    for is_cast in (False, True):
+        torch.manual_seed(0)
+        generator = nn.Linear(8, 20)
+        if is_cast:
+            fully_shard(generator, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        else:
+            generator.to(dtype)
+        engine = seqpar.LossCompute(generator, seqpar.CrossEntropy() if name in ("old", "temperature") else Weighted())
+        hidden, target, w = torch.randn(6, 8).to(dtype), torch.randint(20, (6,)), 1 + torch.rand(6).double() / 1000
+        hidden.requires_grad_()
+        if name == "w":
+            loss = engine(hidden, target, w=w)
+        elif name == "old":
+            loss = engine.scored_loss(hidden, target, lambda s, old: (s.log_prob - old).exp(), old=w)
+        elif name == "temperature":
+            loss = engine.scored_loss(hidden, target, lambda s: -s.log_prob, temperature=w)
+        else:
+            loss = engine(hidden, target, w=torch.ones(6), loss_scale=torch.tensor(65_540.0))
+        loss.total.backward()
+        found.append((loss.total.item(), hidden.grad))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["w", "old", "temperature", "loss_scale"])
+def test_a_mixed_precision_policy_casts_what_the_generator_gets_and_nothing_else(name, dtype):
+    """A weight of 1 + k / 1000 would be off by 1e-3, and a scale of 65,540 infinite."""
+    for (expected, expected_grad), (found, grad) in ranks(2, given_beside_hidden, name, dtype):
+        assert found == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(grad, expected_grad, equal_nan=True)
+
+
+def hooked_unit(rank, world, register):
+    generator = nn.Linear(4, 9).double()
+    fully_shard(generator)
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    hidden, target = torch.randn(3, 4).double(), torch.tensor([1, 2, 3])
+    engine(hidden, target)
+    handle = getattr(generator, register)(lambda *_: None)
+    try:
+        engine(hidden, target)
+    except TypeError as error:
+        handle.remove()
+        engine(hidden, target)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_a_hook_of_ones_own_on_a_unit_is_refused_by_name(register):
+    for said in ranks(2, hooked_unit, register):
+        assert said.startswith("the generator (FSDPLinear) is a fully_shard unit with a hook of its own, <lambda>")

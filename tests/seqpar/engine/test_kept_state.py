@@ -425,3 +425,34 @@ def test_a_tensor_of_the_same_numbers_or_of_many_is_not_compared(change, size):
     engine(hidden, target)
     target[33] = V - 1
     engine(hidden, target)
+
+
+RENEWED = {
+    "weight_norm": lambda linear: nn.utils.weight_norm(linear),
+    "prune the weight": lambda linear: prune.random_unstructured(linear, "weight", 0.3),
+    "prune the bias": lambda linear: prune.random_unstructured(linear, "bias", 0.3),
+    "prune nothing": lambda linear: prune.identity(linear, "weight"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+@pytest.mark.parametrize("name", RENEWED)
+def test_what_a_hook_renews_from_parameters_may_change_with_them(name: str, devices: list[str] | None) -> None:
+    """After a step of the optimizer it is another one than the original's, which is of the call before."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(RENEWED[name](nn.Linear(4, 7).double()))
+    plain, generator = made
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    engine = seqpar.LossCompute(generator, criterion, devices, chunk_tokens=3)
+    steps = [torch.optim.SGD(module.parameters(), 0.1) for module in (plain, generator)]
+    hidden, target = torch.randn(6, 4).double(), torch.randint(7, (6,))
+    for _ in range(3):
+        expected, found = criterion(plain(hidden), target), engine(hidden, target).total
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        for loss, step in zip((expected, found), steps, strict=True):
+            step.zero_grad()
+            loss.backward()
+            step.step()

@@ -307,3 +307,27 @@ def test_a_whole_graph_with_chunks_in_it_is_refused_with_the_reason(name):
     compiled = torch.compile(OUTSIDE[name], backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match=r"stays outside the graph: leave out fullgraph=True"):
         compiled(torch.randn(5, 4, dtype=torch.float64), torch.arange(5))
+
+
+@pytest.mark.parametrize("turned", ["hidden", "weight", "token_weight"])
+def test_a_tensor_that_is_not_adjacent_in_memory_gets_its_own_gradient(turned):
+    """As the hidden states of a model with time first."""
+    torch.manual_seed(0)
+    target = torch.randint(7, (3, 4))
+
+    def made():
+        torch.manual_seed(1)
+        found = {"hidden": torch.randn(3, 4, 5), "weight": torch.randn(7, 5), "token_weight": torch.rand(3, 4)}
+        found = {name: t.double() for name, t in found.items()}
+        found[turned] = found[turned].transpose(0, 1).contiguous()
+        return {name: t.requires_grad_() for name, t in found.items()}
+
+    def total(given):
+        given = {**given, turned: (2 * given[turned]).transpose(0, 1)}
+        return seqpar.linear_cross_entropy(target=target, **given).total
+
+    expected, given = made(), made()
+    total(expected).backward()
+    torch.compile(total, fullgraph=True, backend="aot_eager")(given).backward()
+    for name, leaf in given.items():
+        torch.testing.assert_close(leaf.grad, expected[name].grad, rtol=1e-12, atol=1e-14)

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -194,3 +195,30 @@ def test_a_block_of_the_softmax_has_one_row_where_there_are_none(in_place):
     projection = Projection(torch.randn(7, 4), None, torch.float32, None, 1.0)
     projection.in_place = in_place
     assert projection.rows_at_once(0) == 1
+
+
+def test_the_weights_gradient_is_added_once_by_the_backward_that_asks_for_it():
+    """A zero-bubble pipeline asks for hidden's gradient first, and for the weight's in a second backward."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.randn(9, 4, dtype=torch.float64)
+    weight.requires_grad_()
+    target, added = torch.randint(9, (6,)), torch.zeros(9, 4, dtype=torch.float64)
+    total = seqpar.linear_cross_entropy(hidden, weight, target, memory="least", weight_grad=added).total
+    plain = F.cross_entropy(hidden @ weight.T, target, reduction="sum")
+    right_hidden, right_weight = torch.autograd.grad(plain, [hidden, weight])
+    (found,) = torch.autograd.grad(total, hidden, retain_graph=True)
+    torch.testing.assert_close(found, right_hidden, rtol=1e-12, atol=1e-14)
+    assert not added.any()
+    total.backward(inputs=[weight])
+    torch.testing.assert_close(added, right_weight, rtol=1e-12, atol=1e-14)
+    assert weight.grad is None
+
+
+def test_without_tokens_the_weights_own_gradient_stays_as_it_is():
+    hidden, weight = torch.randn(2, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    added = torch.ones(9, 4)
+    target = torch.full((2,), -100)
+    seqpar.linear_cross_entropy(hidden, weight, target, memory="least", weight_grad=added).total.backward()
+    assert weight.grad is None
+    assert (added == 1).all()
+    assert not hidden.grad.any()
