@@ -411,3 +411,19 @@ def test_a_student_in_its_teachers_folder_is_refused_before_any_work(
             distil(tiny(run, {"training.teacher": str(run)}), fresh, ranks)
     assert seen == []
     assert contents(run) == before
+
+
+def test_a_source_that_the_teacher_reads_cut_has_no_translation(
+    teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A student, who may read it whole, would learn to leave out its end."""
+
+    def ended(*arguments: Any) -> list[Translation]:
+        return [replace(one, text="a translation", finished=True) for one in best(*arguments)]
+
+    monkeypatch.setattr(student_data, "best", ended)
+    sentences = [SENTENCES[0], " ".join(SENTENCES), SENTENCES[1]]
+    sizes = [len(ids) for ids in teacher.source.encode(list(map(teacher.text.source, sentences)))]
+    assert sizes[0] <= teacher.text.longest < sizes[1]
+    _, target = write_translations(teacher, sentences, tmp_path, "1")
+    assert read_lines(target) == ["a translation", "", "a translation"]

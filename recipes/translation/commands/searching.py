@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import add, as_option, count, models_of_runs, number, path
-from recipes.translation.errors import CheckpointError, DataError
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 
@@ -166,12 +166,22 @@ def phrases_in(lines: list[str], where: str) -> list[list[str]]:
 def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[Translator, Ranks]]:
     """Within the block, yield the model of --run with those of --ensemble, as `models_of_runs` does.
 
-    Raises CheckpointError unless all have the same subwords.
+    Raises CheckpointError unless all have the same subwords, and ConfigError if one of --ensemble has positions for
+    shorter sentences than that of --run reads.
     """
+    from recipes.translation.data.positions import most_subwords
+    from recipes.translation.run_folder.translator import model_sizes
+
     runs = [options.run, *(options.ensemble or ())]
     with models_of_runs(runs, options, ranks) as ((first, *others), searching):
         for run, other in zip(runs[1:], others, strict=True):
             check_same_subwords(options.run, first, run, other)
+            most = most_subwords(model_sizes(other.config.model), other.source.symbols)
+            if most is not None and most < max(first.text.longest, first.config.decoding.max_length):
+                raise ConfigError(
+                    f"{run} has learned positions for {most} subwords, and {options.run} reads and writes up to "
+                    f"{first.text.longest}: name {run} by --run, and the other by --ensemble"
+                )
         digests = (*first.digests, *(digest for other in others for digest in other.digests))
         yield replace(first, others=tuple(other.model for other in others), digests=digests), searching
 

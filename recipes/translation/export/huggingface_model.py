@@ -62,8 +62,16 @@ def write(saved: SavedModel, folder: Path) -> None:
     """Replace `folder` with one that has the model in float32, its generation settings and its tokenizer.
 
     Only one weight at a time is in memory. Raises ConfigError for a pre-norm model with two vocabularies, since Pegasus
-    has one, and for an output projection with a bias, which M2M-100 does not have.
+    has one, for an output projection with a bias, which M2M-100 does not have, and for language tags in a model of
+    another kind.
     """
+    for side in (saved.source, saved.target):
+        _, suffix, start = side.symbols
+        if not is_multilingual(saved) and (side.symbols.prefix or suffix != (EOS,) or len(start) > 1):
+            raise ConfigError(
+                f"the subwords are those of an imported model with language tags, which no model of transformers like "
+                f"model.preset {saved.config.model.preset} has: export it --to ctranslate2 or safetensors"
+            )
     with torch.device("meta"):
         model = empty_model(saved)
     weights = weights_of(saved, model)
@@ -284,6 +292,7 @@ def generation_config(decoding: DecodingConfig, start: Sequence[int], model: Any
     settings: dict[str, Any] = {}
     if decoding.beam > 1:  # transformers refuses a length penalty without beams
         settings["length_penalty"] = length_penalty_there(decoding)
+        settings["early_stopping"] = True  # the search here ends when `beam` translations are finished
     never = sorted({model.pad_token_id, start[-1]})
     if len(start) > 1:  # the tag could not be forced if it were suppressed
         settings |= {"forced_bos_token_id": start[1], "bad_words_ids": [[each] for each in never]}

@@ -31,7 +31,11 @@ def write_multilingual_tokenizer(saved: SavedModel, ids: Sequence[int], folder: 
     """
     subwords = saved.source
     names = [subwords.pieces()[each] for each in ids]
-    languages = {"src_lang": saved.config.data.source, "tgt_lang": saved.config.data.target}
+    # By the model's own tags: the settings may name the languages in another way, such as the columns of a file
+    of_source = next(each for each in (*subwords.symbols.prefix, *subwords.symbols.suffix) if each != EOS)
+    of_target = saved.target.symbols.start[-1]
+    pieces = subwords.pieces()
+    languages = {"src_lang": pieces[of_source].strip("_"), "tgt_lang": pieces[of_target].strip("_")}
     (folder / SPM).write_bytes(_of_text(subwords))
     tags = [names[each] for each in _tags(subwords)]
     with warnings.catch_warnings():

@@ -45,7 +45,7 @@ from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings, saved_names
 from recipes.translation.run_folder.translator import build_model, model_on_meta
-from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
+from recipes.translation.text.subwords import BOS, EOS, ORDINARY, PAD, UNK
 
 OPSET = 18
 """The oldest version that torch.onnx writes, so that older runtimes can read the files too."""
@@ -62,6 +62,11 @@ def write(saved: SavedModel, folder: Path) -> None:
         raise ConfigError(
             f"model.preset {saved.config.model.preset} has the architecture {sizes.architecture} with activation "
             f"{sizes.activation}; as ONNX only vaswani with relu is exported"
+        )
+    if not saved.source.symbols == saved.target.symbols == ORDINARY:
+        raise ConfigError(
+            "the subwords are those of an imported model, with other symbols around a sentence than the programs that "
+            "run the graphs expect: export it --to ctranslate2 or safetensors"
         )
     model = model_on_meta(sizes, saved.source, saved.target)
     names = names_of(model)

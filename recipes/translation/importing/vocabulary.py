@@ -74,7 +74,9 @@ def pieces_in_order(vocabulary: Vocabulary, order: Sequence[int]) -> list[Piece]
             f"{kind_of_model(model)} one"
         )
     never = (Piece.CONTROL, Piece.UNKNOWN)
-    return [*found, *(piece for name, piece in own.items() if name not in vocabulary.ids and piece.type not in never)]
+    # A tag is >>fra<< in the vocabulary, and has the blank before it in a file that was exported here
+    there = {*vocabulary.ids, *(piece.piece for piece in found)}
+    return [*found, *(piece for name, piece in own.items() if name not in there and piece.type not in never)]
 
 
 def _piece(name: str | None, number: int, own: Mapping[str, Piece], vocabulary: Vocabulary) -> Piece:

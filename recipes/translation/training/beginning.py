@@ -13,7 +13,7 @@ from models import EncoderDecoder
 from models.presets import Sizes
 from models.transformer import first_weights
 from recipes.translation.data.corpus import Corpus
-from recipes.translation.data.positions import check_positions
+from recipes.translation.data.positions import check_length, check_positions, most_subwords
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState, saved_config
 from recipes.translation.run_folder.other_model import check_same_teacher, load_teacher, starting_weights
@@ -87,7 +87,11 @@ def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus
         return None
 
     def read() -> SavedModel:
-        return load_teacher(settings.teacher, language_tags, corpus.source, corpus.target)
+        teacher = load_teacher(settings.teacher, language_tags, corpus.source, corpus.target)
+        most = most_subwords(model_sizes(teacher.config.model), corpus.source.symbols)
+        if most is not None:
+            check_length("training.max_length", settings.max_length, most)
+        return teacher
 
     return open_model(read, ranks, WEIGHTS[settings.precision])
 

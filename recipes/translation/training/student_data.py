@@ -152,8 +152,11 @@ def write_translations(
         for first in range(done, len(lines), BLOCK):
             block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
             found = best(teacher, block, ranks)
-            # A corpus has no pair with an empty side
-            written = "".join(f"{one.text if one.finished else ''}\n" for one in found).encode()
+            # What the teacher has read to its end, and ended; a corpus has no pair with an empty side
+            lengths = map(len, teacher.source.encode(list(map(teacher.text.source, block))))
+            whole = [one.finished and size <= teacher.text.longest for one, size in zip(found, lengths, strict=True)]
+            kept = (one.text if is_whole else "" for one, is_whole in zip(found, whole, strict=True))
+            written = "".join(f"{text}\n" for text in kept).encode()
             ranks.run_on_main(lambda written=written: add_to(target, written))  # type: ignore[misc]
             finished = first + len(block)
             rate = (finished - done) / max(time.monotonic() - began, 1e-9)

@@ -193,3 +193,10 @@ def test_a_setting_that_a_format_cannot_hold_is_named(changed: dict[str, object]
     if not named:
         assert not any("length_penalty" in line for line in lines)
     assert not list(lost_settings(config.decoding, ModelText.of(config), "safetensors"))
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_search_with_beams_ends_in_transformers_as_it_does_here(beam: int) -> None:
+    """When as many translations are finished as there are beams; without beams transformers refuses the setting."""
+    config = huggingface_model.generation_config(DecodingConfig(beam=beam), [BOS], MODEL)
+    assert bool(config.early_stopping) == (beam > 1)

@@ -17,7 +17,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model, onnx_model
 from recipes.translation.importing.published_model import read_model
-from recipes.translation.run_folder.translator import Translator
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import EOS, PAD
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import as_saved, under
@@ -156,3 +157,46 @@ def test_transformers_reads_the_tag_of_a_language_in_an_exported_model_as_in_the
     there = huggingface_model.ids_there(as_saved(imported))[0]
     assert pieces[there[ids[0]]] == "\u2581>>xx<<"
     assert [there[each] for each in ids] == imported.source.symbols.source(imported.source.encode([sentence])[0])
+
+
+def student_of(kind: str, folder: Path) -> Translator:
+    """A model of this recipe's own kind with an imported teacher's subwords."""
+    made, languages, _ = KINDS[kind]
+    teacher = read_model(made(folder / "model"), Path("run"), *languages).translator
+    config = load_config(None, {"model.preset": "tiny", "model.d_model": 16, "model.heads": 2, "run": str(folder)})
+    model = build_model(model_sizes(config.model), teacher.source, teacher.target)
+    return Translator(config, model, teacher.source, teacher.target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_students_symbols_of_an_imported_teacher_are_exported_or_refused(kind: str, tmp_path: Path) -> None:
+    student = as_saved(student_of(kind, tmp_path))
+    with pytest.raises(ConfigError, match=r"^the subwords are those of an imported model, with other symbols"):
+        onnx_model.write(student, tmp_path / "onnx")
+    if kind == "marian":
+        huggingface_model.write(student, tmp_path / "hf")
+        return
+    with pytest.raises(ConfigError, match=r"^the subwords are those of an imported model with language tags"):
+        huggingface_model.write(student, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, _, tag) in KINDS.items() if tag])
+def test_an_exported_tokenizer_has_the_models_own_languages(kind: str, tmp_path: Path) -> None:
+    """Whatever the settings call them: the columns of a file with the data, say."""
+    made, languages, _ = KINDS[kind]
+    translator = read_model(made(tmp_path / "model"), Path("run"), *languages).translator
+    columns = replace(translator, config=translator.config.with_languages("column a", "column b"))
+    huggingface_model.write(as_saved(columns), tmp_path / "hf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == languages
+
+
+def test_an_exported_model_with_tags_is_imported_again(imported: Translator, tmp_path: Path) -> None:
+    huggingface_model.write(as_saved(imported), tmp_path / "exported")
+    again = read_model(tmp_path / "exported", Path("run")).translator
+    sentences = [*SENTENCES, ">>xx<< A small dog!"]
+    assert again.source.encode(sentences) == imported.source.encode(sentences)
+    greedy = replace(imported.config.decoding, beam=1)
+    assert translate(again.with_decoding(greedy), sentences) == translate(imported.with_decoding(greedy), sentences)

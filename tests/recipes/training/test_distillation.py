@@ -299,3 +299,12 @@ def test_the_teacher_is_sharded_as_the_student_is(teacher: Path, tmp_path: Path)
         changes = {**distilled(teacher), **sizes, "training.devices": "auto"}
         for own, whole in ranks(world, held, tiny(tmp_path / "run", changes), teacher):
             assert own == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_a_teacher_with_fewer_learned_positions_than_the_training_sentences_is_refused(tmp_path: Path) -> None:
+    positions = {"model.preset": "mbart", "model.max_positions": 100, "training.max_length": 90, "training.steps": 1}
+    train(tiny(tmp_path / "teacher", positions))
+    taught = {"training.teacher": str(tmp_path / "teacher"), "training.teacher_weight": 0.5, "training.steps": 1}
+    with pytest.raises(ConfigError, match=r"^training\.max_length is 150, but the model has learned positions for 99"):
+        train(tiny(tmp_path / "run", {**taught, "training.max_length": 150}))
+    train(tiny(tmp_path / "run", {**taught, "training.max_length": 90}))

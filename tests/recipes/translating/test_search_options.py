@@ -22,10 +22,13 @@ from recipes.translation.run_folder.checkpoint import load_translator, save_mode
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS
+from recipes.translation.train import train
+from recipes.translation.translating.alignments import align
 from recipes.translation.translating.demands import begins_anew, phrases_of
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import Translation, alternatives, translate
 from tests.recipes.random_translator import random_translator
+from tests.recipes.tiny import tiny
 from tests.recipes.translating.test_one_search import parser_of
 
 SENTENCES = [pair.source for pair in pairs(6, 5, "test")]
@@ -389,3 +392,24 @@ def test_what_is_not_asked_of_sampling_has_its_default(
     parser, _ = parser_of("translate", monkeypatch)
     found = search_options(parser.parse_args(["--sample", "2", *words]))
     assert found.sampling == replace(Sampling(2), **changed)
+
+
+def test_an_ensemble_with_fewer_learned_positions_than_the_first_model_reads_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each alone, and the shorter one first, translate."""
+    positions = {"model.preset": "mbart", "training.steps": 1, "decoding.max_length": 20, "training.max_length": 90}
+    train(tiny(tmp_path / "long", {**positions, "model.max_positions": 200, "training.max_length": 150}))
+    train(tiny(tmp_path / "short", {**positions, "model.max_positions": 100}))
+    error = refusal(capsys, "--run", tmp_path / "long", "--ensemble", tmp_path / "short", "six")
+    assert f"{tmp_path / 'short'} has learned positions for 99 subwords, and {tmp_path / 'long'} reads" in error
+    runs = ["--run", str(tmp_path / "short"), "--ensemble", str(tmp_path / "long")]
+    assert main(["translate", *runs, "six " * 200]) == 0
+
+
+def test_a_translation_that_divides_into_more_subwords_than_positions_is_aligned_as_far(tmp_path: Path) -> None:
+    positions = {"model.preset": "mbart", "model.max_positions": 100, "training.max_length": 90, "training.steps": 1}
+    train(tiny(tmp_path / "run", positions))
+    translator = load_translator(tmp_path / "run" / "best")
+    (links,) = align(translator, ["A train leaves."], ["q " * 300])
+    assert links
