@@ -419,7 +419,7 @@ def test_a_source_that_the_teacher_reads_cut_has_no_translation(
     """A student, who may read it whole, would learn to leave out its end."""
 
     def ended(*arguments: Any) -> list[Translation]:
-        return [replace(one, text="a translation", finished=True) for one in best(*arguments)]
+        return [one._replace(text="a translation", finished=True) for one in best(*arguments)]
 
     monkeypatch.setattr(student_data, "best", ended)
     sentences = [SENTENCES[0], " ".join(SENTENCES), SENTENCES[1]]
