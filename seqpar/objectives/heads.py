@@ -12,7 +12,7 @@ from seqpar.core.checks import check_integer, check_integer_target, check_segmen
 
 
 def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segment_ids: Tensor | None = None) -> Tensor:
-    """Return the targets of several heads, (K, *target's shape): head k predicts k tokens further ahead than head 0.
+    """Return the targets of several heads, K of target's shape: head k predicts k tokens further ahead than head 0.
 
         targets[k, ..., t] = target[..., t + k], and ignore_index beyond the end of the sequence
 
