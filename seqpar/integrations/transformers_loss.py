@@ -96,7 +96,7 @@ class AppliedLoss(LeftOut):
         self.running = Running()
         self.readings = Readings(model, self.running)
         self.signature = signature_of(model)
-        self.unread: list[tuple[LateNumber, str]] = []
+        self.unread: list[LateNumber] = []
         self.withholds = False
         self.withheld: Reading | None = None
         self.unlabelled: dict[str, Any] | None = None
@@ -170,9 +170,12 @@ class AppliedLoss(LeftOut):
     def _refuse_changed(self) -> None:
         """Raise RuntimeError if an earlier forward has shown that the model computes something different now."""
         found, self.unread = self.unread, []
-        for is_same, wrong in found:
-            if not is_same.read():
-                raise RuntimeError(wrong)
+        if not all(is_same.read() for is_same in found):
+            raise RuntimeError(
+                f"{type(self.model).__name__} no longer computes logits and loss as it did when they were checked: a "
+                "hook, a loss function or a number in it has changed; call remove() and apply the loss again, or "
+                f"{WITHOUT}"
+            )
 
     def __enter__(self) -> AppliedLoss:
         return self
@@ -360,12 +363,7 @@ class AppliedLoss(LeftOut):
         if call.few_RWV is None or is_capturing(call.few_RWV.device):
             return
         is_same = are_as_read(call, outputs)
-        name = type(call.model).__name__
-        wrong = (
-            f"{name} no longer computes logits and loss as it did when they were checked: a hook, a loss function or a "
-            f"number in it has changed; call remove() and apply the loss again, or {WITHOUT}"
-        )
-        self.unread.append((LateNumber(is_same.long()), wrong))
+        self.unread.append(LateNumber(is_same.long()))
         if is_on_host(is_same):
             self._refuse_changed()
 

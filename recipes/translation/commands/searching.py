@@ -169,18 +169,15 @@ def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple
     Raises CheckpointError unless all have the same subwords, and ConfigError if one of --ensemble has positions for
     shorter sentences than that of --run reads.
     """
-    from recipes.translation.data.positions import most_subwords
-    from recipes.translation.run_folder.translator import model_sizes
-
     runs = [options.run, *(options.ensemble or ())]
     with models_of_runs(runs, options, ranks) as ((first, *others), searching):
         for run, other in zip(runs[1:], others, strict=True):
             check_same_subwords(options.run, first, run, other)
-            most = most_subwords(model_sizes(other.config.model), other.source.symbols)
-            if most is not None and most < max(first.text.longest, first.config.decoding.max_length):
+            # Which is no less than decoding.max_length
+            if other.positions is not None and other.positions < first.text.longest:
                 raise ConfigError(
-                    f"{run} has learned positions for {most} subwords, and {options.run} reads and writes up to "
-                    f"{first.text.longest}: name {run} by --run, and the other by --ensemble"
+                    f"{run} has learned positions for {other.positions} subwords, and {options.run} reads and writes "
+                    f"up to {first.text.longest}: name {run} by --run, and the other by --ensemble"
                 )
         digests = (*first.digests, *(digest for other in others for digest in other.digests))
         yield replace(first, others=tuple(other.model for other in others), digests=digests), searching

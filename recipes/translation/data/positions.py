@@ -18,9 +18,9 @@ def most_subwords(sizes: Sizes, symbols: Symbols) -> int | None:
     return sizes.max_positions - max(len(symbols.source([])), len(symbols.target([])) - 1)
 
 
-def check_length(name: str, given: int, most: int) -> None:
-    """Raise ConfigError for a setting, the most subwords of a sentence, above what the model has positions for."""
-    if given > most:
+def check_length(name: str, given: int, most: int | None) -> None:
+    """Raise ConfigError for a setting, the most subwords of a sentence, above what a model has (`most_subwords`)."""
+    if most is not None and given > most:
         raise ConfigError(
             f"{name} is {given}, but the model has learned positions for {most} subwords beside start and end symbols: "
             f"set it to {most} or less"
@@ -33,10 +33,10 @@ def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) ->
     `lengths` are the most subwords of a sentence, keyed by the settings that allow them.
     """
     most = most_subwords(sizes, corpus.source.symbols)
-    if most is None:
-        return
     for name, given in lengths.items():
         check_length(name, given, most)
+    if most is None:
+        return
     for valid in corpus.valid:
         for side, found in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
             if found.max() > most:

@@ -16,7 +16,7 @@ from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.files.json_fields import field_in
 from recipes.translation.run_folder.checkpoint import load_belongings
-from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig, load_config
 from recipes.translation.text.model_text import ModelText, longest_of
 from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.translating.sentences import source_ids
@@ -45,8 +45,8 @@ def load(folder: Path, overrides: Mapping[str, object] | None = None) -> Exporte
     slower than one, for models of width 128 and 512 (docs/export.md).
     """
     whole = verified_folder(folder)
-    exported, source, target = load_belongings(whole)
-    config, _, _ = load_belongings(whole, overrides)
+    config, source, target = load_belongings(whole, overrides)
+    exported = load_config(whole / "config.yaml")
     most = longest_of(exported.training, exported.decoding)
     if config.decoding.max_length > most:
         raise ConfigError(

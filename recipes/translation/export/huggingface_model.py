@@ -65,9 +65,9 @@ def write(saved: SavedModel, folder: Path) -> None:
     has one, for an output projection with a bias, which M2M-100 does not have, and for language tags in a model of
     another kind.
     """
-    for side in (saved.source, saved.target):
-        _, suffix, start = side.symbols
-        if not is_multilingual(saved) and (side.symbols.prefix or suffix != (EOS,) or len(start) > 1):
+    for side in () if is_multilingual(saved) else (saved.source, saved.target):
+        prefix, suffix, start = side.symbols
+        if prefix or suffix != (EOS,) or len(start) > 1:
             raise ConfigError(
                 f"the subwords are those of an imported model with language tags, which no model of transformers like "
                 f"model.preset {saved.config.model.preset} has: export it --to ctranslate2 or safetensors"

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from models.lora import has_lora, merged_tensors
+from recipes.translation.data.positions import check_length, most_subwords
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
     listed_files,
@@ -55,7 +56,6 @@ from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, ren
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
     Translator,
-    check_decoding_length,
     check_fits,
     check_layers,
     fill_model,
@@ -211,7 +211,8 @@ def load_saved(folder: Path, overrides: Mapping[str, object] | None = None) -> S
         weights, digest = _read_weights(whole)
         config, source, target = load_belongings(whole, overrides)
         if overrides:
-            check_decoding_length(config.decoding, model_sizes(config.model), source)
+            most = most_subwords(model_sizes(config.model), source.symbols)
+            check_length("decoding.max_length", config.decoding.max_length, most)
         if has_lora(weights.described):
             weights = _merge_lora(weights, config.training.lora_alpha)
         check_layers(model_sizes(config.model), weights, whole)

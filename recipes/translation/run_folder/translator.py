@@ -52,17 +52,15 @@ class Translator:
         """Return how the model reads and writes text."""
         return ModelText.of(self.config)
 
+    @property
+    def positions(self) -> int | None:
+        """Return the most subwords of a sentence that the model has learned positions for; None if any number does."""
+        return most_subwords(model_sizes(self.config.model), self.source.symbols)
+
     def with_decoding(self, decoding: DecodingConfig) -> Translator:
         """Return the same models with these decoding settings; ConfigError if they allow more than the positions."""
-        check_decoding_length(decoding, model_sizes(self.config.model), self.source)
+        check_length("decoding.max_length", decoding.max_length, self.positions)
         return replace(self, config=replace(self.config, decoding=decoding))
-
-
-def check_decoding_length(decoding: DecodingConfig, sizes: Sizes, source: Subwords) -> None:
-    """Raise ConfigError if the settings allow longer translations than the model has learned positions for."""
-    most = most_subwords(sizes, source.symbols)
-    if most is not None:
-        check_length("decoding.max_length", decoding.max_length, most)
 
 
 def model_sizes(config: ModelConfig) -> Sizes:

@@ -310,6 +310,7 @@ class Subwords:
         """Return the text of each subword; a blank is written as U+2581."""
         return [self._processor.id_to_piece(number) for number in range(len(self))]
 
+    @cached_property
     def texts(self) -> list[str]:
         """Return the text of each subword, or "" for those that are no text: bytes, control and unknown pieces."""
         pieces = model_of(self.model_bytes()).pieces[: len(self)]

@@ -89,8 +89,7 @@ def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus
     def read() -> SavedModel:
         teacher = load_teacher(settings.teacher, language_tags, corpus.source, corpus.target)
         most = most_subwords(model_sizes(teacher.config.model), corpus.source.symbols)
-        if most is not None:
-            check_length("training.max_length", settings.max_length, most)
+        check_length("training.max_length", settings.max_length, most)
         return teacher
 
     return open_model(read, ranks, WEIGHTS[settings.precision])

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from models.alignment import attention_weights
 from recipes.translation.data.batches import padded_batch
-from recipes.translation.data.positions import most_subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.translator import Translator, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.sentences import check_unicode
@@ -43,7 +42,7 @@ def align(
     source_rows = [row[: text.longest] for row in source_rows]
     target_words, target_rows = _subwords_of(translator.target, written, targets)
     # A translation may be divided into more subwords than the model wrote, and learned positions end
-    most = most_subwords(model_sizes(translator.config.model), translator.source.symbols)
+    most = translator.positions
     target_words = [words[:most] for words in target_words]
     target_rows = [row[:most] for row in target_rows]
     # If one side has no subwords there is nothing to link

@@ -50,8 +50,7 @@ def check_letters(translator: Translator, text: str, what: str) -> None:
 def word_boundaries(translator: Translator) -> list[int]:
     """Return the subwords that do not continue the word before them."""
     # Control pieces such as <s>, and bytes of any character, may continue a word
-    pieces = translator.target.texts()
-    return [number for number, piece in enumerate(pieces) if piece and begins_anew(piece)]
+    return [number for number, piece in enumerate(translator.target.texts) if piece and begins_anew(piece)]
 
 
 def begins_anew(piece: str) -> bool:
