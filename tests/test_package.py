@@ -8,11 +8,14 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import seqpar
 from release.sbom import external
@@ -80,6 +83,19 @@ def test_the_version_is_the_same_in_package_project_and_citation():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert seqpar.__version__ == project["version"] == citation["version"]
+
+
+def test_every_pinned_version_installs_on_the_oldest_python_that_is_promised():
+    promised = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest = f"{promised.removeprefix('>=')}.0"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = (Requirement(line) for line in lines if line and not line.startswith("#"))
+    pinned = {(canonicalize_name(pin.name), str(pin.specifier).removeprefix("==")) for pin in pins}
+    needed = {
+        (canonicalize_name(found.metadata["Name"]), found.version): found.metadata["Requires-Python"] or ""
+        for found in distributions()
+    }
+    assert {pin: needed[pin] for pin in pinned & needed.keys() if oldest not in SpecifierSet(needed[pin])} == {}
 
 
 def test_the_source_distribution_holds_what_a_checkout_does(built):
