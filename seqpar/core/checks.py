@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from seqpar.core.chunks import Chunk, cover, is_capturing
-from seqpar.core.device_facts import FACTS, is_on_host, may_read
+from seqpar.core.chunks import Chunk, cover
+from seqpar.core.device_facts import FACTS, is_capturing, is_on_host, may_read
 from seqpar.core.graphs import leaves_of_graph, nodes_of_graph
 from seqpar.core.token_loss import wide
 

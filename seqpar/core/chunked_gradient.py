@@ -30,8 +30,8 @@ from seqpar.core.checks import (
     refuse_transforms,
     refuse_unknown_leaves,
 )
-from seqpar.core.chunks import Chunk, is_capturing, note_rows
-from seqpar.core.device_facts import is_on_host
+from seqpar.core.chunks import Chunk, note_rows
+from seqpar.core.device_facts import is_capturing, is_on_host, select_streams
 from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, is_asked_for
 from seqpar.core.row_independence import (
@@ -48,7 +48,6 @@ from seqpar.core.row_independence import (
 )
 from seqpar.core.settings import settings_used_by
 from seqpar.core.stored_gradients import Gradients
-from seqpar.core.streams import select_streams
 from seqpar.core.surroundings import (
     ONE_CHUNKS,
     Asked,

@@ -5,13 +5,12 @@ Shape suffixes: B batch, T time, N = B*T rows, K counted rows (their target is n
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from seqpar.core.device_facts import FACTS, current, is_on_host
+from seqpar.core.device_facts import FACTS, is_capturing, is_on_host
 
 CPU_BUDGET = 16 * 2**20
 """Bytes of one chunk's logits on a CPU when the caller names no size: small enough that its allocator and caches reuse
@@ -60,41 +59,6 @@ def _describe(chunk: Chunk) -> str:
         return f"{len(chunk)} rows from {int(chunk.min())} to {int(chunk.max())}"
     # An accelerator may have failed, so nothing is read from it
     return f"{len(chunk)} rows"
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured on the device.
-
-    During a capture no number can be read, and shapes must be the same in every replay, so every row is computed.
-    """
-    if FACTS[device.type].is_host:
-        return False
-    is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
-    if is_capturing is None:
-        return False
-    # It asks the current device, which need not be this one
-    with current(device):
-        return bool(is_capturing())
-
-
-class LateNumber:
-    """An int64 on its way from the device; on a GPU, only reading it waits, and for nothing launched after it."""
-
-    def __init__(self, number: Tensor) -> None:
-        self.on_device = number
-        # To pinned memory, after what has been launched so far
-        has_events = FACTS[number.device.type].has_events
-        self.here = number.to("cpu", non_blocking=has_events)
-        self.arrived: torch.cuda.Event | None = None
-        if has_events:
-            self.arrived = torch.cuda.current_stream(number.device).record_event()
-
-    def read(self) -> int:
-        """Return the number as soon as it has arrived."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        # Not by `item`, which goes through torch's dispatcher
-        return ctypes.c_int64.from_address(self.here.data_ptr()).value
 
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str, width: int | None = None) -> int:

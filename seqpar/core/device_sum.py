@@ -18,9 +18,9 @@ from torch import Tensor
 from seqpar.core.checks import refuse_transforms
 from seqpar.core.chunked_gradient import DETACHED, Leaves, StoredGradient, Walk, is_detached
 from seqpar.core.chunks import Chunk
+from seqpar.core.device_facts import current_streams
 from seqpar.core.graphs import autocast_of_now, check_unchanged, with_version
 from seqpar.core.stored_gradients import Gradients, SummedGradient, in_own_precision, narrow
-from seqpar.core.streams import current_streams
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss, wide
 

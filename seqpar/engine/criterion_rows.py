@@ -29,7 +29,7 @@ from seqpar.core.surroundings import REPEATS
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.pair import counts_itself, criterion_loss
 from seqpar.engine.trial import PROBE_ROWS, Trial, in_float32
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.projection import product_dtype
 from seqpar.rows.criteria import ignored_target
 
 MOST_COMPANY = 128

@@ -26,8 +26,8 @@ from seqpar.core.chunked_gradient import (
     leaf_copies,
     sum_over_chunks,
 )
-from seqpar.core.chunks import Chunk, LateNumber, cut_rows, cut_time, is_capturing, rows_per_chunk
-from seqpar.core.device_facts import FACTS
+from seqpar.core.chunks import Chunk, cut_rows, cut_time, rows_per_chunk
+from seqpar.core.device_facts import FACTS, LateNumber, is_capturing
 from seqpar.core.device_sum import Job, sum_over_devices
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.chunks import rows_per_chunk
-from seqpar.core.device_facts import FACTS
+from seqpar.core.device_facts import FACTS, why_no_kernel
 from seqpar.core.token_loss import wide
 from seqpar.engine.formula_match import REPLACED, Asked, FormulaMatch, NoFormula, match_formula, was_replaced
 from seqpar.engine.situation import LogitFacts
-from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
-from seqpar.linear.leaves import product_dtype
+from seqpar.kernels.row_kernel import width_for_kernel
+from seqpar.linear.projection import product_dtype
 
 
 class LatestCall(NamedTuple):

@@ -35,7 +35,7 @@ class FormulaMatch(NamedTuple):
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors of the projection that gradients flow into, in the order of `linear.leaves.flatten`."""
+        """Return the projection's tensors that gradients flow into, in the order of `linear.projection.flatten`."""
         return self.projection.weight, self.projection.bias
 
     @property

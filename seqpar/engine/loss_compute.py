@@ -29,7 +29,7 @@ from seqpar.engine.pair import takers_of
 from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
 from seqpar.engine.situation import LogitFacts, Situation
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.projection import product_dtype
 from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.multi_device.devices import Device, check_devices, refuse_capturing

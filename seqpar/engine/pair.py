@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import check_type
-from seqpar.core.chunks import is_capturing
+from seqpar.core.device_facts import is_capturing
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.module_calls import extra_in_call

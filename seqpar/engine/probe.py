@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunks import is_capturing
+from seqpar.core.device_facts import is_capturing
 from seqpar.core.effects import KEEPS_A_GRAPH
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import ends_of_rows, largest_difference, precision_of
@@ -49,7 +49,7 @@ from seqpar.engine.surroundings import (
 )
 from seqpar.engine.trial import PROBE_ROWS, Trial, in_short
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.projection import product_dtype
 
 MOST_SITUATIONS = 256
 """How many situations are remembered: more than there are source lengths, each of which is a situation of its own for a

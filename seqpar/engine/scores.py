@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunks import is_capturing
+from seqpar.core.device_facts import is_capturing
 from seqpar.core.row_independence import largest_difference, precision_of
 from seqpar.core.token_loss import wide
 from seqpar.distributed.torch_private import is_fsdp_unit

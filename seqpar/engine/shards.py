@@ -23,7 +23,7 @@ from seqpar.core.checks import (
     check_target,
     check_type,
 )
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.projection import product_dtype
 from seqpar.multi_device.devices import refuse_capturing
 from seqpar.multi_device.replicas import detached_replicas, needs_no_replica, scatter
 

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from seqpar.engine.module_calls import Parts, calls_of
 from seqpar.engine.shards import Shard
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.projection import product_dtype
 
 
 class BufferChanges(NamedTuple):

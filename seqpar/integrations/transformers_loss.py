@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.core.checks import PROVED
-from seqpar.core.chunks import LateNumber, is_capturing
-from seqpar.core.device_facts import is_on_host
+from seqpar.core.device_facts import LateNumber, is_capturing, is_on_host
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.made_up import RefusedModelError

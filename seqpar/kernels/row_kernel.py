@@ -9,14 +9,12 @@ Shape suffixes: K rows of one chunk, V classes here, P picked classes of each ro
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.core.device_facts import FACTS, current
+from seqpar.core.device_facts import FACTS, current, why_no_kernel
 from seqpar.core.token_loss import wide
 from seqpar.rows.scores import RowFunction, Sums, Upstream
 
@@ -30,19 +28,6 @@ ALIGNED = 16
 number at a time."""
 
 
-def why_no_kernel(device_type: str) -> str:
-    """Return why the kernels are not used on this kind of device; an empty string if they are."""
-    if FACTS[device_type].is_host:
-        if os.environ.get("TRITON_INTERPRET") == "1" and _is_installed():
-            return ""
-        return "Triton has none for the CPU"
-    if not FACTS[device_type].has_kernels:
-        return f"Triton has none for {device_type}"
-    if not _is_installed():
-        return "Triton is not installed"
-    return ""
-
-
 def width_for_kernel(width: int, device_type: str) -> int | None:
     """Return the width of the hidden states as `rows_per_chunk` takes it: None if no kernel overwrites the logits.
 
@@ -54,12 +39,6 @@ def width_for_kernel(width: int, device_type: str) -> int | None:
 def align(classes: int) -> int:
     """Return the distance in memory between rows of `classes` classes: the next multiple of `ALIGNED`."""
     return -(-classes // ALIGNED) * ALIGNED
-
-
-@functools.cache
-def _is_installed() -> bool:
-    """Return whether Triton is installed, without importing it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

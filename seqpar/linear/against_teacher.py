@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_floating, check_one_device, check_shapes
 from seqpar.core.chunked_gradient import differentiable_sum
-from seqpar.core.chunks import Chunk, is_capturing
-from seqpar.core.device_facts import is_on_host
+from seqpar.core.chunks import Chunk
+from seqpar.core.device_facts import is_capturing, is_on_host
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import group_max, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard

@@ -23,8 +23,7 @@ from seqpar.core.chunks import Chunk
 from seqpar.core.graphs import without_autocast
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, sum_of_parts
-from seqpar.linear.leaves import slots_of
-from seqpar.linear.projection import Projection, zero_rows
+from seqpar.linear.projection import Projection, slots_of, zero_rows
 from seqpar.rows.scores import times
 from seqpar.rows.smoothing import LossOfScores
 

@@ -23,7 +23,7 @@ from seqpar.core.chunked_gradient import INSTEAD, THIS
 from seqpar.core.stored_gradients import in_own_precision
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Inputs, Settings, check_inputs, cross_entropy_job
-from seqpar.linear.leaves import ByLeaf, LinearWanted, loss_and_gradients, product_dtype
+from seqpar.linear.projection import ByLeaf, LinearWanted, loss_and_gradients, product_dtype
 from seqpar.rows.conventions import Convention
 
 

@@ -20,8 +20,7 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.against_teacher import AgainstHead, AgainstLogProbs, loss_against_teacher
 from seqpar.linear.few_classes import DivergenceOfScores, loss_on_few_classes
 from seqpar.linear.inputs import Inputs, Settings, check_inputs, check_tensors, checksum, compare_ranks, tell_errors
-from seqpar.linear.leaves import product_dtype
-from seqpar.linear.projection import Projection
+from seqpar.linear.projection import Projection, product_dtype
 from seqpar.linear.teachers import (
     Teacher,
     TeacherHidden,

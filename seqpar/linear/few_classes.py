@@ -26,7 +26,7 @@ from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import ScoreLoss
 from seqpar.linear.inputs import Checked, Inputs, Settings, check_inputs, checksum, compare_ranks, prepare, tell_errors
-from seqpar.linear.leaves import product_dtype
+from seqpar.linear.projection import product_dtype
 from seqpar.linear.teachers import SparseTarget, check_sparse_target, sparse_probs
 from seqpar.rows.divergences import RowTerms, logits_gradient_
 from seqpar.rows.scores import RowFunction, Scores, Upstream

@@ -31,17 +31,17 @@ from seqpar.core.checks import (
     refuse_transforms,
 )
 from seqpar.core.chunked_gradient import sum_over_chunks
-from seqpar.core.chunks import Chunk, LateNumber, cut_rows, even_slices, is_capturing, rows_per_chunk
+from seqpar.core.chunks import Chunk, cut_rows, even_slices, rows_per_chunk
+from seqpar.core.device_facts import LateNumber, is_capturing, why_no_kernel
 from seqpar.core.device_sum import Job
 from seqpar.core.token_loss import mark_same_on
 from seqpar.distributed.collectives import copy_to_group, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
-from seqpar.kernels.row_kernel import why_no_kernel, width_for_kernel
+from seqpar.kernels.row_kernel import width_for_kernel
 from seqpar.kernels.row_loss import count_targets
 from seqpar.linear.chunk_loss import ProductLoss, ScoreLoss, chunk_loss
 from seqpar.linear.fused_loss import FusedLoss
-from seqpar.linear.leaves import ByLeaf, LinearLeaves, flatten, product_dtype
-from seqpar.linear.projection import Projection
+from seqpar.linear.projection import ByLeaf, LinearLeaves, Projection, flatten, product_dtype
 from seqpar.rows.conventions import Convention
 from seqpar.rows.scores import ClassWeights, RowFunction
 from seqpar.rows.smoothing import CrossEntropyOfScores, SoftTarget, check_smoothing, class_weights, soft_target

@@ -1,7 +1,7 @@
 """Compute a projection's cross-entropy in as little memory as its gradients leave: four products instead of three.
 
     forward:    for each chunk of rows, one product, from which a few sums of each row are kept
-    backward:   over tiles of the vocabulary with all rows (`linear/vocab_tiles.py`), two products and the first again
+    backward:   for each tile of the vocabulary with all rows, that product again and two more (`VocabTiles`)
 
 There is no float32 sum of the weight's gradient, and the gradient's factor is known when it is computed, so that it is
 rounded only once, or added into a tensor of the caller's.
@@ -23,9 +23,8 @@ from seqpar.core.device_facts import is_on_host
 from seqpar.core.graphs import is_asked_for
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Checked, Inputs, PreparedCall, Settings, prepare, weights_of_classes
-from seqpar.linear.leaves import ByLeaf
-from seqpar.linear.recomputed_scores import RecomputedScores, join
-from seqpar.linear.vocab_tiles import KnownRows, VocabTiles
+from seqpar.linear.projection import ByLeaf
+from seqpar.linear.recomputed_scores import KnownRows, RecomputedScores, VocabTiles, join
 from seqpar.rows.scores import RowFunction, Sums
 from seqpar.rows.smoothing import CrossEntropyOfScores, RowLosses
 

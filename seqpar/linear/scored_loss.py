@@ -16,8 +16,7 @@ from torch import Tensor
 
 from seqpar.core.checks import check_floating, check_shapes, refuse_transforms, refuse_unknown_leaves
 from seqpar.core.chunked_gradient import differentiable_sum
-from seqpar.core.chunks import is_capturing
-from seqpar.core.device_facts import is_on_host
+from seqpar.core.device_facts import is_capturing, is_on_host
 from seqpar.core.effects import keep_random_states
 from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.row_independence import (

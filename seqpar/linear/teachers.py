@@ -20,7 +20,8 @@ from seqpar.core.checks import (
     check_floating,
     check_like,
 )
-from seqpar.core.chunks import Chunk, is_capturing
+from seqpar.core.chunks import Chunk
+from seqpar.core.device_facts import is_capturing
 from seqpar.core.token_loss import wide
 
 Rest = Literal["renormalize", "one_class"]

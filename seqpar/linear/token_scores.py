@@ -22,7 +22,7 @@ from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Inputs, Settings
 from seqpar.linear.invariant_scores import INVARIANT_ROWS, InvariantScores
-from seqpar.linear.leaves import (
+from seqpar.linear.projection import (
     ByLeaf,
     LinearGradients,
     LinearLeaves,
@@ -31,9 +31,8 @@ from seqpar.linear.leaves import (
     loss_and_gradients,
     slots_of,
 )
-from seqpar.linear.recomputed_scores import HiddenSlots, RecomputedScores
+from seqpar.linear.recomputed_scores import HiddenSlots, KnownRows, RecomputedScores, VocabTiles, worth_tiles
 from seqpar.linear.score_inputs import ScoreCall, ScoreRequest, prepare_scores
-from seqpar.linear.vocab_tiles import KnownRows, VocabTiles, worth_tiles
 from seqpar.rows.scores import RowFunction, Sums, Upstream, as_column
 
 

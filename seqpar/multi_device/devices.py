@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import is_capturing
-from seqpar.core.device_facts import FACTS, accelerators_among
+from seqpar.core.device_facts import FACTS, accelerators_among, is_capturing
 
 Device = int | str | torch.device
 

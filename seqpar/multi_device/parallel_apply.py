@@ -15,9 +15,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from seqpar.core.checks import check_function, check_type
-from seqpar.core.device_facts import current
+from seqpar.core.device_facts import current, current_streams, select_streams
 from seqpar.core.graphs import autocast_of_now, hooks_around
-from seqpar.core.streams import current_streams, select_streams
 from seqpar.core.structures import leaves
 from seqpar.multi_device.devices import Device, accelerator, available, check_devices
 

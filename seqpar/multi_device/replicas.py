@@ -26,7 +26,7 @@ from seqpar.core.checks import (
     is_dtensor,
 )
 from seqpar.core.chunks import even_sizes
-from seqpar.core.streams import current_streams, select_streams
+from seqpar.core.device_facts import current_streams, select_streams
 from seqpar.core.structures import describe, leaves, rebuild
 from seqpar.core.token_loss import wide
 from seqpar.distributed.wrappers import structural_copy

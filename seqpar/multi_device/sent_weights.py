@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from seqpar.core.device_facts import accelerators_among
+from seqpar.core.device_facts import accelerators_among, current_streams, select_streams
 from seqpar.core.graphs import version_of
-from seqpar.core.streams import current_streams, select_streams
 
 
 class _Sent(NamedTuple):

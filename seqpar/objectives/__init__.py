@@ -6,7 +6,6 @@ them into a `seqpar.TokenLoss`, exact over any split into micro-batches and rank
 """
 
 from seqpar.objectives.denominators import per_constant, per_item, per_sequence, per_token
-from seqpar.objectives.heads import head_targets
 from seqpar.objectives.policy_gradient import (
     clipped_surrogate,
     gamma_weights,
@@ -17,6 +16,7 @@ from seqpar.objectives.policy_gradient import (
 from seqpar.objectives.preferences import cpo, dpo, kto, orpo, simpo
 from seqpar.objectives.ratios import kl_estimate, masked_weights, sequence_log_ratio, token_log_ratio, truncated_weights
 from seqpar.objectives.sequences import (
+    head_targets,
     padded_segments,
     sequence_lengths,
     sequence_means,

@@ -1,4 +1,4 @@
-"""Go from tokens to sequences and back, in padded batches (B, T) and in packed ones (N,).
+"""Go from tokens to sequences and back, in padded batches (B, T) and in packed ones (N,); shift targets for K heads.
 
 Both layouts are described by `segment_ids`, an integer tensor of the tokens' shape: the number of the sequence that a
 token belongs to, or a negative number if the token does not count (prompt, padding). They include the mask:
@@ -6,7 +6,7 @@ token belongs to, or a negative number if the token does not count (prompt, padd
     padded:  segment_ids = padded_segments(mask)                                   # and sequences = len(mask)
     packed:  segment_ids = torch.arange(sequences).repeat_interleave(lengths).masked_fill(~mask, -1)
 
-Shape suffixes: B batch, T time, N tokens in any layout, S sequences.
+Shape suffixes: B batch, T time, N tokens in any layout, S sequences, K heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_mask, check_one_device, check_scores, check_segments, check_shapes
+from seqpar.core.checks import (
+    check_integer,
+    check_integer_target,
+    check_mask,
+    check_one_device,
+    check_scores,
+    check_segments,
+    check_shapes,
+)
 
 
 def padded_segments(mask: Tensor) -> Tensor:
@@ -141,3 +149,54 @@ def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
     check_one_device(values=values, segment_ids=segment_ids)
     with_zero = torch.cat([values.new_zeros(1), values])
     return with_zero[_slots(segment_ids)]
+
+
+def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segment_ids: Tensor | None = None) -> Tensor:
+    """Return the targets of several heads, K of target's shape: head k predicts k tokens further ahead than head 0.
+
+        targets[k, ..., t] = target[..., t + k], and ignore_index beyond the end of the sequence
+
+    Multi-token prediction: Gloeckle et al. 2024, section 2; DeepSeek-V3 (2024), section 2.2. All heads share one
+    projection, so their stacked hidden states need only one call:
+
+        hidden = torch.stack([head(trunk) for head in heads])                                     # (K, B, T, D)
+        seqpar.linear_cross_entropy(hidden, weight, head_targets(target, len(heads)))
+
+    Its `tokens` counts the targets of all heads; to weight heads, pass `token_weight`, of the targets' shape.
+
+    Args:
+        target: (B, T), or (N,) for a packed batch: head 0's targets, usually the next tokens; time is the last axis.
+        heads: K, at least 1.
+        ignore_index: marks targets that do not count; those of `target` stay ignored in every head.
+        segment_ids: of target's shape, for a packed batch: the number of each position's sequence. A target from a
+            different sequence is ignored, and so is the target of a position with a negative id.
+
+    Returns:
+        int64, on target's device.
+
+    Raises:
+        TypeError: targets that are not integers, heads or ignore_index not an int.
+        ValueError: a target without dimensions, fewer than one head, segment ids of a different shape or device.
+
+    Example:
+        >>> from seqpar.objectives import head_targets
+        >>> head_targets(torch.tensor([5, 6, 7, 8]), heads=3)
+        tensor([[   5,    6,    7,    8],
+                [   6,    7,    8, -100],
+                [   7,    8, -100, -100]])
+    """
+    check_integer_target(target)
+    check_integer(heads, "heads", 1)
+    check_integer(ignore_index, "ignore_index")
+    if not target.dim():
+        raise ValueError("target has no dimensions; it must be (batch, time), or (tokens,) for a packed batch")
+    if segment_ids is None:
+        segment_ids = torch.zeros_like(target)
+    check_segments(segment_ids, target=target)
+    time = target.size(-1)
+    targets = target.new_full((heads, *target.shape), ignore_index, dtype=torch.int64)
+    for k in range(min(heads, time)):
+        here = segment_ids[..., : time - k]
+        same = (here == segment_ids[..., k:]) & (here >= 0)
+        targets[k, ..., : time - k] = torch.where(same, target[..., k:].long(), ignore_index)
+    return targets

@@ -39,8 +39,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import Chunk, is_capturing
-from seqpar.core.device_facts import is_on_host, may_read
+from seqpar.core.chunks import Chunk
+from seqpar.core.device_facts import is_capturing, is_on_host, may_read
 from seqpar.core.structures import each
 
 NEVER = -1e4

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
+from seqpar.core.device_facts import why_no_kernel
 from seqpar.core.stored_gradients import in_own_precision, narrow
 from seqpar.kernels import row_kernel
-from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.projection import Projection
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.rows.scores import RowFunction, Upstream
@@ -169,7 +169,7 @@ def test_the_engine_takes_the_kernel_and_says_so():
 def test_where_there_is_no_kernel_the_reason_is_known():
     assert why_no_kernel("mps") == "Triton has none for mps"
     assert why_no_kernel("cpu") == "Triton has none for the CPU"
-    with patch("seqpar.kernels.row_kernel._is_installed", lambda: False):
+    with patch("seqpar.core.device_facts._is_installed", lambda: False):
         assert why_no_kernel("cuda") == "Triton is not installed"
         assert why_no_kernel("xpu") == "Triton is not installed"
     assert why_no_kernel("cuda") == ""

@@ -128,7 +128,7 @@ def test_of_the_largest_classes_the_kernel_finds_the_first_and_torch_several(top
 def test_without_triton_there_is_no_kernel():
     hidden, weight = torch.randn(3, 4, device=DEVICE), torch.randn(9, 4, device=DEVICE)
     target = torch.zeros(3, dtype=torch.long, device=DEVICE)
-    with kernels() as launched, patch("seqpar.kernels.row_kernel._is_installed", lambda: False):
+    with kernels() as launched, patch("seqpar.core.device_facts._is_installed", lambda: False):
         without = seqpar.token_scores(hidden, weight, target, entropy=True)
     assert not launched
     with kernels() as launched:

@@ -10,7 +10,8 @@ from hypothesis import given
 from torch.overrides import TorchFunctionMode
 
 import seqpar
-from seqpar.kernels.row_kernel import align, why_no_kernel
+from seqpar.core.device_facts import why_no_kernel
+from seqpar.kernels.row_kernel import align
 from seqpar.testing import assert_same_gradients
 from tests.seqpar.distributed.vocab_cases import PLAIN
 from tests.seqpar.linear.distillation_cases import (

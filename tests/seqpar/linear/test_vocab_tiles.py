@@ -27,7 +27,7 @@ TILES = st.sampled_from([1, 2, 5, 128])
 def tiles(classes):
     """Every tile has so many classes, whatever the budget, and scores use them on a CPU too."""
     with ExitStack() as patches:
-        patches.enter_context(patch("seqpar.linear.vocab_tiles.TILE_CLASSES", classes))
+        patches.enter_context(patch("seqpar.linear.recomputed_scores.TILE_CLASSES", classes))
         for budget in ("least_memory.CPU_BUDGET", "token_scores.ACCELERATOR_BUDGET"):
             patches.enter_context(patch(f"seqpar.linear.{budget}", 1))
         patches.enter_context(patch("seqpar.linear.token_scores.worth_tiles", lambda _: True))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.core.chunks import is_capturing
-from seqpar.core.streams import current_streams, select_streams
+from seqpar.core.device_facts import current_streams, is_capturing, select_streams
 from tests import emulated
 from tests.emulated.races import Judge
 
