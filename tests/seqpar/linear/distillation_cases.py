@@ -1,6 +1,6 @@
 """Teachers of every kind for a `LinearCase`, and the plain divergence on all rows at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,8 @@ def plain_rows(log_p: Tensor, log_q: Tensor, divergence: str, beta: float | None
 def distillations(draw: st.DrawFn) -> Distillation:
     """Every divergence with every kind of teacher."""
     case = draw(linear_cases())
+    # Where teacher and student nearly agree, a divergence is what rounding leaves of terms as large as this factor
+    case = replace(case, upstream=min(case.upstream, 1.0))
     divergence = draw(st.sampled_from(DIVERGENCES))
     return Distillation(
         case=case,
