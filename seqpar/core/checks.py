@@ -53,22 +53,23 @@ def check_type(
     """
     if not isinstance(value, kinds):
         must = "return" if verb == "returned" else "be"
-        shown = f"{value!r:.60}" if kinds is bool else _kind_of(value)
+        shown = f"{value!r:.60}" if kinds is bool else kind_of(value)
         raise TypeError(f"{name} {verb} {shown}; it must {must} {wanted}")
     return value
 
 
-def _kind_of(value: object) -> str:
+def kind_of(value: object) -> str:
     """Return what a value is, for an error message."""
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    article = "an" if name[0] in "AEIOaeio" else "a"
+    count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"{article} {name}{count}"
 
 
 def check_function(value: object, name: str, wanted: str = "a function") -> None:
@@ -86,7 +87,8 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> None:
     """Raise ValueError unless `value` is one of the known words."""
     if value not in known:
         *others, last = map(repr, known)
-        raise ValueError(f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
+        words = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name} is {value!r}; it must be {words}")
 
 
 # Numbers
@@ -104,7 +106,7 @@ def check_integer(
         wanted = f"a whole number of at least {at_least}"
     if at_most < HIGHEST:
         wanted = f"a whole number in [{at_least}, {at_most}]"
-    shown = repr(value) if is_whole or value is None or isinstance(value, (bool, float, str)) else _kind_of(value)
+    shown = repr(value) if is_whole or value is None or isinstance(value, (bool, float, str)) else kind_of(value)
     raise (ValueError if is_whole else wrong_kind)(f"{name} is {shown:.60}; it must be {wanted}")
 
 
@@ -127,7 +129,7 @@ def check_number(
             return
     bounds = (("at least", at_least), ("above", above), ("below", below))
     wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
-    shown, error = (repr(value), ValueError) if is_number else (_kind_of(value), TypeError)
+    shown, error = (repr(value), ValueError) if is_number else (kind_of(value), TypeError)
     raise error(f"{name} is {shown}; it must be a finite number {wanted}".rstrip())
 
 
@@ -225,7 +227,7 @@ def check_plain_products(tensor: object, name: str, way_out: str = LAYER) -> Non
     """Raise TypeError if the class of a weight or bias computes in its own way, such as with rounded numbers."""
     if has_own_functions(tensor):
         own = "a class with its own __torch_function__ or __torch_dispatch__, which need not multiply plainly"
-        raise TypeError(f"{name} is a {type(tensor).__name__}, {own}; {way_out}")
+        raise TypeError(f"{name} is {kind_of(tensor)}, {own}; {way_out}")
 
 
 def check_floating(value: object, name: str) -> Tensor:

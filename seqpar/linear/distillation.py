@@ -136,7 +136,9 @@ def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: V
     if isinstance(teacher, TeacherHidden):
         both = {"weight": inputs.weight, "teacher.weight": teacher.weight}
         check_floating(teacher.weight, "teacher.weight")
-        check_shapes(inputs.weight.shape[:1] == teacher.weight.shape[:1], "of the same classes", **both)
+        check_shapes(
+            inputs.weight.shape[:1] == teacher.weight.shape[:1], "(V, D) with the same V, each with its own D", **both
+        )
         check_one_device(**both)
         check_tensors(Inputs(teacher.hidden, teacher.weight, inputs.target, teacher.bias), "teacher.")
 

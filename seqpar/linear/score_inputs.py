@@ -146,7 +146,7 @@ def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, voc
         check_floating(temperature, "temperature")
         if temperature.requires_grad:
             raise TypeError("temperature requires a gradient, and gets none here: pass temperature.detach()")
-        wanted = "a number, or of target's shape"
+        wanted = "the same, unless temperature is one number"
         check_shapes(temperature.shape == target.shape, wanted, temperature=temperature, target=target)
         check_one_device(target=target, temperature=temperature)
         good = ~counted | ((temperature > 0) & temperature.isfinite())

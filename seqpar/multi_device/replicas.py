@@ -24,6 +24,7 @@ from seqpar.core.checks import (
     check_type,
     has_own_functions,
     is_dtensor,
+    kind_of,
 )
 from seqpar.core.chunks import even_sizes
 from seqpar.core.device_facts import current_streams, select_streams
@@ -82,9 +83,9 @@ def _bind_tensors(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor
     for name, tensor in own.items():
         replacement = tensors.get(id(tensor), tensor)
         if type(tensor) is not nn.Parameter and type(replacement) is not type(tensor) and has_own_functions(tensor):
-            kinds = f"a {type(tensor).__name__}, whose class changes how it computes; detached, it is a"
+            kinds = f"{kind_of(tensor)}, whose class changes how it computes; detached, it is"
             instead = "which does not; derive the class from torch.Tensor, not from nn.Parameter"
-            raise TypeError(f"a parameter is {kinds} {type(replacement).__name__}, {instead}")
+            raise TypeError(f"a parameter is {kinds} {kind_of(replacement)}, {instead}")
         if replacement is not tensor and replacement is not None and vars(tensor):
             # A forward may read a parameter's attributes; those that the replacement already has are kept
             vars(replacement).update({**vars(tensor), **vars(replacement)})

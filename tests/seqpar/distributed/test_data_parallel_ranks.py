@@ -261,7 +261,7 @@ def test_module_and_loss_survive_pickling():
 @pytest.mark.parametrize("part", ["model", "loss"])
 def test_what_is_no_module_is_refused(part):
     parts = {"model": nn.Linear(1, 1), "loss": nn.Linear(1, 1)} | {part: 3}
-    with pytest.raises(TypeError, match=f"{part} is a int; it must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=f"{part} is an int; it must be a torch.nn.Module"):
         seqpar.ModelWithLoss(**parts)
 
 

@@ -6,58 +6,39 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 import seqpar
-from tests.seqpar.linear.linear_loss import on_another_device, small
-
-BAD = {
-    "float target": ({"target": torch.zeros(6)}, TypeError, "target has dtype torch.float32"),
-    "bool target": ({"target": torch.zeros(6, dtype=torch.bool)}, TypeError, "target has dtype torch.bool"),
-    "target's shape": ({"target": torch.zeros(5, dtype=torch.int64)}, ValueError, r"\(6, 4\) and target \(5,\)"),
-    "weight's width": ({"weight": torch.zeros(9, 5)}, ValueError, r"\(6, 4\) and weight \(9, 5\)"),
-    "weight's dims": ({"weight": torch.zeros(4)}, ValueError, r"\(6, 4\) and weight \(4,\)"),
-    "bias's shape": ({"bias": torch.zeros(8)}, ValueError, r"bias has shape \(8,\) and weight \(9, 4\)"),
-    "integer hidden": ({"hidden": torch.zeros(6, 4, dtype=torch.int64)}, TypeError, "hidden has dtype torch.int64"),
-    "weight's dtype": ({"weight": torch.zeros(9, 4).bfloat16()}, TypeError, "float32 and weight torch.bfloat16"),
-    "bias's dtype": ({"bias": torch.zeros(9).double()}, TypeError, "float32 and bias torch.float64"),
-    "weight's device": ({"weight": on_another_device(9, 4)}, ValueError, "hidden is on cpu and weight on cuda:0"),
-    "class weights": ({"class_weight": torch.ones(8)}, ValueError, r"class_weight has shape \(8,\); it must be \(9,\)"),
-    "smoothing of 1": ({"label_smoothing": 1.0}, ValueError, r"label_smoothing is 1\.0"),
-    "negative smoothing": ({"label_smoothing": -0.1}, ValueError, r"label_smoothing is -0\.1"),
-    "convention": ({"smoothing_convention": "other"}, ValueError, "smoothing_convention is 'other'"),
-    "harvard": ({"smoothing_convention": "harvard"}, ValueError, "ignore_index is -100; the 'harvard' convention"),
-    "softcap 0": ({"softcap": 0.0}, ValueError, r"softcap is 0\.0"),
-    "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap is inf"),
-    "z_loss": ({"z_loss": -1e-4}, ValueError, "z_loss is -0.0001"),
-    "z_loss nan": ({"z_loss": float("nan")}, ValueError, "z_loss is nan"),
-    "target too high": (
-        {"target": torch.tensor([0, 0, 0, 9, 0, 0])},
-        IndexError,
-        r"target 9 at position \(3,\).*\[0, 9\)",
-    ),
-    "target negative": ({"target": torch.tensor([0, -1, 0, 9, 0, 0])}, IndexError, r"target -1 at position \(1,\)"),
-    "a shard too long": ({"vocab": seqpar.VocabShard(None, 3, 9)}, ValueError, r"9 rows from class 3 on.*\[0, 9\)"),
-    "a shard alone": ({"vocab": seqpar.VocabShard(None, 0, 12)}, RuntimeError, r"\[0, 9\) on rank 0.*\[0, 12\)"),
-}
+from seqpar.linear.lora import lora_scores
+from tests.approved import assert_no_other_line, assert_refused
+from tests.seqpar.linear.linear_loss import on_another_device
 
 
-@pytest.mark.unswitched
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_input_is_one_clear_line(case):
-    change, error, message = BAD[case]
-    inputs = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(9, 4), "target": torch.zeros(6, dtype=torch.int64)}
-    with pytest.raises(error, match=message):
-        seqpar.linear_cross_entropy(**(inputs | change))
+def loss(**change):
+    given = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(9, 4), "target": torch.zeros(6, dtype=torch.int64)}
+    return seqpar.linear_cross_entropy(**given | change)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, "5"])
-def test_a_chunk_size_that_is_no_positive_int_is_refused(size):
-    hidden, weight, target = small()
-    with pytest.raises(ValueError, match=f"chunk_tokens is {size!r}; it must be a whole number of at least 1"):
-        seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=size)
+def soft(ids, probs, **change):
+    target = seqpar.SparseTarget(torch.tensor(ids).expand(6, -1), torch.tensor(probs).expand(6, -1))
+    return loss(**{"soft_target": target} | change)
 
 
-def good(**change):
+def first_class(rows=6, dtype=torch.int64):
+    return seqpar.SparseTarget(torch.zeros(rows, 1, dtype=dtype), torch.ones(rows, 1))
+
+
+def scores(**change):
+    given = {"hidden": torch.zeros(5, 3), "weight": torch.zeros(7, 3), "target": torch.zeros(5, dtype=torch.int64)}
+    return seqpar.token_scores(**given | change)
+
+
+def lora(**change):
+    given = {"hidden": torch.zeros(6, 4), "base_weight": torch.zeros(9, 4), "target": torch.arange(6)}
+    return lora_scores(**given | {"lora_A": torch.zeros(2, 4), "lora_B": torch.zeros(9, 2), "scaling": 1.0} | change)
+
+
+def distillation_inputs(**change):
     torch.manual_seed(0)
     return {
         "hidden": torch.randn(6, 3),
@@ -68,8 +49,12 @@ def good(**change):
     } | change
 
 
-def head(hidden=(6, 5), weight=(9, 5)):
-    return seqpar.TeacherHidden(torch.randn(hidden), torch.randn(weight))
+def distillation(**change):
+    return seqpar.linear_distillation(**distillation_inputs(**change))
+
+
+def head(hidden=(6, 5), weight=(9, 5), dtype=torch.float32):
+    return seqpar.TeacherHidden(torch.randn(hidden), torch.randn(weight, dtype=dtype))
 
 
 def uniform(*shape):
@@ -85,55 +70,135 @@ def function_of(result):
     return seqpar.TeacherLogProbs(lambda rows: result)
 
 
+FLAT = seqpar.TeacherTopK(torch.zeros(6).long(), uniform(6, 1), "one_class")
+"""Without a dimension for the classes."""
+
+CASES = {
+    "float target": lambda: loss(target=torch.zeros(6)),
+    "bool target": lambda: loss(target=torch.zeros(6, dtype=torch.bool)),
+    "target's shape": lambda: loss(target=torch.zeros(5, dtype=torch.int64)),
+    "weight's width": lambda: loss(weight=torch.zeros(9, 5)),
+    "weight's dims": lambda: loss(weight=torch.zeros(4)),
+    "bias's shape": lambda: loss(bias=torch.zeros(8)),
+    "integer hidden": lambda: loss(hidden=torch.zeros(6, 4, dtype=torch.int64)),
+    "weight's dtype": lambda: loss(weight=torch.zeros(9, 4).bfloat16()),
+    "bias's dtype": lambda: loss(bias=torch.zeros(9).double()),
+    "weight's device": lambda: loss(weight=on_another_device(9, 4)),
+    "class weights": lambda: loss(class_weight=torch.ones(8)),
+    "smoothing of 1": lambda: loss(label_smoothing=1.0),
+    "negative smoothing": lambda: loss(label_smoothing=-0.1),
+    "convention": lambda: loss(smoothing_convention="other"),
+    "harvard": lambda: loss(smoothing_convention="harvard"),
+    "softcap 0": lambda: loss(softcap=0.0),
+    "softcap inf": lambda: loss(softcap=float("inf")),
+    "z_loss": lambda: loss(z_loss=-1e-4),
+    "z_loss nan": lambda: loss(z_loss=float("nan")),
+    "target too high": lambda: loss(target=torch.tensor([0, 0, 0, 9, 0, 0])),
+    "target negative": lambda: loss(target=torch.tensor([0, -1, 0, 9, 0, 0])),
+    "a shard too long": lambda: loss(vocab=seqpar.VocabShard(None, 3, 9)),
+    "a shard alone": lambda: loss(vocab=seqpar.VocabShard(None, 0, 12)),
+    "chunk_tokens 0": lambda: loss(chunk_tokens=0),
+    "chunk_tokens -1": lambda: loss(chunk_tokens=-1),
+    "chunk_tokens 2.0": lambda: loss(chunk_tokens=2.0),
+    "chunk_tokens True": lambda: loss(chunk_tokens=True),
+    "chunk_tokens 5": lambda: loss(chunk_tokens="5"),
+    "divergence": lambda: distillation(divergence="both"),
+    "beta without jsd": lambda: distillation(beta=0.5),
+    "jsd without beta": lambda: distillation(divergence="jsd"),
+    "jsd with beta 1": lambda: distillation(divergence="jsd", beta=1.0),
+    "a tensor as teacher": lambda: distillation(teacher=torch.randn(6, 9)),
+    "the teacher's classes": lambda: distillation(teacher=head(weight=(8, 5))),
+    "the teacher's width": lambda: distillation(teacher=head(hidden=(6, 4))),
+    "the teacher's dtypes": lambda: distillation(
+        teacher=seqpar.TeacherHidden(torch.randn(6, 5), torch.randn(9, 5).bfloat16())
+    ),
+    "the teacher's rows": lambda: distillation(teacher=head(hidden=(5, 5))),
+    "the teacher's temperature": lambda: distillation(temperature=-1.0),
+    "the teacher's target": lambda: distillation(target=torch.full((6,), 9)),
+    "no function": lambda: distillation(teacher=seqpar.TeacherLogProbs(uniform(6, 9))),
+    "nothing from the function": lambda: distillation(teacher=function_of(None)),
+    "integers from the function": lambda: distillation(teacher=function_of(torch.ones(6, 9).long())),
+    "too few classes from the function": lambda: distillation(teacher=function_of(uniform(6, 8))),
+    "no distribution from the function": lambda: distillation(teacher=function_of(torch.zeros(6, 9))),
+    "a class twice in the teacher's ids": lambda: distillation(teacher=top([0, 3, 0])),
+    "the teacher's ids too high": lambda: distillation(teacher=top([0, 9])),
+    "the teacher's ids negative": lambda: distillation(teacher=top([-2])),
+    "a row of gaps": lambda: distillation(teacher=top([-1, -1])),
+    "too much probability": lambda: distillation(teacher=top([0, 1], torch.zeros(6, 2))),
+    "log_probs' shape": lambda: distillation(teacher=top([0, 1], uniform(6, 3))),
+    "rest": lambda: distillation(teacher=top([0], rest="drop")),
+    "the teacher's ids' shape": lambda: distillation(
+        teacher=seqpar.TeacherTopK(torch.zeros(6).long(), uniform(6, 1), "one_class")
+    ),
+    "soft probabilities below 1": lambda: soft([0, 1], [0.5, 0.4]),
+    "a negative soft probability": lambda: soft([0, 1], [1.5, -0.5]),
+    "a soft probability that is nan": lambda: soft([0, 1], [float("nan"), 1.0]),
+    "a class twice in soft ids": lambda: soft([2, 2], [0.5, 0.5]),
+    "a soft id too high": lambda: soft([0, 9], [0.5, 0.5]),
+    "a soft row of gaps": lambda: soft([-1, -1], [0.5, 0.5]),
+    "a tensor as soft target": lambda: loss(soft_target=torch.ones(6, 9)),
+    "soft and smoothed": lambda: soft([0], [1.0], label_smoothing=0.1),
+    "soft and class weights": lambda: soft([0], [1.0], class_weight=torch.ones(9)),
+    "soft ids' shape": lambda: soft(
+        [0], [1.0], soft_target=seqpar.SparseTarget(torch.zeros(5, 1).long(), torch.ones(5, 1))
+    ),
+    "soft ids' dtype": lambda: loss(soft_target=first_class(dtype=torch.float32)),
+    "memory": lambda: loss(memory="little"),
+    "weight_grad without least": lambda: loss(weight_grad=torch.zeros(9, 4)),
+    "weight_grad's shape": lambda: loss(memory="least", weight_grad=torch.zeros(9, 3)),
+    "weight_grad's dtype": lambda: loss(memory="least", weight_grad=torch.zeros(9, 4).half()),
+    "a leaf as weight_grad": lambda: loss(memory="least", weight_grad=nn.Parameter(torch.zeros(9, 4))),
+    "a number as weight_grad": lambda: loss(memory="least", weight_grad=1),
+    "soft targets in least memory": lambda: loss(
+        memory="least", soft_target=seqpar.SparseTarget(torch.zeros(6, 1).long(), torch.ones(6, 1))
+    ),
+    "temperatures' shape": lambda: scores(temperature=torch.ones(4)),
+    "temperatures with a gradient": lambda: scores(temperature=torch.ones(5, requires_grad=True)),
+    "a negative temperature": lambda: scores(temperature=torch.tensor([1.0, 1, -2, 1, 1])),
+    "integer temperatures": lambda: scores(temperature=torch.ones(5, dtype=torch.long)),
+    "ids' dims": lambda: scores(ids=torch.zeros(5, dtype=torch.long)),
+    "ids too high": lambda: scores(ids=torch.full((5, 2), 7)),
+    "ids' dtype": lambda: scores(ids=torch.zeros(5, 2)),
+    "top_k too high": lambda: scores(top_k=8),
+    "top_k 0": lambda: scores(top_k=0),
+    "top_k 1.5": lambda: scores(top_k=1.5),
+    "entropy": lambda: scores(entropy=1),
+    "batch_invariant": lambda: scores(batch_invariant=None),
+    "rank": lambda: scores(rank=1),
+    "product_dtype": lambda: scores(product_dtype=torch.int64),
+    "a scored target too high": lambda: scores(target=torch.tensor([0, 7, 0, 0, 0])),
+    "temperature 0": lambda: scores(temperature=0.0),
+    "lora_A's rank": lambda: lora(lora_A=torch.ones(3, 4)),
+    "lora_A's width": lambda: lora(lora_A=torch.ones(2, 5)),
+    "lora_B's classes": lambda: lora(lora_B=torch.ones(8, 2)),
+    "lora_B's dtype": lambda: lora(lora_B=torch.ones(9, 2).long()),
+    "scaling": lambda: lora(scaling=float("nan")),
+    "adapter_hidden's shape": lambda: lora(adapter_hidden=torch.ones(5, 4)),
+    "an adapted target too high": lambda: lora(target=torch.full((6,), 9)),
+}
+
+
 @pytest.mark.unswitched
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"divergence": "both"}, ValueError, "divergence is 'both'; it must be 'forward_kl', 'reverse_kl'"),
-        ({"beta": 0.5}, ValueError, "beta is 0.5 and divergence 'forward_kl'; beta is for 'jsd', leave it out"),
-        ({"divergence": "jsd"}, TypeError, "beta is None; it must be a finite number above 0 and below 1"),
-        ({"divergence": "jsd", "beta": 1.0}, ValueError, "beta is 1.0"),
-        ({"teacher": torch.randn(6, 9)}, TypeError, "teacher is a Tensor; it must be a seqpar.TeacherHidden"),
-        ({"teacher": head(weight=(8, 5))}, ValueError, r"weight has shape \(9, 3\) and teacher.weight \(8, 5\)"),
-        ({"teacher": head(hidden=(6, 4))}, ValueError, r"teacher.hidden has shape \(6, 4\) and teacher.weight"),
-        (
-            {"teacher": seqpar.TeacherHidden(torch.randn(6, 5), torch.randn(9, 5).bfloat16())}, TypeError,
-            "teacher.hidden has dtype torch.float32 and teacher.weight torch.bfloat16; cast one, or use autocast",
-        ),
-        ({"teacher": head(hidden=(5, 5))}, ValueError, r"teacher.hidden has shape .* target \(6,\)"),
-        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
-        ({"target": torch.full((6,), 9)}, IndexError, "target 9 at position"),
-        ({"teacher": seqpar.TeacherLogProbs(uniform(6, 9))}, TypeError, "teacher.function is a Tensor; it must be a f"),
-        ({"teacher": function_of(None)}, TypeError, "what teacher.function returned is None"),
-        ({"teacher": function_of(torch.ones(6, 9).long())}, TypeError, "function returned has dtype torch.int64"),
-        ({"teacher": function_of(uniform(6, 8))}, ValueError, r"returned has shape \(6, 8\); it must be \(6, 9\)"),
-        ({"teacher": function_of(torch.zeros(6, 9))}, ValueError, "sum to 9 as probabilities in row 0; they must"),
-        ({"teacher": top([0, 3, 0])}, ValueError, r"teacher.ids repeats class 0 at position \(0,\)"),
-        ({"teacher": top([0, 9])}, IndexError, r"teacher.ids has 9 at position \(0, 1\), outside the vocabulary"),
-        ({"teacher": top([-2])}, IndexError, "teacher.ids has -2"),
-        ({"teacher": top([-1, -1])}, ValueError, r"teacher.log_probs as probabilities sum to 0 at position \(0,\)"),
-        ({"teacher": top([0, 1], torch.zeros(6, 2))}, ValueError, "log_probs as probabilities sum to 2 at"),
-        ({"teacher": top([0, 1], uniform(6, 3))}, ValueError, r"teacher.log_probs has shape \(6, 3\) and teacher.ids"),
-        ({"teacher": top([0], rest="drop")}, ValueError, "teacher.rest is 'drop'; it must be 'renormalize' or 'one_c"),
-        (
-            {"teacher": seqpar.TeacherTopK(torch.zeros(6).long(), uniform(6, 1), "one_class")}, ValueError,
-            r"teacher.ids has shape \(6,\) and target \(6,\)",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(change, error, message):
-    with pytest.raises(error, match=message) as caught:
-        seqpar.linear_distillation(**good(**change))
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_argument_is_refused_in_its_approved_line(case):
+    assert_refused("linear", case, CASES[case])
+
+
+def test_every_approved_line_has_its_case():
+    assert_no_other_line("linear", CASES)
 
 
 def test_ids_and_log_probabilities_of_ignored_rows_are_not_looked_at():
     teacher = top([0, 3])
-    expected = seqpar.linear_distillation(**good(teacher=teacher, target=torch.tensor([0, 0, 0, 0, 0, -100]))).total
+    expected = seqpar.linear_distillation(
+        **distillation_inputs(teacher=teacher, target=torch.tensor([0, 0, 0, 0, 0, -100]))
+    ).total
     ids, log_probs = teacher.ids.clone(), teacher.log_probs.clone()
     ids[5], log_probs[5] = 99, torch.nan
     odd = seqpar.TeacherTopK(ids, log_probs, "one_class")
-    found = seqpar.linear_distillation(**good(teacher=odd, target=torch.tensor([0, 0, 0, 0, 0, -100]))).total
+    found = seqpar.linear_distillation(
+        **distillation_inputs(teacher=odd, target=torch.tensor([0, 0, 0, 0, 0, -100]))
+    ).total
     assert torch.equal(found, expected)
 
 
@@ -150,7 +215,7 @@ def fails(rows):
 )
 def test_the_inputs_are_freed_with_the_error(change, error):
     """A caller that tries again with fewer rows needs their memory, before Python looks for cycles."""
-    given = good(**change)
+    given = distillation_inputs(**change)
     hidden = weakref.ref(given["hidden"])
     gc.disable()
     try:

@@ -84,34 +84,6 @@ def test_probabilities_that_sum_to_1_only_after_rounding_are_taken():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (good([0, 1], [0.5, 0.4]), ValueError, r"soft_target.probs sum to 0.9 at position \(0,\); each row must sum"),
-        (good([0, 1], [1.5, -0.5]), ValueError, r"soft_target.probs is -0.5 at position \(0, 1\); a probability is at"),
-        (good([0, 1], [float("nan"), 1.0]), ValueError, "soft_target.probs is nan"),
-        (good([2, 2], [0.5, 0.5]), ValueError, r"soft_target.ids repeats class 2 at position \(0,\)"),
-        (good([0, 9], [0.5, 0.5]), IndexError, "soft_target.ids has 9 at position"),
-        (good([-1, -1], [0.5, 0.5]), ValueError, "soft_target.probs sum to 0 at position"),
-        (good([0], [1.0], soft_target=torch.ones(6, 9)), TypeError, "soft_target is a Tensor; it must be a seqpar.S"),
-        (good([0], [1.0], label_smoothing=0.1), ValueError, "label_smoothing is given with soft_target"),
-        (good([0], [1.0], class_weight=torch.ones(9)), ValueError, "class_weight is given with soft_target"),
-        (
-            good([0], [1.0], soft_target=seqpar.SparseTarget(torch.zeros(5, 1).long(), torch.ones(5, 1))), ValueError,
-            r"soft_target.ids has shape \(5, 1\) and target \(6,\)",
-        ),
-        (
-            good([0], [1.0], soft_target=seqpar.SparseTarget(torch.zeros(6, 1), torch.ones(6, 1))), TypeError,
-            "soft_target.ids has dtype torch.float32",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(arguments, error, message):
-    with pytest.raises(error, match=message) as caught:
-        seqpar.linear_cross_entropy(**arguments)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probabilities_may_be_off_by_the_rounding_of_float32_and_no_more(dtype):
     """The square root of its epsilon, 3.5e-4, in float64 too, where they may have been computed in float32."""

@@ -153,43 +153,6 @@ def test_no_more_products_than_the_documented_ones(frozen, entropy, products):
     assert counted.count == products
 
 
-def test_inputs_are_checked_as_those_of_the_loss():
-    hidden, weight, target = small()
-    with pytest.raises(IndexError, match=r"target 7 at position \(1,\)"):
-        seqpar.token_scores(hidden, weight, target.index_fill(0, torch.tensor([1]), 7))
-    with pytest.raises(ValueError, match=r"temperature is 0\.0; it must be a finite number above 0"):
-        seqpar.token_scores(hidden, weight, target, temperature=0.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"temperature": torch.ones(4)}, ValueError, r"temperature has shape \(4,\) and target \(5,\)"),
-        ({"temperature": torch.ones(5, requires_grad=True)}, TypeError, r"pass temperature\.detach\(\)"),
-        ({"temperature": torch.tensor([1.0, 1, -2, 1, 1])}, ValueError, r"temperature -2 at position \(2,\)"),
-        ({"temperature": torch.ones(5, dtype=torch.long)}, TypeError, "temperature has dtype torch.int64"),
-        ({"ids": torch.zeros(5, dtype=torch.long)}, ValueError, r"ids has shape \(5,\) and target \(5,\)"),
-        (
-            {"ids": torch.full((5, 2), 7)},
-            IndexError,
-            r"ids has 7 at position \(0, 0\), outside the vocabulary \[0, 7\)",
-        ),
-        ({"ids": torch.zeros(5, 2)}, TypeError, "ids has dtype torch.float32"),
-        ({"top_k": 8}, ValueError, r"top_k is 8; it must be a whole number in \[1, 7\]"),
-        ({"top_k": 0}, ValueError, r"top_k is 0; it must be a whole number in \[1, 7\]"),
-        ({"top_k": 1.5}, TypeError, "top_k is 1.5; it must be a whole number"),
-        ({"entropy": 1}, TypeError, "entropy is 1; it must be True or False"),
-        ({"batch_invariant": None}, TypeError, "batch_invariant is None"),
-        ({"rank": 1}, TypeError, "rank is 1; it must be True or False"),
-        ({"product_dtype": torch.int64}, TypeError, "product_dtype is torch.int64"),
-    ],
-)
-def test_a_bad_option_gets_one_clear_line(options, error, message):
-    hidden, weight, target = small()
-    with pytest.raises(error, match=message):
-        seqpar.token_scores(hidden, weight, target, **options)
-
-
 def test_ids_and_temperature_of_ignored_tokens_may_be_anything():
     hidden, weight, target = small()
     target[2] = -100

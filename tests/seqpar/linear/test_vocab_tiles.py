@@ -131,28 +131,6 @@ def test_under_autocast_the_gradients_have_the_dtypes_of_their_tensors():
         assert float((ours.grad.double() - right.grad).norm() / right.grad.norm()) < 2**-6
 
 
-REFUSED = {
-    "another word": ({"memory": "little"}, ValueError, "memory is 'little'; it must be"),
-    "without least": ({"weight_grad": torch.zeros(9, 4)}, ValueError, "weight_grad is given without memory='least'"),
-    "its shape": ({"memory": "least", "weight_grad": torch.zeros(9, 3)}, ValueError, r"\(9, 3\) and weight \(9, 4\)"),
-    "its dtype": ({"memory": "least", "weight_grad": torch.zeros(9, 4).half()}, TypeError, "has dtype torch.float16"),
-    "a leaf": ({"memory": "least", "weight_grad": nn.Parameter(torch.zeros(9, 4))}, TypeError, "requires a gradient"),
-    "no tensor": ({"memory": "least", "weight_grad": 1}, TypeError, "weight_grad is a int; it must be a tensor"),
-    "soft targets": (
-        {"memory": "least", "soft_target": seqpar.SparseTarget(torch.zeros(6, 1).long(), torch.ones(6, 1))},
-        ValueError, "given with soft_target",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "error", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_one_clear_line(options, error, said):
-    hidden, weight, target = problem(torch.float32)
-    with pytest.raises(error, match=said) as raised:
-        seqpar.linear_cross_entropy(hidden, weight, target, **options)
-    assert "\n" not in str(raised.value)
-
-
 def test_a_place_for_the_gradient_of_a_frozen_weight_is_refused_but_not_without_gradients():
     hidden, weight, target = problem(torch.float32)
     options = {"memory": "least", "weight_grad": torch.zeros(9, 4)}

@@ -58,7 +58,7 @@ OVERLAPS = {
     "one that ends there from the back": [slice(0, 7), slice(7, -2), slice(-2, 6)],
 }
 NO_CHUNKS = {
-    "a number": (lambda: [3], "[0] is a int; it must be a slice or a vector of int64 indices"),
+    "a number": (lambda: [3], "[0] is an int; it must be a slice or a vector of int64 indices"),
     "a list": (lambda: [[0, 1]], "[0] is a list of 2; it must be a slice"),
     "none": (lambda: [None], "[0] is None; it must be a slice"),
     "a float tensor": (lambda: [torch.ones(2)], "[0] is a Tensor of shape (2,) and torch.float32"),

@@ -161,7 +161,7 @@ def _shapes(kind: str) -> list[Case]:
             "scattered apart", partial(ask, [hidden(3)] * 2, [six]), ValueError, "target is scattered over 1", "over 2"
         ),
         case(
-            "a scattered number", partial(ask, [hidden(6)], [3]), TypeError, "target[0] is a int; it must be a tensor"
+            "a scattered number", partial(ask, [hidden(6)], [3]), TypeError, "target[0] is an int; it must be a tensor"
         ),
         case(
             "a GRU's tuple",

@@ -271,7 +271,7 @@ def _choices() -> Iterator[Case]:
 def _losses() -> Iterator[Case]:
     """What is no loss of a row."""
     for value in (None, "loss", 3):
-        words = (f"loss is {NAMED.get(value, 'a int')}; it must be a function",)
+        words = (f"loss is {NAMED.get(value, 'an int')}; it must be a function",)
         yield raises("scored_loss", f"loss {value!r}", TypeError, words, loss=value)
     for kind, (error, wrong) in WRONG_LOSSES.items():
         yield raises("scored_loss", f"a loss that returns {kind}", error, ("loss ",), loss=lambda _, w=wrong: w)
