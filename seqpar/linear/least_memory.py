@@ -24,7 +24,7 @@ from seqpar.core.graphs import is_asked_for
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Checked, Inputs, PreparedCall, Settings, prepare, weights_of_classes
 from seqpar.linear.projection import ByLeaf
-from seqpar.linear.recomputed_scores import KnownRows, RecomputedScores, VocabTiles, join
+from seqpar.linear.recomputed_scores import RecomputedScores, VocabTiles, join, spread_rows
 from seqpar.rows.scores import RowFunction, Sums
 from seqpar.rows.smoothing import CrossEntropyOfScores, RowLosses
 
@@ -159,24 +159,9 @@ class _LeastMemory(torch.autograd.Function):
         factor = upstream
         if token_weight_N is not None:
             factor = upstream * token_weight_N[call.which]
-            token_weight = _spread_rows(losses.loss_N * upstream, call.which, token_weight_N)
-        formula = call.formula
-        known = KnownRows(
-            formula.prepare_hidden(hidden_ND[call.which], call.which),
-            formula.picked_NP[call.which],
-            None,
-            sums,
-            losses.upstream.times(factor, call.counted_M),
-        )
-        tiles = VocabTiles(formula.projection, formula.projection.function, call.vocab_size, _budget(hidden_ND))
+            token_weight = spread_rows(losses.loss_N * upstream, call.which, token_weight_N)
+        tiles = VocabTiles(call.formula, call.vocab_size, _budget(hidden_ND))
         leaves = ByLeaf(hidden_ND, weight, bias)
-        found = tiles.gradients(leaves, known, wanted, call.weight_grad)
-        hidden = None if found.hidden is None else _spread_rows(found.hidden, call.which, hidden_ND)
-        return None, hidden, found.weight, found.bias, token_weight if wanted.token_weight else None
-
-
-def _spread_rows(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:
-    """Return a gradient for all rows, given that of some rows; 0 in the others."""
-    if isinstance(which, slice):
-        return of_rows.to(like.dtype)
-    return torch.zeros_like(like).index_copy_(0, which, of_rows.to(like.dtype))
+        factors = losses.upstream.times(factor, call.counted_M)
+        found = tiles.gradients(leaves, call.which, sums, factors, wanted, call.weight_grad)
+        return None, found.hidden, found.weight, found.bias, token_weight if wanted.token_weight else None

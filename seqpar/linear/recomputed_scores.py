@@ -50,7 +50,7 @@ from seqpar.linear.projection import (
     Projection,
     zero_rows,
 )
-from seqpar.rows.scores import ClassWeights, RowFunction, Sums, Upstream
+from seqpar.rows.scores import ClassWeights, Sums, Upstream
 
 
 class HiddenSlots(NamedTuple):
@@ -222,7 +222,7 @@ def worth_tiles(device_type: str) -> bool:
     return not FACTS[device_type].is_host
 
 
-class KnownRows(NamedTuple):
+class _KnownRows(NamedTuple):
     """All rows that count, whose sums and upstream factors are known."""
 
     hidden_MD: Tensor
@@ -236,31 +236,38 @@ class VocabTiles:
     """The gradients of a projection, tile by tile.
 
     Args:
-        function: the row function over this rank's classes.
+        formula: the rows' scores.
         vocab_size: the size of the whole vocabulary.
         budget: the bytes of a tile's logits.
     """
 
-    def __init__(self, projection: Projection, function: RowFunction, vocab_size: int, budget: int) -> None:
-        self.projection = projection
-        self.function = function._replace(top_k=0, rank=False)
+    def __init__(self, formula: RecomputedScores, vocab_size: int, budget: int) -> None:
+        self.formula = formula
+        self.projection = formula.projection
+        self.function = formula.projection.function._replace(top_k=0, rank=False)
         self.vocab_size = vocab_size
         self.budget = budget
         self.buffers: dict[int, dict[str, Tensor]] = {}
 
     def gradients(
-        self, leaves: LinearLeaves, rows: KnownRows, wanted: LinearWanted, weight_grad: Tensor | None = None
+        self,
+        leaves: LinearLeaves,
+        which: Chunk,
+        sums_M: Sums,
+        upstream_M: Upstream,
+        wanted: LinearWanted,
+        weight_grad: Tensor | None = None,
     ) -> LinearGradients:
-        """Return the gradients of the rows' hidden states, of the weight and of the bias.
+        """Return the gradients of hidden, weight and bias.
 
         Args:
+            which: the rows that count.
+            sums_M, upstream_M: the sums of these rows, and their factors.
             weight_grad: a tensor to add the weight's gradient into, instead of returning it.
         """
         weight_VD = self.projection.weight_VD
-        hidden_MD = rows.hidden_MD.to(weight_VD.dtype)
-        # Here a part is a tile, so this rank's share of the probability does not apply
-        rows = rows._replace(hidden_MD=hidden_MD, sums=rows.sums._replace(share_N=None))
-        tiles = self._tiles(len(hidden_MD))
+        rows = self._rows(leaves.hidden, which, sums_M, upstream_M)
+        hidden_MD = rows.hidden_MD
         hidden_sum: Tensor | None = None
         weight_V = bias_V = None
         if wanted.weight and weight_grad is None:
@@ -269,7 +276,7 @@ class VocabTiles:
             assert leaves.bias is not None
             bias_V = torch.empty_like(leaves.bias)
         with without_autocast(weight_VD.device.type):
-            for tile in tiles:
+            for tile in self._tiles(len(hidden_MD)):
                 grad_MT = self._gradient(tile, rows)
                 if wanted.hidden:
                     hidden_sum = plus_product(hidden_sum, grad_MT, weight_VD[tile])
@@ -278,13 +285,24 @@ class VocabTiles:
                 elif weight_grad is not None and wanted.weight:
                     plus_product(weight_grad[tile], grad_MT.t(), hidden_MD)
                 if bias_V is not None:
-                    bias_V[tile] = grad_MT.sum(0, dtype=rows.sums.best_N.dtype)
+                    bias_V[tile] = grad_MT.sum(0, dtype=sums_M.best_N.dtype)
         self.buffers.clear()
         if not wanted.hidden:
             return ByLeaf(None, weight_V, bias_V, None)
         if hidden_sum is None:
             hidden_sum = leaves.hidden.new_zeros(hidden_MD.shape)
-        return ByLeaf(hidden_sum.to(leaves.hidden.dtype), weight_V, bias_V, None)
+        return ByLeaf(spread_rows(hidden_sum, which, leaves.hidden), weight_V, bias_V, None)
+
+    def _rows(self, hidden_ND: Tensor, which: Chunk, sums_M: Sums, upstream_M: Upstream) -> _KnownRows:
+        """Return what is known of the rows that count."""
+        formula = self.formula
+        temperature_M = None
+        if formula.temperature_N is not None:
+            temperature_M = formula.temperature_N[which]
+        hidden_MD = formula.prepare_hidden(hidden_ND[which], which)
+        # Here a part is a tile, so this rank's share of the probability does not apply
+        sums_M = sums_M._replace(share_N=None)
+        return _KnownRows(hidden_MD, formula.picked_NP[which], temperature_M, sums_M, upstream_M)
 
     def _tiles(self, rows: int) -> list[slice]:
         """Return the classes of each tile."""
@@ -293,7 +311,7 @@ class VocabTiles:
         size = max(1, self.budget // row_bytes // TILE_CLASSES) * TILE_CLASSES
         return [slice(start, min(start + size, classes)) for start in range(0, classes, size)]
 
-    def _gradient(self, tile: slice, rows: KnownRows) -> Tensor:
+    def _gradient(self, tile: slice, rows: _KnownRows) -> Tensor:
         """Return the gradient of the products for a tile's classes."""
         projection = self.projection
         bias_T = None if projection.bias_V is None else projection.bias_V[tile]
@@ -332,3 +350,10 @@ def _write_product(into: Tensor, a: Tensor, b: Tensor) -> None:
         plus_product(into, a, b)
     else:
         into.copy_(a @ b)
+
+
+def spread_rows(of_rows: Tensor, which: Chunk, like: Tensor) -> Tensor:
+    """Return a gradient for all rows in the dtype of `like`, given that of some rows; 0 in the others."""
+    if isinstance(which, slice):
+        return of_rows.to(like.dtype)
+    return torch.zeros_like(like).index_copy_(0, which, of_rows.to(like.dtype))

@@ -31,7 +31,7 @@ from seqpar.linear.projection import (
     loss_and_gradients,
     slots_of,
 )
-from seqpar.linear.recomputed_scores import HiddenSlots, KnownRows, RecomputedScores, VocabTiles, worth_tiles
+from seqpar.linear.recomputed_scores import HiddenSlots, RecomputedScores, VocabTiles, worth_tiles
 from seqpar.linear.score_inputs import ScoreCall, ScoreRequest, prepare_scores
 from seqpar.rows.scores import RowFunction, Sums, Upstream, as_column
 
@@ -259,7 +259,11 @@ class _ScoredTokens:
     def gradients(self, leaves: LinearLeaves, sums: Sums, upstream: Upstream, wanted: LinearWanted) -> LinearGradients:
         """Return the gradients of all leaves, recomputing the product: tile by tile, or on a CPU chunk by chunk."""
         if worth_tiles(leaves.hidden.device.type):
-            return self._over_tiles(leaves, sums, upstream, wanted)
+            which: Chunk = slice(None)
+            if not cover(self.chunks, len(leaves.hidden)):
+                which = self.counted_N.nonzero().squeeze(1)
+            tiles = VocabTiles(self.formula, self.vocab_size, ACCELERATOR_BUDGET)
+            return tiles.gradients(leaves, which, sums.select(which), upstream.select(which), wanted)
         nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
 
         def chunk_gradient(rows: ChunkTensors, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
@@ -273,29 +277,6 @@ class _ScoredTokens:
         _, found = loss_and_gradients(walk, self.chunks, flatten(leaves, self.chunks), wanted)
         self.projection.buffers.clear()
         return found
-
-    def _over_tiles(
-        self, leaves: LinearLeaves, sums: Sums, upstream: Upstream, wanted: LinearWanted
-    ) -> LinearGradients:
-        """Return the gradients of all leaves, over tiles of the vocabulary, each with all rows that count."""
-        hidden_ND = leaves.hidden
-        formula = self.formula
-        which: Chunk = slice(None)
-        if not cover(self.chunks, len(hidden_ND)):
-            which = self.counted_N.nonzero().squeeze(1)
-        temperature_M = None if formula.temperature_N is None else formula.temperature_N[which]
-        rows = KnownRows(
-            formula.prepare_hidden(hidden_ND[which], which),
-            self.picked_NP[which],
-            temperature_M,
-            sums.select(which),
-            upstream.select(which),
-        )
-        tiles = VocabTiles(self.projection, self.projection.function, self.vocab_size, ACCELERATOR_BUDGET)
-        found = tiles.gradients(leaves, rows, wanted)
-        if found.hidden is None or isinstance(which, slice):
-            return found
-        return found._replace(hidden=torch.zeros_like(hidden_ND).index_copy_(0, which, found.hidden))
 
 
 class _Scores(torch.autograd.Function):
