@@ -67,7 +67,7 @@ def kind_of(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
-    article = "an" if name[0] in "AEIOaeio" else "a"
+    article = "an" if name[0] in "AEIOaeio" or name == "ndarray" else "a"
     count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"{article} {name}{count}"
 
@@ -130,7 +130,7 @@ def check_number(
     bounds = (("at least", at_least), ("above", above), ("below", below))
     wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
     shown, error = (repr(value), ValueError) if is_number else (kind_of(value), TypeError)
-    raise error(f"{name} is {shown}; it must be a finite number {wanted}".rstrip())
+    raise error(f"{name} is {shown:.60}; it must be a finite number {wanted}".rstrip())
 
 
 def check_scalar(value: object, name: str) -> float | None:
