@@ -41,6 +41,6 @@ NO_TENSOR: dict[str, tuple[Callable[[], object], str]] = {
     "an LSTM's tuple": (lambda: torch.nn.LSTM(4, 4)(torch.ones(6, 4)), "a tuple of 2; it must be a tensor"),
     "a number": (lambda: 1.5, "a float; it must be a tensor"),
     "text": (lambda: "hidden", "the text 'hidden'; it must be a tensor"),
-    "an array": (lambda: torch.ones(6, 4).cpu().numpy(), "a ndarray; it must be a tensor"),
+    "an array": (lambda: torch.ones(6, 4).cpu().numpy(), "an ndarray; it must be a tensor"),
 }
 """The same for what is no tensor at all."""
