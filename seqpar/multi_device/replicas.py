@@ -325,7 +325,10 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
         shard_rows = list(sizes)
     fits = sum(shard_rows) == (rows or 0) and len(shard_rows) <= len(devices) and min(shard_rows, default=0) >= 0
     if not fits:
-        raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
+        raise ValueError(
+            f"sizes is {shard_rows} for {rows} rows on {len(devices)} devices; give at most one size for each device, "
+            f"0 or more, and {rows} in all"
+        )
     used = devices[: len(shard_rows)]
     if len(used) > 1 and any(map(is_cache, leaves(inputs))):
         raise TypeError(SHARED_CACHE)
@@ -365,7 +368,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     check_integer(dim, "dim")
     check_type(outputs, "outputs", (list, tuple), "a list with the output of each replica")
     if not outputs:
-        raise ValueError("gather got no outputs")
+        raise ValueError("outputs is empty; gather needs the output of at least one replica")
     first = outputs[0]
     for i, other in enumerate(outputs):
         if describe(other) != describe(first):

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import seqpar
 from seqpar.multi_device.parallel_apply import side_by_side
 from seqpar.multi_device.replicas import bind
+from tests.approved import assert_no_other_line, assert_refused
 
 
 def run_twice_and_sum(module, x, devices):
@@ -187,30 +188,27 @@ def test_non_tensors_alone_go_to_every_device():
     assert seqpar.scatter({"name": "x"}, ["cpu"] * 2) == [{"name": "x"}] * 2
 
 
-def test_ragged_leading_sizes_are_named():
-    with pytest.raises(ValueError, match=r"shapes \(4, 2\) and \(3, 2\) have 4 and 3 rows"):
-        seqpar.scatter({"a": torch.zeros(4, 2), "b": torch.zeros(3, 2)}, ["cpu"])
-    with pytest.raises(ValueError, match=r"shape \(4,\), without such a dimension"):
-        seqpar.scatter([torch.zeros(4)], ["cpu"], dim=1)
-    with pytest.raises(ValueError, match=r"sizes \[1, 1\] do not cut 4 rows"):
-        seqpar.scatter(torch.zeros(4), ["cpu"] * 2, sizes=[1, 1])
+PACKED = pack_padded_sequence(torch.zeros(1, 3, 2), [3], batch_first=True)
+REFUSED = {
+    "inputs of different sizes": lambda: seqpar.scatter({"a": torch.zeros(4, 2), "b": torch.zeros(3, 2)}, ["cpu"]),
+    "a missing dimension": lambda: seqpar.scatter([torch.zeros(4)], ["cpu"], dim=1),
+    "sizes": lambda: seqpar.scatter(torch.zeros(4), ["cpu"] * 2, sizes=[1, 1]),
+    "a packed sequence": lambda: seqpar.scatter(PACKED, ["cpu"] * 2),
+    "outputs of different sizes": lambda: seqpar.gather([torch.zeros(2, 3), torch.zeros(2, 4)], "cpu"),
+    "different numbers": lambda: seqpar.gather([1, 2], "cpu"),
+    "different structures": lambda: seqpar.gather([[1], 1], "cpu"),
+    "no outputs": lambda: seqpar.gather([], "cpu"),
+    "too few inputs": lambda: seqpar.parallel_apply([torch.add] * 2, [torch.ones(1)], [{}]),
+}
 
 
-def test_a_packed_sequence_is_refused_with_the_way_out():
-    packed = pack_padded_sequence(torch.zeros(1, 3, 2), [3], batch_first=True)
-    with pytest.raises((TypeError, ValueError), match=r"padded batch|expand what"):
-        seqpar.scatter(packed, ["cpu"] * 2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_its_approved_line(case):
+    assert_refused("multi_device", case, REFUSED[case])
 
 
-def test_outputs_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"replica 0 has shape \(2, 3\) and the output of replica 1 \(2, 4\)"):
-        seqpar.gather([torch.zeros(2, 3), torch.zeros(2, 4)], "cpu")
-    with pytest.raises(ValueError, match="replica 0 returned 1 and replica 1 2"):
-        seqpar.gather([1, 2], "cpu")
-    with pytest.raises(ValueError, match=r"replica 0 returned list\[int\] and replica 1 int"):
-        seqpar.gather([[1], 1], "cpu")
-    with pytest.raises(ValueError, match="no outputs"):
-        seqpar.gather([], "cpu")
+def test_every_approved_line_has_its_case():
+    assert_no_other_line("multi_device", REFUSED)
 
 
 def test_token_losses_pass_through_gather():
@@ -241,8 +239,6 @@ def test_parallel_apply_takes_positional_and_keyword_arguments():
 
     x = torch.ones(1)
     assert [t.item() for t in seqpar.parallel_apply([scale] * 2, [(x, x), (x, 2 * x)], [{}, {"by": 2}])] == [2, 6]
-    with pytest.raises(ValueError, match="2 modules, 1 inputs, 1 kwargs and 1 devices"):
-        seqpar.parallel_apply([scale] * 2, [x], [{}])
 
 
 def modes(_=None):
