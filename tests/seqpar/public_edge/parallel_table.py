@@ -66,7 +66,7 @@ def _scatter() -> list[Case]:
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, TypeError)
     odd = values("it must be an int", floats=[3.0, 3.0], texts=["3", "3"], none=[None, 6])
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, TypeError)
-    odd = values("do not cut 6 rows for 2 devices", few=[3, 2], many=[2, 2, 2], negative=[-1, 7], empty=[])
+    odd = values("for 6 rows on 2 devices; give at most one size", few=[3, 2], many=[2, 2, 2], negative=[-1, 7], empty=[])
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, ValueError)
     for dim in (2, -3, 99):
         words = (f"dim is {dim}, and ", "(6, 4)")
@@ -86,7 +86,7 @@ def _gather() -> list[Case]:
     odd = values("not a device", none=None, a_bool=True, a_float=0.5, a_list=["cpu"])
     cases += refused("gather", lambda x: seqpar.gather(parts, x), "output_device", odd, TypeError)
     for label, outputs, dim, words in (
-        ("nothing", [], 0, ("gather got no outputs",)),
+        ("nothing", [], 0, ("outputs is empty",)),
         ("a dim that is not there", parts, 2, ("dim is 2, and ", "replica 0 has shape (2, 3)")),
         ("a dim below all", parts, -3, ("dim is -3, and ", "replica 0 has shape (2, 3)")),
         ("other widths", [torch.ones(2, 3), torch.ones(2, 4)], 0, ("(2, 3)", "replica 1 (2, 4)")),
