@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from seqpar.engine.surroundings import surroundings_of
+from seqpar.engine.module_calls import surroundings_of
 
 V = 11
 NUMBER = 0
