@@ -248,7 +248,8 @@ def _adding_up(
     before = [buffer.clone() for buffer in buffers]
     yield
     names = {id(buffer): name for name, buffer in head.named_buffers()} if unproven else {}
-    for replica in replicas if buffers else ():
+    # The original has counted itself, and may have made a further buffer
+    for replica in (each for each in replicas if buffers and each is not head):
         for buffer, old, copy in zip(buffers, before, parts_of(replica).buffers, strict=True):
             if copy is not buffer and not torch.equal(now := copy.to(old.device), old):
                 if (name := names.get(id(buffer), "")) in unproven:
