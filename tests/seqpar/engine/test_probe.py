@@ -16,6 +16,7 @@ from seqpar.engine import probe
 from seqpar.rows.scores import RowFunction
 from seqpar.rows.smoothing import CrossEntropyOfScores, class_weights, soft_target
 from tests.on_device import seeds
+from tests.seqpar.engine.pairs import Head, Made, batch
 
 V = 9
 
@@ -125,6 +126,51 @@ def test_batch_normalisation_mixes_in_training_alone():
     with pytest.raises(ValueError, match="BatchNorm1d takes statistics"):
         engine.train()(hidden, target)
     assert all(torch.equal(before[name], value) for name, value in generator.state_dict().items())
+
+
+GATED = {
+    "a running sum": lambda gate, x: gate * x.cumsum(0),
+    "a detached mean": lambda gate, x: gate * x.mean(0).detach().expand_as(x),
+    "a neighbour": lambda gate, x: gate * x.roll(1, 0),
+    "a gate whose entries must differ": lambda gate, x: (gate - gate.mean()) * x.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_mixing_behind_a_gate_that_is_closed_is_refused(name):
+    generator = Head(before=lambda self, x: x + GATED[name](self.late["gate"], x))
+    with pytest.raises(ValueError, match="the generator mixes rows"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+
+
+def test_mixing_beside_dropout_that_only_values_show_is_refused():
+    generator = Head(before=lambda self, x: F.dropout(x, 0.5, self.training) + x.mean(0).detach())
+    with pytest.raises(ValueError, match=r"the generator mixes rows: a token's scores change with the other tokens"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+
+
+def test_a_closed_gate_before_a_row_of_its_own_passes():
+    generator = Head(before=lambda self, x: x + self.late["gate"] * x.tanh())
+    assert seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch()).total.isfinite()
+    assert not generator.late["gate"].any()
+
+
+def by_share(self, hidden, mask):
+    """Divided by the largest share of a source in the batch, which only a few rows differ in."""
+    share = mask.to(hidden).mean(-1)
+    return self.linear(hidden) * (share / share.amax()).unsqueeze(-1)
+
+
+def test_rows_whose_masks_differ_in_their_sum_alone_are_asked_about():
+    mask = torch.ones(4, 6, 5, dtype=torch.bool)
+    mask[..., -1] = False
+    mask[1, 3] = True
+    mask[2, 1, 1:] = False
+    hidden, target = torch.randn(4, 6, 4), torch.randint(V, (4, 6))
+    with pytest.raises(ValueError, match="generator mixes rows"):
+        seqpar.LossCompute(Made(by_share, linear=nn.Linear(4, V)), seqpar.CrossEntropy(), chunk_tokens=5)(
+            hidden, target, mask=mask
+        )
 
 
 class Copying(nn.Module):
