@@ -622,7 +622,7 @@ NOT_ADDITIVE = {
     "a constant": (lambda x: x.sum() + 5, "does not add up"),
     "a square": (lambda x: x.sum() ** 2, "does not add up"),
     "a root": (lambda x: x.sum().sqrt(), "does not add up"),
-    "a mean": (lambda x: x.mean(), "takes a mean"),
+    "a mean": (lambda x: x.mean(), "takes a mean; the criterion must sum"),
     "the largest, as often as there are rows": (lambda x: x.max() * len(x), "does not add up"),
     "a spread": (between, "does not add up"),
 }
@@ -709,9 +709,49 @@ class Detached(nn.Module):
         return F.cross_entropy(logits, target, reduction="sum").detach()
 
 
-class Number(nn.Module):
-    def forward(self, logits, target):
-        return float(F.cross_entropy(logits, target, reduction="sum"))
+def summed(self, logits, target):
+    return F.cross_entropy(logits, target, reduction="sum")
+
+
+RETURNED = {
+    "a float": (
+        nn.Linear(4, V),
+        lambda *given: float(summed(*given)),
+        TypeError,
+        "criterion returned a float; it must return a t",
+    ),
+    "rows": (
+        nn.Linear(4, V),
+        lambda self, z, y: F.cross_entropy(z, y, reduction="none"),
+        ValueError,
+        "it must return one real num",
+    ),
+    "a complex loss": (
+        nn.Linear(4, V),
+        lambda *given: summed(*given) * 1j,
+        TypeError,
+        "the criterion returned torch.complex64; it must return one real number",
+    ),
+    "one dimension": (
+        nn.Flatten(0),
+        summed,
+        ValueError,
+        r"the generator returned shape \(16,\) in torch.float32 for hidden \(4, 4\)",
+    ),
+    "complex scores": (
+        Made(lambda self, x: self.linear(x) * 1j, linear=nn.Linear(4, V)),
+        summed,
+        ValueError,
+        rf"returned shape \(4, {V}\) in torch.complex64 .* scores in a floating dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_returned_must_be_scores_of_each_token_and_one_real_number(name):
+    generator, criterion, error, said = RETURNED[name]
+    with pytest.raises(error, match=said):
+        seqpar.LossCompute(generator, Made(criterion))(torch.randn(6, 4), torch.randint(V, (6,)))
 
 
 class WithoutGradient(nn.Module):
@@ -742,12 +782,7 @@ def test_a_loss_without_a_graph_is_an_error_in_backward_as_in_plain_torch(module
     assert hidden.grad is None
 
 
-def test_a_loss_that_is_a_float_is_named():
-    with pytest.raises(TypeError, match="the criterion returned a float; it must return a tensor"):
-        seqpar.LossCompute(nn.Linear(4, V), Number())(torch.randn(6, 4), torch.randint(V, (6,)))
-
-
-class Counting(Number):
+class Counting(nn.Module):
     def __init__(self, **counts):
         super().__init__()
         self.counts = counts
