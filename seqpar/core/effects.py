@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.checks import is_dense
+from seqpar.core.device_facts import accelerators_among
 from seqpar.core.graphs import version_of
 from seqpar.core.reach import is_of_library
-from seqpar.core.row_independence import keep_torch_random_states
 from seqpar.core.settings import OF_TORCH
-from seqpar.core.structures import dict_of, has_in_class, slots_of
+from seqpar.core.structures import attributes_of, dict_of, has_in_class, slots_of
 
 OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
 """The attributes of which a structural copy has its own."""
@@ -174,7 +174,7 @@ class Held:
         if own is not None:
             self._keep(own, dict, own.update)
         self.undo += [functools.partial(object.__setattr__, value, name, old) for name, old in slots.items()]
-        attributes = {**(own or {}), **slots}
+        attributes = attributes_of(value)
         return type(value), *self._look_at_each((*attributes, *attributes.values()))
 
     def _look_at_tensor(self, tensor: Tensor) -> object:
@@ -294,7 +294,7 @@ def keep_random_states(device: torch.device, generators: list[Any]) -> Iterator[
         sources.append((numpy.get_state, numpy.set_state))
     before = [read() for read, _ in sources]
     try:
-        with keep_torch_random_states(device):
+        with torch.random.fork_rng(accelerators_among([device]), device_type=device.type):
             yield
     finally:
         for (_, write), state in zip(sources, before, strict=True):

@@ -13,7 +13,6 @@ Shape suffixes: K rows in company.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import refuse_reentrant
-from seqpar.core.device_facts import accelerators_among
 from seqpar.core.graphs import dtypes_of_graph, graph_of_its_own
 
 ROUNDINGS = 10_000
@@ -143,11 +141,6 @@ def change_in_company(together: Answer, alone: Answer, row_K: Tensor | None = No
 def _size(numbers: Tensor) -> float:
     """Return the largest absolute value of those that are finite; 0 if there are none."""
     return float(numbers.where(numbers.isfinite(), 0).abs().max()) if numbers.numel() else 0.0
-
-
-def keep_torch_random_states(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that restores torch's random states on exit: the CPU's, and that of this device."""
-    return torch.random.fork_rng(accelerators_among([device]), device_type=device.type)
 
 
 TINY = torch.finfo(torch.float32).tiny

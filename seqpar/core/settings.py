@@ -6,10 +6,10 @@ Numbers are left out, because many change in every step, such as a step count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from seqpar.core.reach import is_of_library, used_by
 from seqpar.core.structures import attributes_of, dict_of, slot_names
+
+Found = TypeVar("Found")
 
 SETTINGS = (bool, str, NoneType, Enum, torch.dtype, torch.device)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
@@ -35,40 +37,37 @@ OF_TORCH = (vars(nn.Module()).keys() | {"_is_replica", "_flat_weights", "_flat_w
 SETTING, FUNCTION, HOLDER = "a setting", "a function", "a holder of settings"
 
 
-class _Roles(dict[type, str]):
-    """The role of attributes of each class, "" for none of the three; cached, as a call looks up thousands."""
+class _ByClass(dict[type, Found]):
+    """What a function returns for each class: a dict, as a call looks up thousands."""
 
-    def __missing__(self, kind: type) -> str:
-        """Determine and store the role of a class that is looked up for the first time."""
-        found = ""
-        if issubclass(kind, SETTINGS):
-            found = SETTING
-        elif issubclass(kind, FUNCTIONS) or _is_function(kind):
-            found = FUNCTION
-        elif issubclass(kind, CONTAINERS) or (_has_attributes(kind) and not issubclass(kind, OTHERS)):
-            found = HOLDER
-        return self.setdefault(kind, found)
+    def __init__(self, find: Callable[[type], Found]) -> None:
+        super().__init__()
+        self._find = find
 
-
-class _Slotted(dict[type, bool]):
-    """Whether each class has slots: attributes that are not in a dict."""
-
-    def __missing__(self, kind: type) -> bool:
+    def __missing__(self, kind: type) -> Found:
         """Determine and store the answer for a class that is looked up for the first time."""
-        return self.setdefault(kind, bool(slot_names(kind)))
+        return self.setdefault(kind, self._find(kind))
 
 
-class _OwnClasses(dict[type, list[type]]):
-    """Each class with its base classes, without Python's own and those of libraries."""
+def _role_of(kind: type) -> str:
+    """Return the role of attributes of a class, "" for none of the three."""
+    if issubclass(kind, SETTINGS):
+        return SETTING
+    if issubclass(kind, FUNCTIONS) or _is_function(kind):
+        return FUNCTION
+    if issubclass(kind, CONTAINERS) or (_has_attributes(kind) and not issubclass(kind, OTHERS)):
+        return HOLDER
+    return ""
 
-    def __missing__(self, kind: type) -> list[type]:
-        """Determine and store the classes for one that is looked up for the first time."""
-        return self.setdefault(kind, [c for c in kind.__mro__ if c.__module__ != "builtins" and not is_of_library(c)])
+
+def _own_classes_of(kind: type) -> list[type]:
+    """Return a class and its base classes, without Python's own and those of libraries."""
+    return [base for base in kind.__mro__ if base.__module__ != "builtins" and not is_of_library(base)]
 
 
-ROLES = _Roles()
-_SLOTTED = _Slotted()
-_OWN_CLASSES = _OwnClasses()
+ROLES = _ByClass(_role_of)
+OWN_CLASSES = _ByClass(_own_classes_of)
+_SLOTS = _ByClass(slot_names)
 
 
 def _is_function(kind: type) -> bool:
@@ -114,7 +113,7 @@ def _entries_of(holder: Any) -> list[tuple[object, Any]]:
     """Return what an object or a container holds, by name or position; nothing for a container that is data."""
     if not isinstance(holder, CONTAINERS):
         # In the quickest way, because it runs in every call
-        own = dict_of(holder) if not _SLOTTED[type(holder)] else attributes_of(holder)
+        own = attributes_of(holder) if _SLOTS[type(holder)] else dict_of(holder)
         return [*own.items()] if own else []
     if len(holder) > MOST_ENTRIES:
         return []
@@ -128,7 +127,7 @@ def _entries_of(holder: Any) -> list[tuple[object, Any]]:
 
 def settings_of_class(kind: type) -> Iterator[object]:
     """Yield the settings and functions of a class and of its base classes, except those of libraries."""
-    for base in _OWN_CLASSES[kind]:
+    for base in OWN_CLASSES[kind]:
         for name, value in vars(base).items():
             role = ROLES[type(value)]
             if role and role is not HOLDER and not name.startswith("__"):

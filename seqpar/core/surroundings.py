@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from seqpar.core.effects import PLAIN, Held, is_open, is_same, named_values, names_of_new_graphs
 from seqpar.core.graphs import version_of
 from seqpar.core.reach import Place, function_in, is_of_library, places_used_by, read_only
+from seqpar.core.settings import OWN_CLASSES
 from seqpar.core.structures import has_in_class
 
 Result = TypeVar("Result")
@@ -90,7 +91,8 @@ class Surroundings(Held):
         if code := value if isinstance(value, type) else function_in(value):
             self._todo.append(code)
         else:
-            self._todo += own_classes(value)
+            # Whose methods may be called
+            self._todo += OWN_CLASSES[type(value)]
         # Too much hangs on a model (a metric, without parameters, is inspected), and a data set has too many numbers
         is_model = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
         if is_model or (has_in_class(value, "__array_interface__") and getattr(value, "size", 0) > MOST_OF_A_TABLE):
@@ -204,11 +206,6 @@ class Identity:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and self._value() is other._value() is not None
-
-
-def own_classes(value: Any) -> Iterator[type]:
-    """Yield an object's classes, whose methods may be called, except Python's own and those of libraries."""
-    return (kind for kind in type(value).__mro__ if kind.__module__ != "builtins" and not is_of_library(kind))
 
 
 def _places_of(code: Any) -> Iterator[Place]:

@@ -8,18 +8,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from seqpar.engine.pair import Project
+from seqpar.engine.trial import Trial
 
 
-def first_scores(
-    generator: nn.Module,
-    scores: Project,
-    shape: tuple[int, ...],
-    rows: Sequence[Tensor],
-    names: Sequence[str],
-    target_shape: Sequence[int],
-) -> Tensor:
-    """Return `scores(shape, rows)`; if an argument causes an error of torch's, raise one about that argument instead.
+def first_scores(trial: Trial, copy: nn.ModuleDict) -> Tensor:
+    """Return the scores of the trial's rows; if an argument causes an error of torch's, raise one about it instead.
 
     An argument is the cause if the generator takes zeros of a different dtype or size in its place.
 
@@ -31,14 +24,15 @@ def first_scores(
     def takes(other: Sequence[Tensor]) -> bool:
         # An index out of range for the zeros, or the generator's own assertion, means no as well
         with contextlib.suppress(Exception):
-            scores(shape, other)
+            trial.scores(copy, shape, other)
             return True
         return False
 
+    shape = trial.shape(len(trial.rows[0]))
     try:
-        return scores(shape, rows)
+        return trial.scores(copy, shape, trial.rows)
     except (RuntimeError, IndexError) as error:
-        cause = _hidden_at_fault(generator, takes, rows) or _column_at_fault(takes, rows, names, target_shape)
+        cause = _hidden_at_fault(copy["generator"], takes, trial.rows) or _column_at_fault(trial, takes)
         if cause is None:
             raise
         kind, words = cause
@@ -47,11 +41,11 @@ def first_scores(
 
 Cause = tuple[type[Exception], str]
 """The class of the error to raise, and its message."""
+Takes = Callable[[Sequence[Tensor]], bool]
+"""Whether the generator accepts such rows."""
 
 
-def _hidden_at_fault(
-    generator: nn.Module, takes: Callable[[Sequence[Tensor]], bool], rows: Sequence[Tensor]
-) -> Cause | None:
+def _hidden_at_fault(generator: nn.Module, takes: Takes, rows: Sequence[Tensor]) -> Cause | None:
     """Return what is wrong with hidden, its width or its dtype; None if a different one would not help."""
     hidden, *extra = rows
     width = hidden.size(-1)
@@ -69,24 +63,20 @@ def _hidden_at_fault(
     return None
 
 
-def _column_at_fault(
-    takes: Callable[[Sequence[Tensor]], bool],
-    rows: Sequence[Tensor],
-    names: Sequence[str],
-    target_shape: Sequence[int],
-) -> Cause | None:
+def _column_at_fault(trial: Trial, takes: Takes) -> Cause | None:
     """Return which per-token tensors were taken for one number per token but are (batch, source), if any are.
 
     Their shape does not tell if the source is as long as the target.
     """
-    of_target = [i for i, t in enumerate(rows) if i and t.dim() == 1]
+    shape = tuple(trial.target_shape)
+    of_target = [i for i, t in enumerate(trial.rows) if i and t.dim() == 1]
     for some in (*([i] for i in of_target), of_target):
-        longer = [t.new_zeros(len(t), target_shape[-1]) if i in some else t for i, t in enumerate(rows)]
+        longer = [t.new_zeros(len(t), shape[-1]) if i in some else t for i, t in enumerate(trial.rows)]
         if some and takes(longer):
-            called = " and ".join(names[i - 1] for i in some)
-            shape = tuple(target_shape)
+            names = [trial.names[i - 1] for i in some]
             return ValueError, (
-                f"{called} of shape {shape} has one number for each token, and the generator takes a row for each; for "
-                f"a source of {shape[-1]} positions pass {names[some[0] - 1]}.unsqueeze(1).expand(-1, {shape[-1]}, -1)"
+                f"{' and '.join(names)} of shape {shape} has one number for each token, and the generator takes a row "
+                f"for each; for a source of {shape[-1]} positions pass {names[0]}.unsqueeze(1).expand(-1, {shape[-1]}, "
+                "-1)"
             )
     return None

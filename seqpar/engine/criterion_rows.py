@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -190,14 +189,12 @@ def ask_about_counts(trial: Trial, logits_KV: Tensor) -> None:
     # Each row twice, because a count of different targets, for example, does not add up
     rows = [torch.cat([t, t]) for t in (logits_KV, trial.target_K, *trial.of_criterion.values())]
 
-    def given(some: slice) -> tuple[Any, ...]:
-        scores_MV, target_M, *columns = (t[some] for t in rows)
-        return scores_MV, target_M, dict(zip(trial.of_criterion, columns, strict=True))
+    def loss(some: slice = slice(None)) -> TokenLoss:
+        return _loss_of_rows(criterion, [t[some] for t in rows], trial.of_criterion)
 
-    every = slice(None)
     try:
-        whole, again = (criterion_loss(criterion, *given(every)) for _ in range(2))
-        parts = [criterion_loss(criterion, *given(slice(row, row + 1))) for row in range(len(rows[0]))]
+        whole, again = loss(), loss()
+        parts = [loss(slice(row, row + 1)) for row in range(len(rows[0]))]
     except Exception:
         return
     rounding = precision_of(whole.total, product_dtype(logits_KV)).rounding
@@ -213,8 +210,8 @@ def ask_about_counts(trial: Trial, logits_KV: Tensor) -> None:
     total = whole.total
     # Some criteria have no forward
     with contextlib.suppress(Exception):
-        scores_MV, target_M, keywords = given(every)
-        total = criterion(scores_MV, target_M, **keywords)
+        scores_MV, target_M, *columns = rows
+        total = criterion(scores_MV, target_M, **dict(zip(trial.of_criterion, columns, strict=True)))
     # The forward of others returns the mean
     if all(largest_difference(total, each) > rounding for each in (whole.total, whole.total / whole.tokens)):
         raise ValueError(

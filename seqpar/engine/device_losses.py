@@ -31,7 +31,6 @@ from seqpar.core.device_facts import FACTS, LateNumber, is_capturing
 from seqpar.core.device_sum import Job, sum_over_devices
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
-from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import (
     REPLACED,
@@ -51,14 +50,12 @@ from seqpar.engine.shards import (
     Shard,
     check_targets,
     check_width,
-    criterion_rows_of,
     heads_on,
     one_for_each_device,
     rows_of,
     scatter_batch,
 )
 from seqpar.engine.situation import LogitFacts, Situation, facts_in, situation_of
-from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.inputs import Checked, Inputs, Settings, count_late, cross_entropy_job, whole_vocabulary
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_parts_replicable
@@ -216,9 +213,8 @@ class _ByAutograd:
             return loss
 
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(replica["criterion"]))
-        rows = (*rows_of(shard), *criterion_rows_of(shard))
         walk = partial(sum_over_chunks, AutogradChunkLoss(per_chunk, ends))
-        return walk, _chunks(shard.counted, self.facts, self.cut), Leaves(rows, params, empty)
+        return walk, _chunks(shard.counted, self.facts, self.cut), Leaves(rows_of(shard), params, empty)
 
     def run(self, walks: Sequence[Walk], arguments: Sequence[tuple[Any, ...]]) -> Sequence[TokenLoss]:
         """Return the loss of each walk; the caller's modules run in one thread per device."""
@@ -252,7 +248,8 @@ def _adding_up(
     before = [buffer.clone() for buffer in buffers]
     yield
     names = {id(buffer): name for name, buffer in head.named_buffers()} if unproven else {}
-    for replica in replicas if buffers else ():
+    # The original has counted itself, and may have made a further buffer
+    for replica in (each for each in replicas if buffers and each is not head):
         for buffer, old, copy in zip(buffers, before, parts_of(replica).buffers, strict=True):
             if copy is not buffer and not torch.equal(now := copy.to(old.device), old):
                 if (name := names.get(id(buffer), "")) in unproven:
@@ -324,30 +321,6 @@ def _chunks(counted: Tensor, facts: LogitFacts, cut: Cut) -> list[Chunk]:
         return cut_time(counted, cut.chunk_size)
     most = cut.chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, counted.device.type)
     return cut_rows(counted.flatten(), most)
-
-
-def linear_loss(
-    match: FormulaMatch,
-    hidden: Any,
-    target: Any,
-    loss_scale: float | Tensor,
-    chunk_tokens: int | None,
-    vocab: VocabShard | None,
-) -> TokenLoss:
-    """Return the loss by `linear_cross_entropy`, for `torch.compile` and for a split vocabulary."""
-    return linear_cross_entropy(
-        hidden,
-        match.projection.weight,
-        target,
-        bias=match.projection.bias,
-        ignore_index=match.ignore_index,
-        label_smoothing=match.label_smoothing,
-        smoothing_convention=match.smoothing_convention,
-        class_weight=match.class_weight,
-        loss_scale=loss_scale,
-        chunk_tokens=chunk_tokens,
-        vocab=vocab,
-    )
 
 
 def _fires_hooks(head: nn.ModuleDict, params: Sequence[Tensor]) -> bool:

@@ -54,7 +54,8 @@ def explanation(
         return f"{how}; {chunk_size} time steps of the batch at a time"
     width = None
     if isinstance(match, FormulaMatch):
-        facts = facts_of(match, latest)
+        dtype = product_dtype(match.projection.weight) if latest is None else latest.dtype
+        facts = LogitFacts(match.vocab_size, dtype, criterion_is_checked=True)
         width = width_for_kernel(match.projection.weight.size(1), device_type)
     return f"{how}; {how_it_is_cut(tokens, chunk_tokens, facts, device_type, width)}"
 
@@ -90,11 +91,3 @@ def how_it_is_cut(
         f"{tokens:,} tokens in {chunks:,} {word} of at most {rows:,}, whose logits "
         f"({facts.vocab_size:,} each) take {size / 2**20:,.1f} MiB"
     )
-
-
-def facts_of(match: FormulaMatch, latest: LatestCall | None) -> LogitFacts:
-    """Return the facts about the logits of a pair with a closed form: the latest call's, or those without autocast."""
-    dtype = product_dtype(match.projection.weight)
-    if latest is not None:
-        dtype = latest.dtype
-    return LogitFacts(match.vocab_size, dtype, True)

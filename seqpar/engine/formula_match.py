@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.core.checks import check_shapes, has_own_functions, is_dtensor
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
+from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.inputs import whole_soft_target
 from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
@@ -158,6 +161,30 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
             "call engine.scored_loss"
         )
     return match
+
+
+def linear_loss(
+    match: FormulaMatch,
+    hidden: Any,
+    target: Any,
+    loss_scale: float | Tensor = 1.0,
+    chunk_tokens: int | None = None,
+    vocab: VocabShard | None = None,
+) -> TokenLoss:
+    """Return the loss of a pair by `linear_cross_entropy`: under `torch.compile`, of a split vocabulary, of a probe."""
+    return linear_cross_entropy(
+        hidden,
+        match.projection.weight,
+        target,
+        bias=match.projection.bias,
+        ignore_index=match.ignore_index,
+        label_smoothing=match.label_smoothing,
+        smoothing_convention=match.smoothing_convention,
+        class_weight=match.class_weight,
+        loss_scale=loss_scale,
+        chunk_tokens=chunk_tokens,
+        vocab=vocab,
+    )
 
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:

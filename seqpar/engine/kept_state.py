@@ -87,7 +87,7 @@ def ask_about_renewed(trial: Trial, called: nn.ModuleDict) -> None:
     for (place, name), start in starts.items():
         vars(modules[place])[name] = start
     try:
-        _call(trial, other, slice(0, PROBE_ROWS))
+        _call(trial, other)
     except Exception:  # the caller's code may refuse such numbers
         return
     for (place, name), start in starts.items():
@@ -155,14 +155,13 @@ def ask_about_buffers(trial: Trial) -> BufferChanges:
     before = _buffers_of(called)
     if not before:
         return BufferChanges()
-    _call(trial, called, slice(0, PROBE_ROWS))
+    _call(trial, called)
     # Again with other weights, as after a step of training. With the present ones the power iteration of spectral_norm
     # may have converged, and would look like a sum that the scores do not depend on
     moved = {id(p): p.detach() * (1 + torch.rand_like(p)) for p in trial.head.parameters() if p.requires_grad}
     whole, in_halves = trial.copy(moved), trial.copy(moved)
     tensors = _buffers_of(whole)
-    rows = slice(0, PROBE_ROWS)
-    scores = _call(trial, whole, rows)
+    scores = _call(trial, whole)
     at_once = _buffers_of(whole)
     after = _buffers_of(called)
     changed = [
@@ -174,7 +173,7 @@ def ask_about_buffers(trial: Trial) -> BufferChanges:
     added_to, unproven = _ask_about_written(trial, written, after)
     if not changed:
         return BufferChanges(bool(added_to), unproven=unproven)
-    again = _call(trial, whole, rows)
+    again = _call(trial, whole)
     for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
         _call(trial, in_halves, some)
     twice = _buffers_of(whole)
@@ -207,7 +206,7 @@ def _ask_about_written(
             for name in names:
                 tensors[name].tensor.copy_(_other_numbers(tensors[name].numbers)[start])
             started = _buffers_of(copy)
-            _call(trial, copy, slice(0, PROBE_ROWS))
+            _call(trial, copy)
         except Exception:  # the caller's code may refuse such numbers, and a sparse tensor has none
             return frozenset(), frozenset(names)
         ended = _buffers_of(copy)
@@ -256,11 +255,11 @@ def _is_repeated(trial: Trial, scores: Tensor, again: Tensor) -> bool:
     """Return whether both calls gave the same scores; up to rounding, if no two calls give the same numbers."""
     if torch.equal(scores, again):
         return True
-    first, second = (_call(trial, trial.copy(), slice(0, PROBE_ROWS)) for _ in range(2))
+    first, second = (_call(trial, trial.copy()) for _ in range(2))
     return not torch.equal(first, second) and _close(scores, again)
 
 
-def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
+def _call(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None)) -> Tensor:
     """Call both modules with some rows, always with the same random numbers; return the scores."""
     rows = [t[some] for t in trial.rows]
     with keep_random_states(trial.target_K.device, trial.held.generators):
@@ -270,15 +269,15 @@ def _call(trial: Trial, copy: nn.ModuleDict, some: slice) -> Tensor:
     return logits_KV
 
 
-def _observe(trial: Trial, calls: int) -> tuple[Outcome | None, Held]:
-    """Call one copy repeatedly with the same rows and random numbers; return the last outcome and what it holds."""
-    outcome = None
+def _observe(trial: Trial, calls: int) -> tuple[list[Outcome], Held]:
+    """Call one copy repeatedly with the same rows and random numbers; return the outcomes and what it holds then."""
+    outcomes = []
     with trial.keep_state():
         copy = trial.copy()
         for _ in range(calls):
             with keep_random_states(trial.target_K.device, trial.held.generators):
-                outcome = trial.call(copy)
-        return outcome, Held(copy, trial.original)
+                outcomes.append(trial.call(copy))
+        return outcomes, Held(copy, trial.original)
 
 
 def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
@@ -288,8 +287,7 @@ def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
     a plot, is the same after a second call with the same rows; these are returned, as `refuse_lost_numbers` takes them.
     """
     _, before = _observe(trial, 0)
-    outcome, first = _observe(trial, 1)
-    assert outcome is not None
+    (outcome,), first = _observe(trial, 1)
     if outcome.written:
         raise ValueError(
             f"backward writes into {outcome.written[0]}, which would happen for each chunk and before the loss is "
@@ -299,13 +297,11 @@ def ask_about_state(trial: Trial) -> frozenset[tuple[int, str]]:
         raise ValueError(f"{graphs[0]} {KEEPS_A_GRAPH}")
     if not before.changed_names(first):
         return frozenset()
-    second, settled = _observe(trial, 2)
-    assert second is not None
+    (_, second), settled = _observe(trial, 2)
     evolving = sorted(first.changed_names(settled))
     depends = not outcome.is_same(second)
     for _ in range(REPEATS if evolving or depends else 0):
-        fresh, again = _observe(trial, 1)
-        assert fresh is not None
+        (fresh,), again = _observe(trial, 1)
         # What differs between two first calls is random, such as a time measurement
         evolving = [name for name in evolving if name not in first.changed_names(again)]
         depends = depends and outcome.is_same(fresh)

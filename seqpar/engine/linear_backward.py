@@ -66,19 +66,19 @@ def _ask(trial: Trial, training: bool) -> _Answer:
         copy = trial.copy()
         if not training:
             copy.eval()
-        whole = _outcome(trial, copy)
+        whole = trial.outcome(copy)
         by_factor = _what_factor_changes(trial, copy, whole)
         by_halves = _what_halves_change(trial, copy, whole)
         if by_factor and not by_halves:
             # Some backwards join rows only if the factor is not 1
-            by_halves = _what_halves_change(trial, copy, _outcome(trial, copy, factor=EIGHTH), EIGHTH)
+            by_halves = _what_halves_change(trial, copy, trial.outcome(copy, factor=EIGHTH), EIGHTH)
         return _Answer(by_factor, by_halves, bool(by_factor or by_halves) and _is_random(trial, copy))
 
 
 def _what_factor_changes(trial: Trial, copy: nn.ModuleDict, whole: Outcome) -> str:
     """Return which gradient of a multiple of the loss is not that multiple, in words; "" if none."""
     for factor in (EIGHTH, -1.0):
-        other = _outcome(trial, copy, factor=factor)
+        other = trial.outcome(copy, factor=factor)
         for name, grad in whole.gradients.items():
             # A missing gradient is a gradient of 0
             found = other.gradients.get(name, torch.zeros_like(grad))
@@ -92,7 +92,7 @@ def _what_halves_change(trial: Trial, copy: nn.ModuleDict, whole: Outcome, facto
     """Return which gradient of the rows is not that of their halves together, in words; "" if none."""
     half = PROBE_ROWS // 2
     parts = (slice(0, half), slice(half, PROBE_ROWS))
-    halves = [_outcome(trial, copy, some, factor) for some in parts]
+    halves = [trial.outcome(copy, some, factor) for some in parts]
     outcomes = [whole, *halves]
     of_rows = ("hidden", *trial.names, *trial.of_criterion)
     for name, grad in whole.gradients.items():
@@ -122,14 +122,8 @@ def _is_off_in_float32(trial: Trial, copy: nn.ModuleDict) -> bool:
     widened.of_criterion = {name: widen(t) for name, t in trial.of_criterion.items()}
     wide = in_float32(copy)
     with contextlib.suppress(Exception), without_autocast(trial.target_K.device.type):
-        return bool(_what_halves_change(widened, wide, _outcome(widened, wide)))
+        return bool(_what_halves_change(widened, wide, widened.outcome(wide)))
     return False
-
-
-def _outcome(trial: Trial, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
-    """Return what the copy gives, and restore what it keeps."""
-    with trial.keep_state():
-        return trial.call(copy, some, factor)
 
 
 def _change(found: Tensor, expected: Tensor, outcomes: Sequence[Outcome], factor: float = 1.0) -> float:

@@ -22,9 +22,9 @@ from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
-from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
+from seqpar.engine.device_losses import Cut, loss_over_devices
 from seqpar.engine.explanation import LatestCall, explanation
-from seqpar.engine.formula_match import Asked, FormulaMatch, match_formula, match_split
+from seqpar.engine.formula_match import Asked, FormulaMatch, linear_loss, match_formula, match_split
 from seqpar.engine.pair import takers_of
 from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
@@ -148,7 +148,7 @@ class LossCompute(nn.Module):
             modules = vars(vars(self)["_modules"]["head"])["_modules"]
             compiled_match = match_formula(modules["generator"], modules["criterion"])
             if isinstance(compiled_match, FormulaMatch):
-                return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
+                return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens)
         if torch.compiler.is_compiling():
             return _between_graphs(self, hidden, target, loss_scale=loss_scale, **per_token)
         # FSDP2 gathers a unit's weights only around the unit's own forward

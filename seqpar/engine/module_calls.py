@@ -1,7 +1,8 @@
-"""Find out what calling a module runs, and whether that is more than its class's `forward`."""
+"""Find out what calling a module runs, what is around that code, and whether it is more than its class's `forward`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
-from seqpar.core.settings import HOLDER, OF_TORCH, ROLES, noted, settings_of, settings_of_class
+from seqpar.core.reach import Place, function_in, read_only
+from seqpar.core.settings import HOLDER, OF_TORCH, OWN_CLASSES, ROLES, noted, settings_of, settings_of_class
+from seqpar.core.surroundings import Surroundings
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.multi_device.replicas import refuse_scripted
 
@@ -89,6 +92,30 @@ def _has_own_forward(module: nn.Module) -> bool:
     # Tested once more: torch.compile notices when this result changes later, but not when the one above does
     forward = module.forward
     return isinstance(forward, MethodType) and forward.__func__ is not type(module).forward
+
+
+def surroundings_of(head: nn.Module) -> Surroundings:
+    """Return the current values of the names that the code of modules uses."""
+    return Surroundings(lambda: (_code_of(head), _hooks_of(head)))
+
+
+def _code_of(head: nn.Module) -> Iterator[Any]:
+    """Yield the classes of modules, the functions set on them, and the classes of objects set on them."""
+    for module in head.modules():
+        yield from OWN_CLASSES[type(module)]
+        own = [value for name, value in vars(module).items() if name not in OF_TORCH]
+        yield from filter(None, map(function_in, own))
+        for value in own:
+            yield from OWN_CLASSES[type(value)]
+
+
+def _hooks_of(head: nn.Module) -> Iterator[Place]:
+    """Yield the hooks of these modules and those of all modules: functions, methods, or objects that are called."""
+    of_one = ((owner, vars(module)[name]) for owner, module in head.named_modules() for name in HOOKS)
+    of_all = (("all modules", hooks) for _, hooks in OF_ALL)
+    for owner, hooks in (*of_one, *of_all):
+        for hook in hooks.values():
+            yield read_only(f"a hook of {owner}", hook)
 
 
 def refuse_cached(parts: Parts) -> None:

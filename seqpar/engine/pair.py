@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,9 +21,6 @@ from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.rows.criteria import ignored_target
-
-Project = Callable[[tuple[int, ...], Sequence[Tensor]], Tensor]
-"""(leading shape, rows of hidden and of each per-token tensor) -> the logits (K, V) of these rows in that shape."""
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 

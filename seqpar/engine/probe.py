@@ -23,32 +23,28 @@ Shape suffixes: K probed rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.device_facts import is_capturing
+from seqpar.core.device_facts import is_capturing, is_on_host
 from seqpar.core.effects import KEEPS_A_GRAPH
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.row_independence import ends_of_rows, largest_difference, precision_of
-from seqpar.core.surroundings import Surroundings, refuse_graphs_left
+from seqpar.core.surroundings import Surroundings, ask_about_state_around, refuse_graphs_left, refuse_iterators
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.criterion_rows import ask_about_counts, ask_about_padding, criterion_adds_up
-from seqpar.engine.formula_match import FormulaMatch, check_class_weight
+from seqpar.engine.formula_match import FormulaMatch, check_class_weight, linear_loss
 from seqpar.engine.kept_state import ask_about_buffers, ask_about_renewed, ask_about_state, has_same_attributes
 from seqpar.engine.linear_backward import ask_about_backward
+from seqpar.engine.module_calls import surroundings_of
 from seqpar.engine.pair import criterion_loss
 from seqpar.engine.row_mixing import ask_about_rows
-from seqpar.engine.shards import Shard, check_targets, criterion_rows_of, rows_of
+from seqpar.engine.shards import Shard, check_targets, rows_of
 from seqpar.engine.situation import LogitFacts, Situation
-from seqpar.engine.surroundings import (
-    ask_about_iterators,
-    ask_about_surroundings,
-    surroundings_of,
-)
-from seqpar.engine.trial import PROBE_ROWS, Trial, in_short
-from seqpar.linear.cross_entropy import linear_cross_entropy
+from seqpar.engine.trial import PROBE_ROWS, Outcome, Trial, in_short
 from seqpar.linear.projection import product_dtype
 
 MOST_SITUATIONS = 256
@@ -86,8 +82,8 @@ def logit_facts(
     # One shard with rows that count is enough, because all replicas run the same code. Those whose per-token tensors
     # vary come first: a mask without padding shows less
     replicas = zip(heads, shards, strict=True)
-    for head, shard in sorted(replicas, key=lambda replica: all(map(_is_constant, _per_token(replica[1])))):
-        index_K = _choose_rows(shard.counted.flatten(), _per_token(shard))
+    for head, shard in sorted(replicas, key=lambda replica: all(map(_is_constant, rows_of(replica[1])[1:]))):
+        index_K = _choose_rows(shard.counted.flatten(), rows_of(shard)[1:])
         if len(index_K):
             trial = Trial((head, original), shard, index_K, situation.wants_gradients)
             common = set().union(*map(_padding_candidates, shards))
@@ -120,11 +116,17 @@ def _facts_of(trial: Trial, common: set[int], check_classes: Callable[[int], Non
 
 def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: Callable[[int], None]) -> LogitFacts:
     """Return the facts about the logits; the calls may change what is around the pair's code."""
+
+    def call() -> Outcome:
+        return trial.outcome(trial.copy())
+
+    asked = ("the pair", call, Outcome.difference)
+    refuse_changing = partial(refuse_iterators, *asked, Outcome.is_same, is_on_host(trial.target_K), trial.held, around)
     # First, because what is taken from an iterator stays taken, and results may change in the first calls only
-    ask_about_iterators(trial, around)
+    refuse_changing()
     with trial.keep_state(), torch.no_grad():
         logits_KV, keeps_nothing = _first_call(trial, check_classes)
-    harmless = ask_about_surroundings(trial, around)
+    harmless = ask_about_state_around(*asked, around)
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     with trial.keep_state(), torch.no_grad(), torch.set_grad_enabled(trial.wanted), graph_of_its_own():
         is_checked = criterion_adds_up(trial, logits_KV, common)
@@ -136,8 +138,8 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
     ask_about_rows(trial)
     written = ask_about_state(trial)
     # Once more, because a hook may change other things only in backward
-    ask_about_surroundings(trial, around, harmless)
-    ask_about_iterators(trial, around)
+    ask_about_state_around(*asked, around, harmless)
+    refuse_changing()
     refuse_graphs_left(around, KEEPS_A_GRAPH)
     why_once = "calls add to its buffers" if buffers.adds_up else ""
     if is_fsdp_unit(trial.head["generator"]):
@@ -149,12 +151,7 @@ def _asked(trial: Trial, around: Surroundings, common: set[int], check_classes: 
 def _first_call(trial: Trial, check_classes: Callable[[int], None]) -> tuple[Tensor, bool]:
     """Return the scores of the rows, and whether the call has set no attribute; raise if something does not fit."""
     copy = trial.copy()
-
-    def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
-        return trial.scores(copy, shape, rows)
-
-    shape = trial.shape(PROBE_ROWS)
-    logits_KV = first_scores(copy["generator"], scores, shape, trial.rows, trial.names, trial.target_shape)
+    logits_KV = first_scores(trial, copy)
     check_classes(logits_KV.size(-1))
     check_class_weight(trial.head["criterion"], logits_KV.size(-1))
     # Raises for a number that is not a tensor
@@ -196,11 +193,6 @@ def _choose_rows(counted_N: Tensor, per_token: Sequence[Tensor] = ()) -> Tensor:
     return torch.cat([spread_K.new_tensor(chosen), spread_K])[:PROBE_ROWS]
 
 
-def _per_token(shard: Shard) -> tuple[Tensor, ...]:
-    """Return what generator and criterion take besides hidden and target, with one row per token."""
-    return (*rows_of(shard)[1:], *criterion_rows_of(shard))
-
-
 def _is_constant(per_token: Tensor) -> bool:
     """Return whether all rows are the same, as in a mask without padding."""
     return not len(per_token) or bool((per_token == per_token[:1]).all())
@@ -226,28 +218,17 @@ def gives_formula(
         return None
     trial = Trial(heads, shard, index_K, wanted)
     with trial.keep_state():
+        called = trial.call(trial.copy())
         copy = trial.copy()
-        called = trial.call(copy)
         here = match.of_replica(copy)
         hidden = trial.rows[0].detach().requires_grad_(wanted)
-        linear = here.projection
-        tensors = [t for t in (linear.weight, linear.bias) if t is not None]
-        own = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
-        total = linear_cross_entropy(
-            hidden,
-            own[id(linear.weight)],
-            trial.target_K,
-            bias=own.get(id(linear.bias)),
-            ignore_index=match.ignore_index,
-            label_smoothing=match.label_smoothing,
-            smoothing_convention=match.smoothing_convention,
-            class_weight=here.class_weight,
-        ).total
-        leaves = {"hidden": hidden, **{name: own[id(p)] for name, p in copy.named_parameters() if id(p) in own}}
-        wanted_leaves = {name: t for name, t in leaves.items() if t.requires_grad}
-        grads = torch.autograd.grad(total, [*wanted_leaves.values()]) if wanted_leaves else ()
+        total = linear_loss(here, hidden, trial.target_K).total
+        ends = {"hidden": hidden}
+        ends |= {name: p for name, p in copy.named_parameters() if any(p is own for own in here.parameters)}
+        wanted_ends = {name: t for name, t in ends.items() if t.requires_grad}
+        grads = torch.autograd.grad(total, [*wanted_ends.values()]) if wanted_ends else ()
         pairs = [(called.total, total)]
-        for name, grad in zip(wanted_leaves, grads, strict=True):
+        for name, grad in zip(wanted_ends, grads, strict=True):
             right = grad if name == "hidden" else in_short(grad)
             pairs.append((called.gradients.get(name, torch.zeros_like(right)), right))
         # Detached, because the graph of the closed form does not show autocast's dtype

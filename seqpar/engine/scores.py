@@ -29,8 +29,8 @@ def over_devices(
     head: nn.ModuleDict,
     devices: Sequence[torch.device] | None,
     vocab: VocabShard | None,
-    hidden: OneOrScattered,
-    target: OneOrScattered,
+    hidden: Any,
+    target: Any,
     per_token: dict[str, OneOrScattered],
     options: dict[str, Any],
 ) -> list[Found]:
@@ -57,8 +57,6 @@ def over_devices(
             "seqpar.token_scores with the weight that makes the logits"
         )
     if vocab is not None:
-        assert isinstance(hidden, Tensor)
-        assert isinstance(target, Tensor)
         return [_of_rows(function, match, hidden, target, {"vocab": vocab, **per_token, **options})]
     check_replicable(head)
     shards = scatter_batch(hidden, target, per_token, devices, None, ignored_target(head["criterion"]))

@@ -185,16 +185,8 @@ def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:
 
 
 def rows_of(shard: Shard) -> tuple[Tensor, ...]:
-    """Return hidden and the per-token tensors of the generator with one row per token."""
-    return _flatten(shard, shard.hidden, *shard.per_token.values())
-
-
-def criterion_rows_of(shard: Shard) -> tuple[Tensor, ...]:
-    """Return the per-token tensors of the criterion with one row per token."""
-    return _flatten(shard, *shard.of_criterion.values())
-
-
-def _flatten(shard: Shard, *columns: Tensor) -> tuple[Tensor, ...]:
+    """Return hidden and the per-token tensors of the generator, then of the criterion, with one row per token."""
+    columns = (shard.hidden, *shard.per_token.values(), *shard.of_criterion.values())
     return tuple(t.flatten(0, shard.target.dim() - 1) for t in columns)
 
 

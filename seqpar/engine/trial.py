@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy as shallow_copy
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from seqpar.core.effects import Held
 from seqpar.core.graphs import graph_of_its_own, has_custom_nodes, version_of
 from seqpar.core.row_independence import Precision, largest_difference, precision_of
 from seqpar.engine.pair import criterion_loss, project
-from seqpar.engine.shards import Shard, criterion_rows_of, rows_of
+from seqpar.engine.shards import Shard, rows_of
 from seqpar.multi_device.replicas import bind
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -68,10 +68,9 @@ class Trial:
         self.head, self.original = heads
         self.held = Held(self.original)
         self.names = tuple(shard.per_token)
-        self.rows = [t.detach()[index_K] for t in rows_of(shard)]
-        self.of_criterion = {
-            name: t.detach()[index_K] for name, t in zip(shard.of_criterion, criterion_rows_of(shard), strict=True)
-        }
+        rows = [t.detach()[index_K] for t in rows_of(shard)]
+        self.rows = rows[: 1 + len(self.names)]
+        self.of_criterion = dict(zip(shard.of_criterion, rows[1 + len(self.names) :], strict=True))
         self.target_K = shard.target.flatten()[index_K]
         self.target_shape = shard.target.shape
         # The generator expects this many leading dimensions
@@ -103,11 +102,9 @@ class Trial:
         pairs = zip((*other.rows, *other.of_criterion.values()), (*self.rows, *self.of_criterion.values()), strict=True)
         return None if all(mine is theirs for mine, theirs in pairs) else other
 
-    @contextlib.contextmanager
-    def keep_state(self) -> Iterator[None]:
-        """Restore, after the block, what calls change; each block draws the same random numbers."""
-        with self.held.keep_state(self.target_K.device):
-            yield
+    def keep_state(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that restores what calls change; each block draws the same random numbers."""
+        return self.held.keep_state(self.target_K.device)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """Return the leading shape of one sequence of `rows` time steps."""
@@ -120,6 +117,11 @@ class Trial:
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return rows that require a gradient, if one is wanted and they can have one."""
         return rows.detach().requires_grad_(self.wanted and rows.is_floating_point())
+
+    def outcome(self, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
+        """Return what `call` gives, and restore what it changes; always with the same random numbers."""
+        with self.keep_state():
+            return self.call(copy, some, factor)
 
     def call(self, copy: nn.ModuleDict, some: slice = slice(None), factor: float = 1.0) -> Outcome:
         """Return what the copy gives for some rows, with the gradients of the loss times `factor`."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.engine.test_contract import Clamped
+from tests.seqpar.engine.test_linear_backward import Clamped
 
 V, N = 7, 13
 Rows = Callable[[Tensor], Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,7 @@ from torch.nn.utils import prune
 
 import seqpar
 from seqpar.core import effects
-from seqpar.testing import assert_same_results
-from tests.seqpar.engine.test_contract import Head, V, batch
+from tests.seqpar.engine.pairs import Head, Made, V, assert_plain, assert_same, batch, cross_entropy, linear
 
 
 def counted(self: Head, scores: Tensor) -> None:
@@ -178,15 +178,14 @@ def test_what_a_pair_keeps_between_calls_is_refused_by_name_and_put_back(name: s
     assert not hasattr(generator, "scale")
 
 
-class Failing(nn.Module):
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        raise RuntimeError("a criterion's own error")
+def failing(self: Any, logits: Tensor, target: Tensor) -> Tensor:
+    raise RuntimeError("a criterion's own error")
 
 
 def test_what_a_pair_keeps_is_put_back_also_after_its_own_error() -> None:
     generator = Head(after=lambda self, scores: (listed(self, scores), queued(self, scores), binned(self, scores)))
     with pytest.raises(RuntimeError, match="a criterion's own error"):
-        seqpar.LossCompute(generator, Failing())(*batch())
+        seqpar.LossCompute(generator, Made(failing))(*batch())
     assert not generator.seen
     assert not generator.recent
     assert not generator.histogram.any()
@@ -218,21 +217,16 @@ class Metric(nn.Module):
         self.rows += rows
 
 
-class WithMetric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric = Metric()
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        self.metric.update(len(target))
-        return F.cross_entropy(logits, target, reduction="sum")
+def metered(self: Any, logits: Tensor, target: Tensor) -> Tensor:
+    self.metric.update(len(target))
+    return cross_entropy(logits, target)
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
 def test_what_a_method_of_the_original_changes_is_refused_and_put_back(devices: Any) -> None:
-    criterion = WithMetric()
+    criterion: Any = Made(metered, metric=Metric())
     with pytest.raises(ValueError, match=r"criterion\.metric\.rows changes with every call"):
-        seqpar.LossCompute(nn.Linear(4, V).double(), criterion, devices)(*batch())
+        seqpar.LossCompute(linear(), criterion, devices)(*batch())
     assert criterion.metric.rows == 0
 
 
@@ -304,15 +298,8 @@ RIGHT = {
 def test_what_is_written_and_never_read_again_passes(name: str) -> None:
     generator = Head(**RIGHT[name])
     hidden, target = batch()
-    found = []
-    for total in (
-        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target).total,
-        F.cross_entropy(generator(hidden), target, reduction="sum"),
-    ):
-        leaves = {"hidden": hidden, "weight": generator.linear.weight}
-        grads = torch.autograd.grad(total, list(leaves.values()))
-        found.append((total.detach(), dict(zip(leaves, grads, strict=True))))
-    assert_same_results(*found)
+    total = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=6)(hidden, target).total
+    assert_same(total, cross_entropy(generator(hidden), target), [hidden, generator.linear.weight])
 
 
 CALLS: list[int] = []
@@ -358,39 +345,32 @@ class Keeps(nn.Linear):
         return scores
 
 
-class CountsRare(nn.Module):
-    """A criterion that counts a class which the first rows do not have."""
+def of_rare(change: Any) -> Any:
+    """A criterion's function that keeps something of a class which the first rows do not have."""
 
-    def __init__(self):
-        super().__init__()
-        self.seen = 0
-
-    def forward(self, scores, target):
-        self.seen += int((target == V - 1).sum())
-        return nn.functional.cross_entropy(scores, target, reduction="sum")
-
-
-@pytest.mark.parametrize("name", ["largest", "seen"])
-def test_a_number_is_another_one_than_that_of_the_same_name_in_another_module(name):
-    engine = seqpar.LossCompute(Keeps(name), CountsRare(), chunk_tokens=8)
-    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
-    engine(hidden, target)
-    target[13] = V - 1
-    with pytest.raises(ValueError, match=r"^CountsRare\.seen changes with every call"):
-        engine(hidden, target)
-
-
-class KeepsRare(nn.Module):
-    """A criterion that keeps something of a class which the first rows do not have."""
-
-    def __init__(self, start, change):
-        super().__init__()
-        self.kept, self.change = start, change
-
-    def forward(self, scores, target):
+    def function(self: Any, scores: Tensor, target: Tensor) -> Tensor:
         if (target == V - 1).any():
-            self.kept = self.change(self.kept)
-        return nn.functional.cross_entropy(scores, target, reduction="sum")
+            self.kept = change(self.kept)
+        return cross_entropy(scores, target)
+
+    return function
+
+
+def without_and_with_the_class(engine: seqpar.LossCompute) -> tuple[Any, Any]:
+    """The engine's calls of 40 rows, first without the rare class and then with it once."""
+    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
+    rare = target.clone()
+    rare[33] = V - 1
+    return lambda: engine(hidden, target), lambda: engine(hidden, rare)
+
+
+@pytest.mark.parametrize("name", ["largest", "kept"])
+def test_a_number_is_another_one_than_that_of_the_same_name_in_another_module(name: str) -> None:
+    criterion = Made(of_rare(lambda kept: kept + 1), kept=0)
+    without, with_it = without_and_with_the_class(seqpar.LossCompute(Keeps(name), criterion, chunk_tokens=8))
+    without()
+    with pytest.raises(ValueError, match=r"^Made\.kept changes with every call"):
+        with_it()
 
 
 LATER = {
@@ -406,25 +386,21 @@ LATER = {
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_what_first_changes_in_a_later_call_is_not_lost_with_a_copy(name):
-    engine = seqpar.LossCompute(nn.Linear(4, V).double(), KeepsRare(*LATER[name]), ["cpu"] * 2, chunk_tokens=8)
-    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
-    engine(hidden, target)
-    target[33] = V - 1
-    with pytest.raises(ValueError, match=r"^KeepsRare\.kept changes with every call"):
-        engine(hidden, target)
+def test_what_first_changes_in_a_later_call_is_not_lost_with_a_copy(name: str) -> None:
+    start, change = LATER[name]
+    engine = seqpar.LossCompute(linear(), Made(of_rare(change), kept=start), ["cpu"] * 2, chunk_tokens=8)
+    without, with_it = without_and_with_the_class(engine)
+    without()
+    with pytest.raises(ValueError, match=r"^Made\.kept changes with every call"):
+        with_it()
 
 
 @pytest.mark.parametrize("change", [lambda kept: kept.clone(), lambda kept: kept * 1.0])
 @pytest.mark.parametrize("size", [3, 5000])
-def test_a_tensor_of_the_same_numbers_or_of_many_is_not_compared(change, size):
-    engine = seqpar.LossCompute(
-        nn.Linear(4, V).double(), KeepsRare(torch.ones(size), change), ["cpu"] * 2, chunk_tokens=8
-    )
-    hidden, target = torch.randn(40, 4).double(), torch.arange(40) % (V - 1)
-    engine(hidden, target)
-    target[33] = V - 1
-    engine(hidden, target)
+def test_a_tensor_of_the_same_numbers_or_of_many_is_not_compared(change: Any, size: int) -> None:
+    criterion = Made(of_rare(change), kept=torch.ones(size))
+    for call in without_and_with_the_class(seqpar.LossCompute(linear(), criterion, ["cpu"] * 2, chunk_tokens=8)):
+        call()
 
 
 RENEWED = {
@@ -456,3 +432,136 @@ def test_what_a_hook_renews_from_parameters_may_change_with_them(name: str, devi
             step.zero_grad()
             loss.backward()
             step.step()
+
+
+class Hits(nn.Module):
+    """Counts correct predictions in an attribute."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        hits = (logits.argmax(-1) == target).sum()
+        self.kept = self.kept + (hits if isinstance(self.kept, Tensor) else type(self.kept)(hits))
+        return cross_entropy(logits, target)
+
+
+def without_and_with_hits(generator: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, _ = batch()
+    best = generator(hidden).argmax(-1)
+    return hidden, (best + 1) % V, best
+
+
+@pytest.mark.parametrize("kept", [0, 5, 0.0, 5.5])
+def test_a_number_that_changes_after_the_first_call_is_kept_on_one_device_and_refused_over_several(kept: Any) -> None:
+    generator = linear()
+    hidden, wrong, right = without_and_with_hits(generator)
+    alone, several = Hits(kept), Hits(kept)
+    engine = seqpar.LossCompute(generator, alone, chunk_tokens=2)
+    for target in (wrong, right):
+        engine(hidden, target)
+    assert alone.kept == kept + len(hidden)
+    engine = seqpar.LossCompute(generator, several, ["cpu"] * 2)
+    for _ in range(2):
+        engine(hidden, wrong)
+    with pytest.raises(ValueError, match=r"Hits\.kept changes with every call and is not a buffer that adds up"):
+        engine(hidden, right)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("kept", [torch.zeros(()), torch.tensor(7), torch.zeros(3, dtype=torch.bfloat16)])
+def test_a_tensor_that_is_replaced_by_a_sum_is_refused_though_nothing_is_added(kept: Tensor, devices: Any) -> None:
+    generator = linear()
+    hidden, wrong, _ = without_and_with_hits(generator)
+    with pytest.raises(ValueError, match=r"Hits\.kept changes with every call and is not a buffer that adds up"):
+        seqpar.LossCompute(generator, Hits(kept), devices)(hidden, wrong)
+
+
+LOOKED_AT: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
+    "a tensor where a number was": (0, lambda logits: logits.detach()),
+    "an array where a number was": (0.0, lambda logits: logits.detach().numpy()),
+    "a tensor without memory": (torch.empty(3, device="meta"), lambda logits: torch.empty(3, device="meta")),
+    "a sparse tensor": (torch.eye(3, device="cpu").to_sparse(), lambda logits: torch.eye(3, device="cpu").to_sparse()),
+}
+
+
+@pytest.mark.unswitched
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_what_is_kept_to_be_looked_at_and_has_no_comparable_numbers_passes(name: str, devices: Any) -> None:
+    start, keep = LOOKED_AT[name]
+
+    def function(self: Any, logits: Tensor, target: Tensor) -> Tensor:
+        self.kept = keep(logits)
+        return cross_entropy(logits, target)
+
+    generator, (hidden, target) = linear(), batch()
+    engine = seqpar.LossCompute(generator, Made(function, kept=start), devices, chunk_tokens=2)
+    for _ in range(2):
+        plain = cross_entropy(generator(hidden), target)
+        torch.testing.assert_close(engine(hidden, target).total, plain, rtol=1e-12, atol=0)
+
+
+class Growing(nn.Linear):
+    """Adds a module in the first call of each copy, before one that has other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drop = self._modules.pop("drop")
+        self.also = nn.Dropout(0.25).eval()
+        self.drop = drop
+        return drop(self.also(super().forward(x)))
+
+
+def test_a_call_that_adds_a_module_compares_none_with_another() -> None:
+    generator, (hidden, target) = Growing(), batch()
+    found = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 2)(hidden, target).total
+    plain = cross_entropy(F.linear(hidden, generator.weight, generator.bias), target)
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=0)
+
+
+class Deriving(nn.Linear):
+    """Computes a tensor and a mean of nothing anew in each call, and looks at another one without its graph."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.scale = torch.full((), 2.0)
+        self.looked_at = torch.ones(3)
+        self.mean = float("nan")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = torch.full((), 2.0)
+        self.mean = self.mean * 1
+        self.looked_at = self.looked_at.detach()
+        return super().forward(x) * self.scale
+
+
+def test_a_tensor_that_is_computed_anew_or_replaced_by_itself_is_no_sum() -> None:
+    assert_plain(Deriving(), seqpar.CrossEntropy())
+    seqpar.LossCompute(Deriving(), seqpar.CrossEntropy(), ["cpu"] * 2)(*batch())
+
+
+class Keeping(nn.Linear):
+    """A generator that keeps its latest scores, as many keep their attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        self.latest = scores.detach()
+        return scores
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_generator_keeps_is_gone_with_its_chunk(nested: bool, there: bool) -> None:
+    keeping = Keeping(4, V).double()
+    if there:
+        keeping.latest = None
+    generator = nn.Sequential(nn.Identity(), keeping) if nested else keeping
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
+    for _ in range(2):
+        engine(*batch()).total.backward()
+        assert getattr(keeping, "latest", None) is None

@@ -1,8 +1,7 @@
-"""The first call finds a generator that mixes rows, and a criterion that does not add up; and nothing else."""
+"""The first call's questions: when they are asked again, what they refuse by name, and which chunks they lead to."""
 
 import copy
 import pickle
-import re
 from unittest import mock
 
 import pytest
@@ -15,220 +14,10 @@ from seqpar.core.chunks import cut_rows
 from seqpar.engine import probe
 from seqpar.rows.scores import RowFunction
 from seqpar.rows.smoothing import CrossEntropyOfScores, class_weights, soft_target
-from tests.on_device import seeds
+from tests.seqpar.engine.pairs import Made, cross_entropy
+from tests.seqpar.engine.test_row_mixing import Copying, Projecting
 
 V = 9
-
-
-class Projecting(nn.Module):
-    """Something done to hidden (rows, 4) or (batch, time, 4), and a projection."""
-
-    def __init__(self, change, **parts):
-        super().__init__()
-        self.change, self.linear = change, nn.Linear(4, V)
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, hidden, **per_token):
-        return self.linear(self.change(self, hidden, **per_token))
-
-
-def normalised(self, hidden):
-    return self.norm(hidden.flatten(0, -2)).view(hidden.shape)
-
-
-def over_the_batch(change):
-    return lambda self, hidden: change(hidden)
-
-
-MIXING = {
-    "a running sum over time": (over_the_batch(lambda x: x.cumsum(1)), {}, 3, "other time steps"),
-    "the next step": (over_the_batch(lambda x: x + x.roll(1, 1)), {}, 3, "other time steps"),
-    "the mean of the batch taken off": (over_the_batch(lambda x: x - x.mean(0)), {}, 3, "other sequences"),
-    "a softmax over the batch": (over_the_batch(lambda x: x.softmax(0)), {}, 3, "other sequences"),
-    "the mean of everything": (over_the_batch(lambda x: x - x.mean((0, 1))), {}, 3, "other time steps and in other"),
-    "a convolution": (
-        lambda self, x: self.part(x.mT).mT,
-        {"part": nn.Conv1d(4, 4, 3, padding=1)},
-        3,
-        "other time steps",
-    ),
-    "a recurrence": (lambda self, x: self.part(x)[0], {"part": nn.GRU(4, 4, batch_first=True)}, 3, "other time steps"),
-    "batch normalisation": (normalised, {"norm": nn.BatchNorm1d(4)}, 3, r"\(BatchNorm1d takes statistics"),
-    "batch normalisation without running statistics": (
-        normalised,
-        {"norm": nn.BatchNorm1d(4, track_running_stats=False).eval()},
-        3,
-        r"\(BatchNorm1d takes statistics",
-    ),
-    "a running sum over rows": (over_the_batch(lambda x: x.cumsum(0)), {}, 2, "in other rows"),
-    "the mean of the rows": (over_the_batch(lambda x: x - x.mean(0)), {}, 2, "in other rows"),
-    "batch normalisation of rows": (normalised, {"norm": nn.BatchNorm1d(4)}, 2, "BatchNorm1d"),
-    "a detached mean": (over_the_batch(lambda x: x - x.mean(0).detach()), {}, 3, "the other tokens and their order"),
-    "a position": (
-        over_the_batch(lambda x: x + torch.arange(x.size(1)).to(x).unsqueeze(1)),
-        {},
-        3,
-        "the other tokens and their order",
-    ),
-}
-
-
-def case(name):
-    change, parts, dims, where = MIXING[name]
-    torch.manual_seed(0)
-    lead = (3, 5) if dims == 3 else (15,)
-    return Projecting(change, **copy.deepcopy(parts)), torch.randn(*lead, 4), torch.randint(V, lead), where
-
-
-@pytest.mark.parametrize("name", MIXING)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_generator_that_mixes_is_refused_on_the_first_call_and_told_what_it_mixes(name, dtype):
-    generator, hidden, target, where = case(name)
-    engine = seqpar.LossCompute(generator.to(dtype), seqpar.CrossEntropy(), chunk_tokens=5)
-    with pytest.raises(ValueError, match=f"the generator mixes rows: .*{where}.*before the engine"):
-        engine(hidden.to(dtype), target)
-
-
-@pytest.mark.parametrize("name", [n for n in MIXING if "normalisation" not in n])
-@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
-def test_it_is_found_in_evaluation_as_well(name, devices):
-    generator, hidden, target, _ = case(name)
-    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices).eval()
-    with torch.no_grad(), pytest.raises(ValueError, match="the generator mixes rows"):
-        engine(hidden, target)
-
-
-def test_it_is_found_beside_a_masked_class():
-    generator, hidden, target, _ = case("a detached mean")
-    with torch.no_grad():
-        generator.linear.bias[V - 1] = -torch.inf
-    with pytest.raises(ValueError, match="the generator mixes rows: a token's scores change"):
-        seqpar.LossCompute(generator, seqpar.CrossEntropy())(hidden, target % (V - 1))
-
-
-@pytest.mark.parametrize("name", ["a running sum over time", "the mean of the batch taken off"])
-def test_time_chunks_are_no_way_round_it(name):
-    generator, hidden, target, _ = case(name)
-    with pytest.raises(ValueError, match="the generator mixes rows"):
-        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_size=2)(hidden, target)
-
-
-def test_batch_normalisation_mixes_in_training_alone():
-    generator, hidden, target, _ = case("batch normalisation")
-    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy()).eval()
-    loss = engine(hidden, target).total
-    torch.testing.assert_close(
-        loss, F.cross_entropy(generator(hidden).flatten(0, 1), target.flatten(), reduction="sum")
-    )
-    before = copy.deepcopy(generator.state_dict())
-    with pytest.raises(ValueError, match="BatchNorm1d takes statistics"):
-        engine.train()(hidden, target)
-    assert all(torch.equal(before[name], value) for name, value in generator.state_dict().items())
-
-
-class Copying(nn.Module):
-    """A row's own gate between its vocabulary and what it attends to, with dropout."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.linear, self.gate, self.dropout = nn.Linear(4, V), nn.Linear(4, 1), nn.Dropout(dropout)
-
-    def forward(self, hidden, attention, source):
-        gate = self.gate(self.dropout(hidden)).sigmoid()
-        copied = torch.zeros(*hidden.shape[:-1], V).to(hidden).scatter_add(-1, source, attention)
-        return (gate * self.linear(hidden).softmax(-1) + (1 - gate) * copied).log()
-
-
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, V)
-
-    def forward(self, hidden):
-        return self.linear(hidden).mul_(2).add_(1).clamp_(-50, 50)
-
-
-ALONE = {
-    "dropout": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, V)),
-    "dropout of a function": lambda: Projecting(lambda self, x: F.dropout(x, 0.5)),
-    "half of everything": lambda: Projecting(lambda self, x: F.dropout(x, 0.9), part=nn.Dropout(0.9)),
-    "layers": lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, V), nn.LogSoftmax(-1)),
-    "a softmax": lambda: nn.Sequential(nn.Linear(4, V), nn.Softmax(-1)),
-    "a convolution of width 1": lambda: Projecting(lambda self, x: self.part(x.mT).mT, part=nn.Conv1d(4, 4, 1)),
-    "in place": InPlace,
-    "masked classes": lambda: Projecting(lambda self, x: x, part=nn.Identity()),
-    "large": lambda: Projecting(lambda self, x: x * 1e4),
-    "zero": lambda: Projecting(lambda self, x: x * 0),
-    "bfloat16 inside": lambda: Projecting(lambda self, x: x.bfloat16().square().to(x.dtype)),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize(
-    ("dtype", "lead"),
-    [
-        (torch.float64, (6, 7)),
-        (torch.float32, (6, 7)),
-        (torch.bfloat16, (6, 7)),
-        (torch.float16, (42,)),
-        (torch.bfloat16, (1, 1)),
-        (torch.float32, (1,)),
-    ],
-)
-def test_a_generator_that_treats_rows_alone_is_never_refused(name, dtype, lead):
-    for seed in seeds(2):
-        torch.manual_seed(seed)
-        engine = seqpar.LossCompute(ALONE[name]().to(dtype), seqpar.LabelSmoothing(0.1, "torch"))
-        hidden, target = (torch.randn(*lead, 4) * 3).to(dtype).requires_grad_(), torch.randint(V, lead)
-        assert engine(hidden, target).tokens == target.numel()
-        assert engine.eval()(hidden, target).tokens == target.numel()
-
-
-def test_per_token_keywords_are_regrouped_with_the_rows():
-    torch.manual_seed(0)
-    hidden, target = torch.randn(3, 5, 4, requires_grad=True), torch.randint(V, (3, 5))
-    attention, source = torch.randn(3, 5, 6).softmax(-1).requires_grad_(), torch.randint(V, (3, 5, 6))
-    for dropout in (0.0, 0.5):
-        engine = seqpar.LossCompute(Copying(dropout), seqpar.CrossEntropy(), chunk_tokens=4)
-        engine(hidden, target, attention=attention, source=source).total.backward()
-    assert attention.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["dropout", "dropout of a function"])
-def test_the_probe_leaves_random_state_modes_and_buffers_as_they_were(name):
-    torch.manual_seed(0)
-    generator = nn.Sequential(nn.BatchNorm1d(4).eval(), ALONE[name]())
-    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
-    hidden, target = torch.randn(12, 4, requires_grad=True), torch.randint(V, (12,))
-    losses, modes = [], [part.training for part in generator.modules()]
-    for _ in range(2):
-        torch.manual_seed(1)
-        losses.append(engine(hidden, target).total)
-    assert losses[0] == losses[1]  # the first call has drawn what the second draws
-    assert [part.training for part in generator.modules()] == modes
-    assert generator[0].num_batches_tracked == 0
-
-
-def test_the_question_waits_for_the_first_row_that_is_kept():
-    generator, hidden, target, _ = case("a running sum over time")
-    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
-    assert engine(hidden, torch.full_like(target, -100)).tokens == 0
-    with pytest.raises(ValueError, match="the generator mixes rows"):
-        engine(hidden[:1, :1], target[:1, :1])
-
-
-@pytest.mark.parametrize(("wanted", "rows"), [(True, 116), (False, 92)])
-def test_the_probe_is_made_once_and_calls_no_more_rows_than_it_needs(wanted, rows):
-    calls = []
-    engine = seqpar.LossCompute(Projecting(lambda self, x: calls.append(x.numel() // 4) or x), seqpar.CrossEntropy())
-    hidden, target = torch.randn(40, 10, 4, requires_grad=True), torch.randint(V, (40, 10))
-    with torch.set_grad_enabled(wanted):
-        engine(hidden, target)
-        assert sum(calls) <= 400 + rows
-        calls.clear()
-        engine(hidden, target)
-        assert sum(calls) == 400
 
 
 class Switched(nn.Module):
@@ -330,10 +119,6 @@ def test_a_scripted_module_is_refused_with_the_way_out(make):
 class WithSlots(nn.Module):
     __slots__ = ("factor",)
 
-    def forward(self, logits, target):
-        self.factor = 2 * getattr(self, "factor", 1)
-        return self.factor * F.cross_entropy(logits, target, reduction="sum")
-
 
 @pytest.mark.parametrize("of_criterion", [WithSlots(), nn.Sequential(WithSlots())])
 def test_a_module_with_slots_is_refused_with_the_way_out(of_criterion):
@@ -351,62 +136,8 @@ def test_a_projection_that_is_compiled_after_the_first_call_is_refused_as_before
         engine(hidden, target)
 
 
-class Ordered(nn.Module):
-    """A criterion whose later rows weigh more: no sum of one term a row."""
-
-    def forward(self, logits, target):
-        losses = F.cross_entropy(logits, target, reduction="none")
-        return losses @ torch.linspace(1, 2, len(losses), dtype=losses.dtype)
-
-
-class Alternating(nn.Module):
-    """One that adds up over any halves of even size, and is no sum of one term a row."""
-
-    def forward(self, logits, target):
-        losses = F.cross_entropy(logits, target, reduction="none")
-        sign = torch.ones_like(losses)
-        sign[1::2] = -1
-        return losses @ sign
-
-
-@pytest.mark.parametrize("criterion", [Ordered, Alternating])
-def test_a_criterion_that_depends_on_the_order_of_rows_is_refused(criterion):
-    torch.manual_seed(0)
-    engine = seqpar.LossCompute(nn.Linear(4, V), criterion())
-    with pytest.raises(ValueError, match="does not add up"):
-        engine(9 * torch.randn(30, 4), torch.randint(V, (30,)))
-
-
-def test_a_softmax_over_classes_of_rows_is_refused_where_it_would_be_one_over_time():
-    generator = nn.Sequential(nn.Linear(4, V), nn.LogSoftmax(1))
-    engine = seqpar.LossCompute(generator, nn.NLLLoss(reduction="sum"), chunk_tokens=5)
-    hidden, target = torch.randn(3, 5, 4), torch.randint(V, (3, 5))
-    engine(hidden.flatten(0, 1), target.flatten())
-    with pytest.raises(ValueError, match=r"the generator mixes rows: .*other time steps"):
-        engine(hidden.requires_grad_(), target)
-
-
-class PerToken(nn.Module):
-    """A projection that mixes rows if it is given a context, but not with a shift."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, V)
-
-    def forward(self, hidden, shift=0, context=0):
-        return self.linear(hidden + shift + torch.as_tensor(context).cumsum(0))
-
-
-def test_a_per_token_tensor_is_checked_under_each_of_its_names():
-    engine = seqpar.LossCompute(PerToken(), seqpar.CrossEntropy(), chunk_tokens=5)
-    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
-    engine(hidden, target, shift=hidden)
-    with pytest.raises(ValueError, match="the generator mixes rows"):
-        engine(hidden, target, context=hidden)
-
-
 def test_spectral_normalisation_that_is_added_later_is_refused():
-    engine = seqpar.LossCompute(Switched(), Summing(torch.sum), chunk_tokens=5)
+    engine = seqpar.LossCompute(Switched(), Made(lambda self, z, y: cross_entropy(z, y)), chunk_tokens=5)
     hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
     engine(hidden, target)
     nn.utils.spectral_norm(engine.head["generator"].linear)
@@ -414,17 +145,8 @@ def test_spectral_normalisation_that_is_added_later_is_refused():
         engine(hidden, target)
 
 
-class InBuffer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("classes", torch.randn(V, 4))
-
-    def forward(self, hidden):
-        return hidden @ self.classes.mT
-
-
 def test_a_vocabulary_in_a_buffer_may_grow():
-    generator = InBuffer()
+    generator = Made(lambda self, x: x @ self.classes.mT, classes=nn.Buffer(torch.randn(V, 4)))
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
     hidden = torch.randn(2, 4)
     engine(hidden, torch.tensor([0, V - 1]))
@@ -559,132 +281,59 @@ def test_a_copy_of_an_engine_finds_out_for_itself_what_it_needs(copied):
     assert other(hidden, target).total == engine(hidden, target).total
 
 
-class Summing(nn.Module):
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, logits, target):
-        return self.change(F.cross_entropy(logits, target, reduction="none"))
+def summed(self, logits, target):
+    return cross_entropy(logits, target)
 
 
-def between(losses):
-    return losses.sum() + 2 * losses.std(correction=0)
-
-
-NOT_ADDITIVE = {
-    "a constant": (lambda x: x.sum() + 5, "does not add up"),
-    "a square": (lambda x: x.sum() ** 2, "does not add up"),
-    "a root": (lambda x: x.sum().sqrt(), "does not add up"),
-    "a mean": (lambda x: x.mean(), "takes a mean"),
-    "the largest, as often as there are rows": (lambda x: x.max() * len(x), "does not add up"),
-    "a spread": (between, "does not add up"),
+RETURNED = {
+    "a float": (
+        nn.Linear(4, V),
+        lambda *given: float(summed(*given)),
+        TypeError,
+        "criterion returned a float; it must return a t",
+    ),
+    "rows": (
+        nn.Linear(4, V),
+        lambda self, z, y: F.cross_entropy(z, y, reduction="none"),
+        ValueError,
+        "it must return one real num",
+    ),
+    "a complex loss": (
+        nn.Linear(4, V),
+        lambda *given: summed(*given) * 1j,
+        TypeError,
+        "the criterion returned torch.complex64; it must return one real number",
+    ),
+    "one dimension": (
+        nn.Flatten(0),
+        summed,
+        ValueError,
+        r"the generator returned shape \(16,\) in torch.float32 for hidden \(4, 4\)",
+    ),
+    "complex scores": (
+        Made(lambda self, x: self.linear(x) * 1j, linear=nn.Linear(4, V)),
+        summed,
+        ValueError,
+        rf"returned shape \(4, {V}\) in torch.complex64 .* scores in a floating dtype",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", NOT_ADDITIVE)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_criterion_that_does_not_add_up_is_refused_with_both_numbers(name, dtype):
-    change, message = NOT_ADDITIVE[name]
-    torch.manual_seed(0)
-    engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Summing(change))
-    with pytest.raises(ValueError, match=rf"the criterion gives [\d.]+ for 7 rows and [\d.]+ .*{message}") as error:
-        engine(9 * torch.randn(30, 4).to(dtype), torch.randint(V, (30,)))
-    together, alone = (float(number) for number in re.findall(r"[\d.]+(?= for 7| as the)", str(error.value)))
-    assert (together < alone) == (name in ("a constant", "a root", "a mean"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_criterion_that_adds_up_is_never_refused(dtype):
-    for seed in seeds(10):
-        torch.manual_seed(seed)
-        for change in (torch.sum, lambda x: x.square().sum(), lambda x: (x * torch.rand_like(x)).sum()):
-            hidden = torch.randn(7, 4).to(dtype)
-            seqpar.LossCompute(nn.Linear(4, V).to(dtype), Summing(change))(hidden, torch.randint(V, (7,)))
-
-
-def test_random_losses_that_are_equal_by_chance_are_not_refused():
-    """Every other loss has the factor 2; in bfloat16 losses of any distribution are equal now and then."""
-    for seed in range(20):
-        torch.manual_seed(seed)
-        engine = seqpar.LossCompute(nn.Linear(4, V), Summing(lambda x: x.sum() * (1 + torch.randint(2, ()))))
-        engine(torch.randn(7, 4), torch.randint(V, (7,)))
-
-
-class Averaging(Summing):
-    mean = False
-
-    def forward(self, logits, target):
-        loss = super().forward(logits, target)
-        return loss / len(target) if self.mean else loss
-
-
-def to_a_mean(engine):
-    engine.head["criterion"].mean = True
-
-
-def to_another(engine):
-    engine.head["criterion"] = Summing(torch.mean)
-
-
-@pytest.mark.parametrize("change", [to_a_mean, to_another])
-def test_a_criterion_that_is_a_mean_later_is_refused_in_the_next_call(change):
-    engine = seqpar.LossCompute(nn.Linear(4, V), Averaging(torch.sum), chunk_tokens=5)
-    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
-    engine(hidden, target)
-    change(engine)
-    with pytest.raises(ValueError, match="it takes a mean"):
-        engine(hidden, target)
-
-
-class WarmedUp(nn.Module):
-    """A mean whose factor is 0 at first, or infinite."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.register_buffer("factor", torch.tensor(factor))
-
-    def forward(self, logits, target):
-        return F.cross_entropy(logits, target) * self.factor
-
-
-@pytest.mark.parametrize("factor", [0.0, float("inf")])
-def test_a_criterion_whose_first_loss_is_0_or_infinite_is_checked_in_the_next_call(factor):
-    engine = seqpar.LossCompute(nn.Linear(4, V), WarmedUp(factor), chunk_tokens=5)
-    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
-    assert engine(hidden, target).total == factor
-    engine.head["criterion"].factor.fill_(1)
-    with pytest.raises(ValueError, match="it takes a mean"):
-        engine(hidden, target)
-
-
-class Detached(nn.Module):
-    def forward(self, logits, target):
-        return F.cross_entropy(logits, target, reduction="sum").detach()
-
-
-class Number(nn.Module):
-    def forward(self, logits, target):
-        return float(F.cross_entropy(logits, target, reduction="sum"))
-
-
-class WithoutGradient(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, V)
-
-    @torch.no_grad()
-    def forward(self, hidden):
-        return self.linear(hidden)
-
-
-class NoLoss(nn.Module):
-    def forward(self, logits, target):
-        return logits.new_zeros(())
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_returned_must_be_scores_of_each_token_and_one_real_number(name):
+    generator, criterion, error, said = RETURNED[name]
+    with pytest.raises(error, match=said):
+        seqpar.LossCompute(generator, Made(criterion))(torch.randn(6, 4), torch.randint(V, (6,)))
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
-@pytest.mark.parametrize("modules", [(nn.Linear(4, V), Detached()), (WithoutGradient(), seqpar.CrossEntropy())])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        (nn.Linear(4, V), Made(lambda *given: summed(*given).detach())),
+        (Made(torch.no_grad()(lambda self, x: self.linear(x)), linear=nn.Linear(4, V)), seqpar.CrossEntropy()),
+    ],
+)
 def test_a_loss_without_a_graph_is_an_error_in_backward_as_in_plain_torch(modules, devices):
     hidden, target = torch.randn(6, 4, requires_grad=True), torch.randint(V, (6,))
     generator, criterion = modules
@@ -696,12 +345,7 @@ def test_a_loss_without_a_graph_is_an_error_in_backward_as_in_plain_torch(module
     assert hidden.grad is None
 
 
-def test_a_loss_that_is_a_float_is_named():
-    with pytest.raises(TypeError, match="the criterion returned a float; it must return a tensor"):
-        seqpar.LossCompute(nn.Linear(4, V), Number())(torch.randn(6, 4), torch.randint(V, (6,)))
-
-
-class Counting(Number):
+class Counting(nn.Module):
     def __init__(self, **counts):
         super().__init__()
         self.counts = counts
@@ -728,7 +372,9 @@ def test_a_token_loss_of_anything_but_tensors_is_named(counts, message):
 
 def test_a_loss_of_nothing_has_the_gradient_0():
     hidden = torch.randn(6, 4, requires_grad=True)
-    seqpar.LossCompute(nn.Linear(4, V), NoLoss())(hidden, torch.randint(V, (6,))).total.backward()
+    seqpar.LossCompute(nn.Linear(4, V), Made(lambda self, z, y: z.new_zeros(())))(
+        hidden, torch.randint(V, (6,))
+    ).total.backward()
     assert not hidden.grad.any()
 
 

@@ -14,6 +14,7 @@ import seqpar
 from seqpar import TokenLoss
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 from tests.seqpar.public_edge.criteria_table import logits
+from tests.seqpar.public_edge.engine_table import NO_SCALE, NOT_FINITE
 from tests.seqpar.public_edge.tables import NOT_TENSORS, refused, values
 
 HALVES = [slice(0, 3), slice(3, 6)]
@@ -70,8 +71,6 @@ NO_CHUNKS = {
     "a generator": (lambda: iter(HALVES), "is a list_iterator; it must be a list"),
     "nothing": (lambda: None, "is None; it must be a list"),
 }
-NO_SCALE = values("it must be a", none=None, text="2", a_bool=True, a_list=[1.0], many=torch.ones(2))
-NOT_FINITE = values("is ", nan=float("nan"), infinite=float("inf"), zero=0, tensor_0=torch.zeros(()))
 NO_FUNCTION = values("it must be a function that returns a TokenLoss", none=None, text="f", a_tensor=torch.ones(1))
 NO_LOSS = values("it must be a TokenLoss", none=None, a_number=0.0, a_tensor=torch.zeros(()), a_tuple=(0, 0))
 NO_LIST = values("it must be a list or tuple of tensors", none=None, a_tensor=torch.ones(6, 4), text="hidden")

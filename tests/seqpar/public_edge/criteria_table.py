@@ -112,7 +112,7 @@ OUT_OF_RANGE = values(
     nan=float("nan"), infinite=float("inf"), below_0=-0.1, one=1.0, huge=10**400,
 )  # fmt: skip
 NO_CONVENTION = values(
-    "it must be 'torch', 'fairseq'", none=None, a_number=3, capital="Torch", empty="", a_list=["torch"]
+    "is {value}; it must be 'torch', 'fairseq'", none=None, a_number=3, capital="Torch", empty="", a_list=["torch"]
 )
 NO_INDEX = values("it must be an int", text="0", a_float=1.5, a_bool=True, a_list=[0], pad_token_id_None=None)
 
@@ -133,6 +133,12 @@ def _settings() -> list[Case]:
         TypeError,
     )
     cases += refused("CrossEntropy", lambda x: seqpar.CrossEntropy(ignore_index=x), "ignore_index", NO_INDEX, TypeError)
+    for padding, classes, words in (
+        (-100, V, "ignore_index is -100; the 'harvard' convention"),
+        (0, 2, "2 classes are too few"),
+    ):
+        call = partial(seqpar.LabelSmoothing(0.1, "harvard", ignore_index=padding), logits(1, classes), targets(1))
+        cases.append(Case(f"harvard: padding {padding} of {classes}", call, Raises(ValueError, (words,))))
     return cases
 
 

@@ -13,7 +13,7 @@ import seqpar
 from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 from tests.seqpar.public_edge.criteria_table import logits, targets
-from tests.seqpar.public_edge.engine_table import NO_DEVICE, NO_DEVICES, NO_MODULE, NOWHERE
+from tests.seqpar.public_edge.engine_table import NO_DEVICE, NO_DEVICES, NO_MODULE, NOWHERE, UNFIT
 from tests.seqpar.public_edge.tables import Odd, refused, values
 
 TWO = ["cpu", "cpu"]
@@ -29,10 +29,6 @@ def _bad_devices(where: str, call: Callable[[Any], object]) -> list[Case]:
     return cases
 
 
-def _meta() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2, device="meta"))
-
-
 def _compressed() -> nn.Module:
     module = nn.Linear(2, 2)
     module.weight = nn.Parameter(module.weight.detach().to_sparse_csr())
@@ -42,17 +38,9 @@ def _compressed() -> nn.Module:
 def _replicate() -> list[Case]:
     cases = refused("replicate", lambda x: seqpar.replicate(x, TWO), "module", NO_MODULE, TypeError)
     cases += _bad_devices("replicate", partial(seqpar.replicate, nn.Linear(2, 2)))
-    for label, make, words in (
-        ("meta", _meta, "Linear.weight is on the meta device"),
-        ("lazy", lambda: nn.LazyLinear(3), "is lazy, it has no shape yet"),
-        (
-            "compressed",
-            _compressed,
-            "Linear.weight is torch.sparse_csr, and chunks add up",
-        ),
-        ("compiled", lambda: torch.compile(nn.Linear(2, 2)), "as it was before torch.compile"),
-    ):
-        call = partial(lambda make: seqpar.replicate(make(), TWO), make)
+    compressed = (_compressed, "Linear.weight is torch.sparse_csr, and chunks add up")
+    for label, (make, words) in (UNFIT | {"compressed": compressed}).items():
+        call = partial(lambda make: seqpar.replicate(nn.Sequential(make()), TWO), make)
         cases.append(Case(f"replicate: a {label} module", call, Raises(TypeError, (words,))))
     return cases
 
@@ -66,7 +54,9 @@ def _scatter() -> list[Case]:
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, TypeError)
     odd = values("it must be an int", floats=[3.0, 3.0], texts=["3", "3"], none=[None, 6])
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, TypeError)
-    odd = values("for 6 rows on 2 devices; give at most one size", few=[3, 2], many=[2, 2, 2], negative=[-1, 7], empty=[])
+    odd = values(
+        "for 6 rows on 2 devices; give at most one size", few=[3, 2], many=[2, 2, 2], negative=[-1, 7], empty=[]
+    )
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, ValueError)
     for dim in (2, -3, 99):
         words = (f"dim is {dim}, and ", "(6, 4)")
@@ -167,7 +157,7 @@ def _place() -> list[Case]:
         ("no part", {}, ValueError, "0.weight is in none of the parts"),
     ):
         cases.append(Case(f"place: {label}", partial(seqpar.place, stack, parts), Raises(error, (word,))))
-    call = lambda: seqpar.place(_meta(), {"": "cpu"})  # noqa: E731
+    call = lambda: seqpar.place(nn.Sequential(UNFIT["meta"][0]()), {"": "cpu"})  # noqa: E731
     return [
         *cases,
         Case("place: a meta model", call, Raises(TypeError, ("0.weight is on the meta device", "to_empty"))),

@@ -24,6 +24,9 @@ def refused(where: str, call: Callable[[Any], object], argument: str, odd: Odd, 
     return [case(label, make, words) for label, (make, words) in odd.items()]
 
 
-def values(error_words: str, **odd: object) -> Odd:
-    """Plain values, all of which are told the same words."""
-    return {label.replace("_", " "): (lambda value=value: value, error_words) for label, value in odd.items()}
+def values(error_words: str, **odd: object) -> dict[str, tuple[Callable[[], object], str]]:
+    """Plain values, all of which are told the same words, in which "{value}" stands for its repr."""
+    return {
+        label.replace("_", " "): (lambda value=value: value, error_words.replace("{value}", repr(value)))
+        for label, value in odd.items()
+    }
