@@ -8,8 +8,8 @@ import torch
 
 from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import Evidence, Repeated, shares_of
-from seqpar.testing.rank_causes import local_count, silent_ranks
 from seqpar.testing.row_causes import where_off
+from seqpar.testing.share_causes import local_count, silent_ranks
 from seqpar.testing.smoothing_causes import other_smoothing
 from tests.seqpar.testing.test_edges_of_verdicts import wide
 

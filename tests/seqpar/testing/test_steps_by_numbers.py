@@ -10,13 +10,13 @@ from seqpar.testing import Layout, assert_same_step, same_step
 from seqpar.testing.evidence import NEVER
 from seqpar.testing.same_step import (
     _differ,
-    _parts,
     _refuse_frozen,
     _refuse_normalised,
     _refuse_untrained,
     _result,
     _Trial,
 )
+from seqpar.testing.share_causes import parts_of_step
 from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named_parameters
 from tests.seqpar.testing.test_same_step import trainer
 
@@ -323,10 +323,11 @@ def test_a_tolerance_and_a_builder_of_a_wrong_kind_are_refused_before_anything_r
 def test_parts_of_a_step_are_its_sentences_means_by_their_shares():
     one, other = (torch.tensor(g).double() for g in ([1.0, 2.0], [0.0, 4.0]))
     means = [{"w": one}, {"w": other}]
-    parts, weights = _parts({"w": one / 8 + 3 / 8 * other}, means)
+    parts, weights = parts_of_step({"w": one / 8 + 3 / 8 * other}, means)
     assert weights == pytest.approx([1 / 4, 3 / 4])
     torch.testing.assert_close([part["w"] for part in parts], [one / 8, 3 / 8 * other])
-    assert _parts({"w": one - other}, means) == _parts({"w": one}, means) == _parts({"w": one}, means[:1]) == ([], [])
+    for whole, given in ((one - other, means), (one, means), (one, means[:1])):
+        assert parts_of_step({"w": whole}, given) == ([], [])
 
 
 def test_ranks_differ_by_a_millionth_of_the_smallest_number():
