@@ -69,7 +69,10 @@ def test_a_sum_is_taken_apart_where_its_parts_can_be_told_apart():
     a, b, nothing = wide(10.0, 20.0, 0.0), wide(0.0, 1.0, 1.0), wide(0.0, 0.0, 0.0)
     assert shares_of(a + 2 * b, [a, b]) == pytest.approx([1, 2])
     assert shares_of(-b / 3, [a, b]) == [0, pytest.approx(-1 / 3)]
-    assert shares_of(a, [nothing, a]) == [pytest.approx(math.nan, nan_ok=True), pytest.approx(1)]
+    unknown = pytest.approx(math.nan, nan_ok=True)
+    assert shares_of(a, [nothing, a]) == [unknown, pytest.approx(1)]
+    assert shares_of(2 * a + 3 * b, [a, nothing, b]) == [pytest.approx(2), unknown, pytest.approx(3)]
+    assert shares_of(3 * a, [a, 2 * a]) is None
     assert shares_of(wide(1.0, 1.0, 1.0), [a, b]) is None
     assert shares_of(a + 2 * b, [a, b, 3 * b]) is None
     assert shares_of(a, [nothing, nothing]) is None
