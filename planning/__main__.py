@@ -10,8 +10,61 @@ from itertools import product
 from typing import get_args
 
 from planning.links import parse_link
-from planning.step_plan import HELP, Layout, Training, advice, pays_from, rate_of, step_plan, table
+from planning.step_plan import Layout, StepPlan, Training, pays_from, rate_of, step_plan
 from seqpar.core.checks import check_integer, check_number
+from seqpar.markdown_table import markdown_table
+
+HEADER = (
+    "layout", "devices", "R x S x Q", "micro-batches", "step s", "compute", "exchange", "bubble", "exposed", "hidden",
+    "tokens/s/device", "efficiency", "projection, loss", "state GiB",
+)  # fmt: skip
+
+
+def table(plans: Sequence[StepPlan]) -> str:
+    """Return a Markdown table with a row per plan; times are the seconds of a step.
+
+    Example:
+        >>> from planning.__main__ import table
+        >>> from planning.step_plan import Training, step_plan
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> print(table([step_plan(training, 335e12, 4096, "hsdp")]))
+        | layout | devices | R x S x Q | micro-batches | ...
+    """
+    rows = []
+    for plan in plans:
+        times = (plan.seconds, plan.compute, plan.exchange, plan.bubble, plan.exposed, plan.hidden)
+        ranks = " x ".join(map(str, plan.ranks))
+        shares = [f"{plan.tokens_per_second:,.0f}", f"{plan.efficiency:.1%}", f"{plan.projection:.1%}"]
+        seconds = [f"{time:.3f}" for time in times]
+        first = [plan.layout, str(plan.devices), ranks, str(plan.micro_batches)]
+        rows.append([*first, *seconds, *shares, f"{plan.state / 2**30:.1f}"])
+    return markdown_table(HEADER, rows)
+
+
+def advice(plans: Sequence[StepPlan], memory: float) -> str:
+    """Return a line that names the simplest layout within 5 % of the fastest whose state fits into `memory` GiB.
+
+    Example:
+        >>> from planning.__main__ import advice
+        >>> from planning.step_plan import Training, step_plan
+        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
+        >>> advice([step_plan(training, 335e12, 4096, "hsdp")], memory=80)
+        'Choose hsdp on 4096 devices: 2.867 s a step, ...'
+    """
+    fitting = [plan for plan in plans if plan.state <= memory * 2**30]
+    if not fitting:
+        least = min(plan.state for plan in plans) / 2**30
+        on = f"on each of {plans[0].devices} devices"
+        return (
+            f"No layout fits: weights, gradients and moments need at least {least:.1f} GiB {on}, which has {memory:g}"
+        )
+    quickest = max(plan.tokens_per_second for plan in fitting)
+    near = [plan for plan in fitting if plan.tokens_per_second >= 0.95 * quickest]
+    best = min(near, key=lambda plan: get_args(Layout).index(plan.layout))
+    return (
+        f"Choose {best.layout} on {best.devices} devices: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} "
+        f"tokens/s per device, {best.efficiency:.1%} of one device alone; projection and loss are {best.projection:.1%}"
+    )
 
 
 def _count(text: str) -> int:
@@ -31,11 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     for each in fields(Training):
         name = f"--{each.name.replace('_', '-')}"
         if each.type == "bool":
-            parser.add_argument(name, action="store_true", help=HELP[each.name])
+            parser.add_argument(name, action="store_true", help=each.metadata["help"])
             continue
         kind = kinds[str(each.type).removesuffix(" | None")]
         required = each.default is MISSING
-        parser.add_argument(name, type=kind, default=each.default, required=required, help=HELP[each.name])
+        parser.add_argument(name, type=kind, default=each.default, required=required, help=each.metadata["help"])
     rate = parser.add_mutually_exclusive_group(required=True)
     rate.add_argument("--tokens-per-second", type=float, help="measured, per device")
     rate.add_argument("--flops-per-second", type=float, help="measured, per device, counted as in (1)")

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -42,7 +42,6 @@ import torch
 from planning.links import LINKS, NCCL_START, Collective, Link, seconds_of
 from seqpar.core.checks import check_choice, check_integer, check_number, check_size
 from seqpar.core.chunks import rows_per_chunk
-from seqpar.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "hsdp", "data-vocab", "vocab", "pipeline"]
 """The simplest first. "hsdp" shards over the devices in a host; "vocab" splits matrices and vocabulary over all
@@ -50,34 +49,14 @@ devices, "data-vocab" over those in a host."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-HELP = {
-    "parameters": "all parameters of the model",
-    "layers": "layers of the model",
-    "d": "width of the hidden states",
-    "vocab": "classes of the whole vocabulary",
-    "tied": "the projection is the embedding",
-    "length": "tokens of a sequence",
-    "batch": "sequences of a step over all devices; or",
-    "local_batch": "sequences of a step per device",
-    "micro_batch": "sequences that a data rank computes at once",
-    "dtype": "of weights and activations",
-    "reduce_dtype": "of the gradients that are reduced",
-    "bucket": "MiB of weights whose gradients DDP reduces at once",
-    "vocab_ranks": "S of data-vocab and pipeline; default: the devices of a host",
-    "stages": "Q of pipeline",
-    "interleave": "pieces of the model that a pipeline rank has, in turns",
-    "host": "devices of a host",
-    "within": f"link inside a host: {', '.join(LINKS)}, or microseconds:GB/s",
-    "between": "link between hosts, in the same form, per device; several GB/s are those of 2,4,8,... hosts",
-    "start": "microseconds of a collective before its first hop",
-    "overlap": "layers: as (5) and (6) say; none: nothing hides",
-}
-"""What the fields of `Training` are; each is an option of the command."""
+def _help(words: str) -> dict[str, str]:
+    """Return the metadata of a field, which is an option of the command."""
+    return {"help": words}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model, its batch, and the machines. `HELP` says what each field is.
+    """A model, its batch, and the machines.
 
     Example:
         >>> from planning.step_plan import Training
@@ -86,26 +65,33 @@ class Training:
         57.91
     """
 
-    parameters: int
-    layers: int
-    d: int
-    vocab: int
-    tied: bool = False
-    length: int
-    batch: int | None = None
-    local_batch: int | None = None
-    micro_batch: int = 1
-    dtype: str = "bfloat16"
-    reduce_dtype: str = "float32"
-    bucket: float = 25.0
-    vocab_ranks: int | None = None
-    stages: int = 1
-    interleave: int = 1
-    host: int = 8
-    within: Link = LINKS["nvlink4"]
-    between: Link = LINKS["rdma400"]
-    start: float = NCCL_START
-    overlap: str = "layers"
+    parameters: int = field(metadata=_help("all parameters of the model"))
+    layers: int = field(metadata=_help("layers of the model"))
+    d: int = field(metadata=_help("width of the hidden states"))
+    vocab: int = field(metadata=_help("classes of the whole vocabulary"))
+    tied: bool = field(default=False, metadata=_help("the projection is the embedding"))
+    length: int = field(metadata=_help("tokens of a sequence"))
+    batch: int | None = field(default=None, metadata=_help("sequences of a step over all devices; or"))
+    local_batch: int | None = field(default=None, metadata=_help("sequences of a step per device"))
+    micro_batch: int = field(default=1, metadata=_help("sequences that a data rank computes at once"))
+    dtype: str = field(default="bfloat16", metadata=_help("of weights and activations"))
+    reduce_dtype: str = field(default="float32", metadata=_help("of the gradients that are reduced"))
+    bucket: float = field(default=25.0, metadata=_help("MiB of weights whose gradients DDP reduces at once"))
+    vocab_ranks: int | None = field(
+        default=None, metadata=_help("S of data-vocab and pipeline; default: the devices of a host")
+    )
+    stages: int = field(default=1, metadata=_help("Q of pipeline"))
+    interleave: int = field(default=1, metadata=_help("pieces of the model that a pipeline rank has, in turns"))
+    host: int = field(default=8, metadata=_help("devices of a host"))
+    within: Link = field(
+        default=LINKS["nvlink4"], metadata=_help(f"link inside a host: {', '.join(LINKS)}, or microseconds:GB/s")
+    )
+    between: Link = field(
+        default=LINKS["rdma400"],
+        metadata=_help("link between hosts, in the same form, per device; several GB/s are those of 2,4,8,... hosts"),
+    )
+    start: float = field(default=NCCL_START, metadata=_help("microseconds of a collective before its first hop"))
+    overlap: str = field(default="layers", metadata=_help("layers: as (5) and (6) say; none: nothing hides"))
 
     def __post_init__(self) -> None:
         for name in ("parameters", "layers", "d", "vocab", "length", "micro_batch", "stages", "interleave", "host"):
@@ -385,57 +371,6 @@ def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layo
         else:
             high = middle
     return high
-
-
-HEADER = (
-    "layout", "devices", "R x S x Q", "micro-batches", "step s", "compute", "exchange", "bubble", "exposed", "hidden",
-    "tokens/s/device", "efficiency", "projection, loss", "state GiB",
-)  # fmt: skip
-
-
-def table(plans: Sequence[StepPlan]) -> str:
-    """Return a Markdown table with a row per plan; times are the seconds of a step.
-
-    Example:
-        >>> from planning.step_plan import Training, step_plan, table
-        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
-        >>> print(table([step_plan(training, 335e12, 4096, "hsdp")]))
-        | layout | devices | R x S x Q | micro-batches | ...
-    """
-    rows = []
-    for plan in plans:
-        times = (plan.seconds, plan.compute, plan.exchange, plan.bubble, plan.exposed, plan.hidden)
-        ranks = " x ".join(map(str, plan.ranks))
-        shares = [f"{plan.tokens_per_second:,.0f}", f"{plan.efficiency:.1%}", f"{plan.projection:.1%}"]
-        seconds = [f"{time:.3f}" for time in times]
-        first = [plan.layout, str(plan.devices), ranks, str(plan.micro_batches)]
-        rows.append([*first, *seconds, *shares, f"{plan.state / 2**30:.1f}"])
-    return markdown_table(HEADER, rows)
-
-
-def advice(plans: Sequence[StepPlan], memory: float) -> str:
-    """Return a line that names the simplest layout within 5 % of the fastest whose state fits into `memory` GiB.
-
-    Example:
-        >>> from planning.step_plan import Training, advice, step_plan
-        >>> training = Training(parameters=8_030_000_000, layers=32, d=4096, vocab=128256, length=8192, local_batch=2)
-        >>> advice([step_plan(training, 335e12, 4096, "hsdp")], memory=80)
-        'Choose hsdp on 4096 devices: 2.867 s a step, ...'
-    """
-    fitting = [plan for plan in plans if plan.state <= memory * 2**30]
-    if not fitting:
-        least = min(plan.state for plan in plans) / 2**30
-        on = f"on each of {plans[0].devices} devices"
-        return (
-            f"No layout fits: weights, gradients and moments need at least {least:.1f} GiB {on}, which has {memory:g}"
-        )
-    quickest = max(plan.tokens_per_second for plan in fitting)
-    near = [plan for plan in fitting if plan.tokens_per_second >= 0.95 * quickest]
-    best = min(near, key=lambda plan: get_args(Layout).index(plan.layout))
-    return (
-        f"Choose {best.layout} on {best.devices} devices: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} "
-        f"tokens/s per device, {best.efficiency:.1%} of one device alone; projection and loss are {best.projection:.1%}"
-    )
 
 
 def pays_from(rate: float, link: Link, *, prefetch: bool = False) -> float:

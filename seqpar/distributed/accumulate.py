@@ -139,7 +139,9 @@ def accumulate_gradients(
     tokens = _count([tokens_of(copy_containers(m)) for m in mine])
     step = _exchange_counts(len(mine), tokens, _facts(model, agree), group)
     longest = max(step.micro_batches)
-    factors = [_loss_factor(model, step, group)] * len(mine)
+    # mean over P ranks of (P x this rank's sum / tokens) = sum of all ranks / tokens
+    averaged_over = 1 if model is None else world_size(group)
+    factors = [averaged_over / max(1, step.tokens)] * len(mine)
     to_run = mine
     if min(step.micro_batches) < longest:
         # Hooks communicate in forward and backward, so every rank must run the same number of them
@@ -167,7 +169,7 @@ def accumulate_gradients(
         del loss
         # A borrowed micro-batch counts for the rank that lent it
         if i >= len(mine):
-            losses[i] = _zeros_like(losses[i])
+            losses[i] = map_tensors(torch.zeros_like, losses[i])
     whole = sum_over_ranks(sum(losses[1:], start=losses[0]), group)
     # The two numbers are the same on every rank, so either all ranks raise or none does
     if int(whole.tokens) != step.tokens:
@@ -176,21 +178,6 @@ def accumulate_gradients(
             "were divided by the wrong number; count the targets that the criterion does not ignore"
         )
     return whole
-
-
-def _loss_factor(model: nn.Module | None, step: _Step, group: ProcessGroup | None) -> float:
-    """Return what each summed loss is multiplied by: 1 / tokens, times the ranks if the model averages over them."""
-    # mean over P ranks of (P x this rank's sum / tokens) = sum of all ranks / tokens
-    averaged_over = 1
-    if model is not None:
-        averaged_over = world_size(group)
-    return averaged_over / max(1, step.tokens)
-
-
-def _zeros_like(loss: TokenLoss) -> TokenLoss:
-    """Return a loss with the same fields, all of them 0."""
-    zeros: TokenLoss = map_tensors(torch.zeros_like, loss)
-    return zeros
 
 
 def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
@@ -328,7 +315,8 @@ def _filler(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> 
     # Only the lender sends something; the others pass None to the collective
     lent: tuple[MicroBatch, bool] | None = None
     if rank_in(group) == lender:
-        lent = _without_accelerator(mine[0])
+        on_accelerator = any(isinstance(leaf, Tensor) and not is_on_host(leaf) for leaf in leaves(mine[0]))
+        lent = map_tensors(lambda t: t.detach().cpu(), mine[0]), on_accelerator
     borrowed, was_on_accelerator = broadcast_object(lent, lender, group)
     if mine:
         return mine[0]
@@ -336,12 +324,6 @@ def _filler(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> 
     if was_on_accelerator and here is not None:
         borrowed = map_tensors(lambda t: t.to(here), borrowed)
     return borrowed  # type: ignore[no-any-return]
-
-
-def _without_accelerator(micro_batch: MicroBatch) -> tuple[MicroBatch, bool]:
-    """Return the micro-batch with its tensors on the CPU, and whether any was elsewhere."""
-    on_accelerator = any(isinstance(leaf, Tensor) and not is_on_host(leaf) for leaf in leaves(micro_batch))
-    return map_tensors(lambda t: t.detach().cpu(), micro_batch), on_accelerator
 
 
 @contextlib.contextmanager

@@ -127,17 +127,15 @@ class ModelWithLoss(nn.Module):
         return {n: paths[id(module)] for n, module in self.loss.named_modules(prefix="loss") if id(module) in paths}
 
 
-def _drop_second_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+def _drop_second_names(module: ModelWithLoss, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Remove a shared submodule's tensors under the loss's name; they stay under the model's."""
-    assert isinstance(module, ModelWithLoss)
     for second in module._shared_modules():
         for key in [k for k in state if k.startswith(f"{prefix}{second}.")]:
             del state[key]
 
 
-def _restore_second_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _restore_second_names(module: ModelWithLoss, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Add a shared submodule's tensors under the loss's name, which a strict load asks for."""
-    assert isinstance(module, ModelWithLoss)
     for second, first in module._shared_modules().items():
         start = f"{prefix}{first}."
         for key in [k for k in state if k.startswith(start)]:

@@ -197,9 +197,9 @@ def next_token_targets(
         _check_sizes(times, [len(time_steps(sum(times), r, world, order)) for r in range(world)], order)
     pieces = _pieces_of(rank, world, order)
     # even_sizes puts larger pieces first, so of a rank's two pieces the first has the odd step
-    mine_pBt = tokens.tensor_split([-(-tokens.size(1) // 2)][: len(pieces) - 1], dim=1)
-    first_tokens = _first_tokens(mine_pBt, tokens.size(0), order, group)
-    after_the_end_B1 = tokens.new_full((tokens.size(0), 1), ignore_index)
+    mine_pBt = tokens.tensor_split([-(-time // 2)][: len(pieces) - 1], dim=1)
+    first_tokens = _first_tokens(mine_pBt, batch, order, group)
+    after_the_end_B1 = tokens.new_full((batch, 1), ignore_index)
     targets = []
     for piece, piece_Bt in zip(pieces, mine_pBt, strict=True):
         # Empty pieces have no first token, so the next piece that has one is taken

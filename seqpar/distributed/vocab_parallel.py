@@ -10,8 +10,7 @@ Shape suffixes: N rows, V this rank's classes, D hidden. `vocab_size` is always 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -90,14 +89,12 @@ class VocabShard:
     def meet(self, facts: Mapping[str, object], rows: int = 0, hidden: Tensor | None = None) -> list[list[int]]:
         """Return every rank's classes and checksum of `hidden`, each encoded as one number, from one collective.
 
-        `span_number` and `_checksum_number` encode the two numbers. Raises RuntimeError on every rank unless the ranks
-        agree on `facts`.
+        `span_number` and `_checksum` encode them. Raises RuntimeError on every rank unless the ranks agree on `facts`.
         """
-        checksum = (0.0, 0.0)
+        checksum = 0
         if hidden is not None and world_size(self.group) > 1:
             checksum = _checksum(hidden.detach().flatten(0, -2))
-        numbers = span_number(self.start, self.start + rows), _checksum_number(checksum)
-        return check_agreement(facts, self.group, numbers)
+        return check_agreement(facts, self.group, [span_number(self.start, self.start + rows), checksum])
 
     def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor, name: str = "hidden") -> None:
         """Raise RuntimeError on every rank unless the ranks agree on `facts` and hidden and have every class once.
@@ -118,7 +115,8 @@ class VocabShard:
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "
                 "once; VocabShard.of(weight_rows, group) computes the starts"
             )
-        checksums = [_checksum_from(number) for _, number in everyone]
+        # Each a sum and a norm, as `_checksum` encodes them
+        checksums = torch.tensor([[number] for _, number in everyone]).view(torch.float32).tolist()
         eps = torch.finfo(hidden.dtype).eps
         others = [rank for rank, theirs in enumerate(checksums) if _differ(theirs, checksums[0], eps)]
         if others:
@@ -154,8 +152,8 @@ def span_number(start: int, end: int) -> int:
     return start * SPAN + end
 
 
-def _checksum(hidden_ND: Tensor) -> tuple[float, float]:
-    """Return a weighted sum of the hidden states, and the norm of its terms, in float32.
+def _checksum(hidden_ND: Tensor) -> int:
+    """Return a weighted sum of the hidden states and the norm of its terms, two float32 numbers in an int64's bits.
 
     sum_nd cos(1.3 n + 0.5) cos(d + 0.5) hidden_nd: unlike a plain sum, it changes if rows or features are swapped.
     """
@@ -166,28 +164,15 @@ def _checksum(hidden_ND: Tensor) -> tuple[float, float]:
         column_D = (torch.arange(width, device=device) + 0.5).cos()
         rows_N = (hidden_ND @ column_D.to(hidden_ND.dtype)).float()
         weighted_N = rows_N * (1.3 * torch.arange(rows, device=device) + 0.5).cos()
-        total, size = torch.stack([weighted_N.sum(), rows_N.norm()]).tolist()
-    return total, size
+        return int(torch.stack([weighted_N.sum(), rows_N.norm()]).view(torch.int64))
 
 
-def _differ(theirs: tuple[float, float], first: tuple[float, float], eps: float) -> bool:
+def _differ(theirs: Sequence[float], first: Sequence[float], eps: float) -> bool:
     """Return whether two ranks' checksums differ by more than rounding (float32's or coarser); nan equals nan."""
     a = theirs[0]
     b, norm = first
     allowed = ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * norm
     return not (abs(a - b) <= allowed or a == b or (math.isnan(a) and math.isnan(b)))
-
-
-def _checksum_number(checksum: tuple[float, float]) -> int:
-    """Return two float32 numbers in the 64 bits of one int64."""
-    (bits,) = struct.unpack("<q", struct.pack("<ff", *checksum))
-    return int(bits)
-
-
-def _checksum_from(number: int) -> tuple[float, float]:
-    """Return the two numbers that `_checksum_number` encoded."""
-    total, norm = struct.unpack("<ff", struct.pack("<q", number))
-    return float(total), float(norm)
 
 
 def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabShard]:

@@ -1,62 +1,46 @@
 """Infer from a wrong loss's numbers what is probably wrong with it.
 
-`CAUSES` is the table. Each entry has a detector (a function of the evidence that returns a sentence, or None if the
-numbers do not show this cause) and lines that show the mistake and its remedy. Entries are tried in the table's order.
+`CAUSES` is the table. Its keys are detectors (functions of the evidence that return a sentence, or None if the numbers
+do not show this cause), its values the lines that show the mistake and its remedy. They are tried in the table's order.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.testing.evidence import FACTOR, SAME, Evidence, besides, close, ratio, shares_of, spell
-from seqpar.testing.part_causes import last_only, means_of_parts, unreduced_parts
-from seqpar.testing.precision import EXACT
-from seqpar.testing.rank_causes import local_count, silent_ranks, unequal_reductions, world_size
+from seqpar.testing.evidence import FACTOR, SAME, Evidence, besides, close, is_several, ratio, spell
+from seqpar.testing.precision import EXACT, error
 from seqpar.testing.row_causes import counted_padding, difference, dropped_rows, mean_of_means, repeated_rows, where_off
+from seqpar.testing.share_causes import (
+    last_only,
+    local_count,
+    means_of_parts,
+    miscounted_uses,
+    silent_ranks,
+    unequal_reductions,
+    unreduced_parts,
+    world_size,
+)
 from seqpar.testing.smoothing_causes import other_smoothing
 
 FLOAT32 = 1e-5
 """The relative difference up to which float32 rounding is the likely cause."""
 
 
-class Cause(NamedTuple):
-    """A common mistake."""
-
-    detect: Callable[[Evidence], str | None]
-    example: str
-    """The mistake and its remedy, one line each."""
-
-
 def likely_cause(evidence: Evidence) -> str:
     """Return a sentence about what the numbers look like, and an example of the mistake with its remedy."""
-    for cause in CAUSES:
-        sentence = cause.detect(evidence)
+    for detect, example in CAUSES.items():
+        sentence = detect(evidence)
         if sentence:
-            return f"Likely cause: {sentence}{_only_one(evidence)}\n{cause.example}".rstrip()
+            return f"Likely cause: {sentence}{_only_one(evidence)}\n{example}".rstrip()
     known = _what_is_known(evidence)
     only = "" if "only the value" in known else _only_one(evidence)
     return f"Likely cause: none of the usual ones; {known}{only}"
-
-
-def hypothesis_context() -> Any:
-    """Return hypothesis's own record of the test that this is called in; None outside its tests."""
-    control = sys.modules.get("hypothesis.control")
-    if control is None or not control.currently_in_test_context():
-        return None
-    return control.current_build_context()
-
-
-def is_shown() -> bool:
-    """Return whether a failure will be shown: of those that hypothesis tries, only the smallest is."""
-    context = hypothesis_context()
-    return context is None or getattr(context, "is_final", True)
 
 
 def _what_is_known(e: Evidence) -> str:
@@ -102,7 +86,7 @@ def _no_tokens(e: Evidence) -> str | None:
 
 def _random_numbers(e: Evidence) -> str | None:
     """Recognise a plain loss that is a different number in every call because of random numbers."""
-    other = _other_value(e)
+    other = _other(float(e.expected[0]), e.again.values)
     if other is None or _other(e.again.seeded[0], e.again.seeded) is not None:
         return None
     return (
@@ -113,7 +97,7 @@ def _random_numbers(e: Evidence) -> str | None:
 
 def _changing_modules(e: Evidence) -> str | None:
     """Recognise a plain loss that is a different number in every call because a call changes the modules."""
-    other = _other_value(e)
+    other = _other(float(e.expected[0]), e.again.values)
     if other is None:
         return None
     changed = f": {', '.join(e.again.changed)}" if e.again.changed else ""
@@ -133,11 +117,6 @@ def _changing_loss(e: Evidence) -> str | None:
     return (
         f"the loss under test changes from call to call: it is {float(e.got[0]):.6g} in one and {other:.6g} in the next"
     )
-
-
-def _other_value(e: Evidence) -> float | None:
-    """Return the plain loss of another call if it is a different number, else None."""
-    return _other(float(e.expected[0]), e.again.values)
 
 
 def _other(first: float, values: Sequence[float]) -> float | None:
@@ -223,7 +202,7 @@ def _imagined_mistake(e: Evidence) -> str | None:
 def _has_value(e: Evidence, mistaken: Tensor) -> bool:
     """Return whether the value is the one with a mistake, and not the plain one."""
     got, plain = (float(of[0]) for of in (e.got, e.expected))
-    return math.isclose(got, float(mistaken), rel_tol=SAME) and not math.isclose(got, plain, rel_tol=SAME)
+    return close(got, float(mistaken)) and not close(got, plain)
 
 
 def _wrong_sign(e: Evidence) -> str | None:
@@ -242,55 +221,31 @@ def _wrong_divisor(e: Evidence) -> str | None:
         n, rows = (sum(each) for each in zip(*e.counts, strict=True))
     # The plain loss is sum / divisor. A mean has divisor / n times its gradients, a mean over all rows of all ranks
     # divisor / rows times, and a sum (which DDP then averages) divisor / world times.
-    if times is None or math.isclose(times, 1, rel_tol=SAME):
+    if times is None or close(times, 1):
         return None
     looks = f"all gradients are {spell(times)} times the plain ones"
-    if n and e.world == 1 and math.isclose(times, e.divisor / n, rel_tol=SAME):
+    if n and e.world == 1 and close(times, e.divisor / n):
         return f"a mean instead of a sum: {looks}, and {n} targets are not ignored"
-    if rows and n != rows and math.isclose(times, e.divisor / rows, rel_tol=SAME):
+    if rows and n != rows and close(times, e.divisor / rows):
         return f"a mean over all {rows} targets, ignored padding counted: {looks}, and only {n} are not ignored"
-    if math.isclose(times * e.world, e.divisor, rel_tol=SAME):
+    if close(times * e.world, e.divisor):
         return f"a sum instead of a mean: {looks}, and the step has {e.divisor:g} tokens"
-    return None
-
-
-def _uses(e: Evidence) -> str | None:
-    """Recognise a tensor with several uses, some of which do not count exactly once, on all ranks alike."""
-    for name, got, _ in e.pairs():
-        uses = e.uses.get(name, ())
-        each = len(uses) // e.world
-        if each < 2 or each * e.world != len(uses):
-            continue
-        # Summed over the ranks
-        of_use = [torch.stack([gradient for _, gradient in uses[use::each]]).sum(0) for use in range(each)]
-        shares = shares_of(got, of_use) or []
-        counted = {use: times for use, times in enumerate(shares) if times and not math.isnan(times)}
-        if not counted:
-            continue
-        least = min(counted.values(), key=abs)
-        called = {use: f"use {use + 1} ({uses[use][0]})" for use in counted}
-        if 0 in shares and all(close(times, least) for times in counted.values()):
-            only = f"{name} is used {each} times, and its gradient is that of {', '.join(called.values())} alone"
-            return f"a missed tie: {only}{besides(least)}"
-        more = {use: round(times / least) for use, times in counted.items() if times / least > 1.5}
-        if more and all(close(times / least, round(times / least)) for times in counted.values()):
-            has = ", ".join(f"that of {called[use]} {count} times" for use, count in more.items())
-            return f"a use counted too often: of {each} uses of {name}, its gradient has {has}{besides(least)}"
     return None
 
 
 def _accumulate(e: Evidence) -> str | None:
     """Recognise gradients that are a whole number of times too large or too small."""
     times = e.ratio()
+    if not times:
+        return None
     # k micro-batches added up without a division give k times the gradient; an extra division gives 1/k
-    for whole in (times, times and 1 / times):
-        if times and whole and whole > 1.5 and math.isclose(whole, round(whole), rel_tol=SAME):
-            if times > 1:
-                return f"accumulation: all gradients are {round(whole)} times the plain ones, as if never set to zero"
-            return (
-                f"accumulation: all gradients are 1/{round(whole)} of the plain ones, as if divided by that many "
-                "micro-batches or tokens"
-            )
+    if is_several(times):
+        return f"accumulation: all gradients are {round(times)} times the plain ones, as if never set to zero"
+    if is_several(1 / times):
+        return (
+            f"accumulation: all gradients are 1/{round(1 / times)} of the plain ones, as if divided by that many "
+            "micro-batches or tokens"
+        )
     return None
 
 
@@ -313,11 +268,9 @@ def _rounding(e: Evidence) -> str | None:
     if e.dtype != torch.float64:
         return None
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
-    errors = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
-    # Not `any(error > FLOAT32)`, which is false for nan
-    if not any(errors) or not all(error <= FLOAT32 for error in errors):
+    worst = max(error(got.to(plain), plain) for got, plain in pairs)
+    if not 0 < worst <= FLOAT32:
         return None
-    worst = max(errors)
     said = f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
     if e.got[0].dtype == torch.float32:
         said += (
@@ -355,175 +308,88 @@ def _fits(numbers: Tensor, dtype: torch.dtype) -> bool:
 
 
 # From the most specific to the most general: a bare ratio fits several mistakes, a lost row fits only one
-CAUSES: tuple[Cause, ...] = (
-    Cause(
-        _no_tokens,
-        """
+CAUSES: dict[Callable[[Evidence], str | None], str] = {
+    _no_tokens: """
     (total / tokens).backward()                  # 0 / 0
     (total / tokens.clamp(min=1)).backward()     # 0, with gradients of 0""",
-    ),
-    Cause(
-        _random_numbers,
-        """
+    _random_numbers: """
     assert_same_loss(head, criterion, ...)           # head.training: dropout is drawn anew in every call
     assert_same_loss(head.eval(), criterion, ...)    # nothing is drawn; losses of draws cannot be compared""",
-    ),
-    Cause(
-        _changing_modules,
-        """
+    _changing_modules: """
     self.step += 1; eps = self.eps * 0.9**self.step  # in forward: each chunk, and each rank, has another loss
     criterion.eps = schedule(step)                   # set between steps, by the training loop""",
-    ),
-    Cause(
-        _changing_loss,
-        """
+    _changing_loss: """
     scale = self.average = 0.9 * self.average + ...  # kept from call to call, or drawn anew
     loss_of(hidden, target)                          # a function of its arguments alone""",
-    ),
-    Cause(
-        _backward_that_is_not_linear,
-        """
+    _backward_that_is_not_linear: """
     hidden.register_hook(lambda g: g.clamp(-c, c))   # in the generator: chunks and loss scales change what it does
     clip_grad_norm_(model.parameters(), c)           # after backward, in the training loop""",
-    ),
-    Cause(
-        _ignored_factor,
-        """
+    _ignored_factor: """
     return gradient                              # in backward(ctx, upstream)
     return upstream * gradient                   # of hidden AND of every parameter""",
-    ),
-    Cause(
-        _squared_factor,
-        """
+    _squared_factor: """
     return upstream * (upstream * gradient)      # scaled in backward and once more by a hook or a scaler
     return upstream * gradient                   # once""",
-    ),
-    Cause(
-        _imagined_mistake,
-        "",
-    ),
-    Cause(
-        silent_ranks,
-        """
+    _imagined_mistake: "",
+    silent_ranks: """
     if tokens_here == 0: return torch.zeros(())            # or detached, or skipped: no gradient from this rank
     total * world_size / tokens_of_all_ranks               # every rank, even with 0 tokens""",
-    ),
-    Cause(
-        _no_gradient,
-        """
+    _no_gradient: """
     loss_of(hidden.detach(), head.weight.data)   # .data, .detach(), a deep copy, a layer in a plain list
     loss_of(hidden, head.weight)                 # the tensors themselves""",
-    ),
-    Cause(
-        dropped_rows,
-        """
+    dropped_rows: """
     for i in range(rows // chunk): ...           # 10 rows in chunks of 4 are 2 chunks
     for part in hidden.split(chunk): ...         # 3, the last one shorter""",
-    ),
-    Cause(
-        repeated_rows,
-        """
+    repeated_rows: """
     for part in parts: total += loss_of(part)    # and the last one once more after the loop
     sum(loss_of(part) for part in parts)         # each part once""",
-    ),
-    Cause(
-        other_smoothing,
-        "",
-    ),
-    Cause(
-        counted_padding,
-        """
+    other_smoothing: "",
+    counted_padding: """
     F.cross_entropy(logits, target)                        # class 0, the padding, is a class like any other
     F.cross_entropy(logits, target, ignore_index=0)        # rows with target 0 count for nothing""",
-    ),
-    Cause(
-        local_count,
-        """
+    local_count: """
     loss = total / tokens_here                             # each rank's own mean, then averaged: a mean of means
     loss = total * world_size / sum_over_ranks(tokens)     # one division, by the tokens of the whole step""",
-    ),
-    Cause(
-        mean_of_means,
-        """
+    mean_of_means: """
     torch.stack([mean_of(part) for part in parts]).mean()  # parts of different numbers of tokens
     sum(sum_of(part) for part in parts) / tokens           # one division, by all tokens""",
-    ),
-    Cause(
-        unreduced_parts,
-        """
+    unreduced_parts: """
     loss = model.module(batch).loss                        # past DDP's forward, which alone makes backward reduce
     loss = ddp_model(batch).loss                           # every micro-batch of every rank, through the wrapper""",
-    ),
-    Cause(
-        last_only,
-        """
+    last_only: """
     for batch in batches: optimizer.zero_grad(); ...       # between micro-batches
     optimizer.step(); optimizer.zero_grad()                # between steps""",
-    ),
-    Cause(
-        means_of_parts,
-        """
+    means_of_parts: """
     for batch in batches: mean_of(batch).backward()        # micro-batches of different numbers of tokens
     for batch in batches: (sum_of(batch) / tokens_of_the_step).backward()""",
-    ),
-    Cause(
-        _wrong_sign,
-        """
+    _wrong_sign: """
     loss = log_p.sum()                                     # its gradient leads uphill
     loss = -log_p.sum()                                    # the negative log-likelihood""",
-    ),
-    Cause(
-        world_size,
-        """
+    world_size: """
     loss = total / tokens_of_all_ranks                     # DDP and FSDP then average over the ranks
     loss = total * world_size / tokens_of_all_ranks        # their average is the sum""",
-    ),
-    Cause(
-        _wrong_divisor,
-        """
+    _wrong_divisor: """
     nn.CrossEntropyLoss(reduction="mean")                  # means of chunks, devices or ranks do not add up
     nn.CrossEntropyLoss(reduction="sum")                   # sums do; divide once, by the step's tokens""",
-    ),
-    Cause(
-        unequal_reductions,
-        """
+    unequal_reductions: """
     dist.all_reduce(weight.grad)                           # DDP and FSDP have reduced it already
     loss.backward()                                        # their hooks reduce it, once""",
-    ),
-    Cause(
-        _uses,
-        """
+    miscounted_uses: """
     head.weight = nn.Parameter(embed.weight.clone())       # equal at first, and each with a gradient of its own
     head.weight = embed.weight                             # one parameter: its gradient is the sum of all uses""",
-    ),
-    Cause(
-        _accumulate,
-        """
+    _accumulate: """
     for batch in batches: loss_of(batch).backward()        # .grad adds up: k calls, k times as large
     optimizer.zero_grad()                                  # between steps; within one, divide by all its tokens""",
-    ),
-    Cause(
-        _gradient_of_nothing,
-        """
+    _gradient_of_nothing: """
     loss + penalty(unused) - penalty(unused).detach()      # adds 0 to the value, and to the gradient what is not 0
     loss + penalty(unused)                                 # a term of the loss, in the plain one as well""",
-    ),
-    Cause(
-        _rounded_reference,
-        """
+    _rounded_reference: """
     model(**inputs, labels=labels).loss                                                      # logits.float()
     F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())   # the same, in float64""",
-    ),
-    Cause(
-        _rounding,
-        """
+    _rounding: """
     hidden.float(); weight.to(torch.float32)               # a cast on the way
     hidden.to(weight.dtype)                                # sums in float32 or wider, whichever the input has""",
-    ),
-    Cause(
-        _narrow_sums,
-        """
+    _narrow_sums: """
     total = torch.zeros((), dtype=hidden.dtype)            # 256 + 1 is 256 in bfloat16
     total = torch.zeros((), dtype=torch.float32)           # sums in float32 or wider""",
-    ),
-)
+}

@@ -23,11 +23,12 @@ from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, w
 from seqpar.engine.pair import counts_itself
 from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import LabelSmoothing, ignored_target
-from seqpar.testing.causes import hypothesis_context, is_shown, likely_cause
+from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import FACTOR, Evidence, Result, gradients_by_use, repeat_loss
 from seqpar.testing.gradients import (
     RTOL,
-    assert_same_results,
+    first_difference,
+    hypothesis_context,
     imagine,
     plain_loss,
     proving,
@@ -36,7 +37,7 @@ from seqpar.testing.gradients import (
     value_and_gradients,
 )
 from seqpar.testing.imagined import Mistake, shifts, with_criterion
-from seqpar.testing.precision import DRAWS, as_float64, farther_than_twice_plain
+from seqpar.testing.precision import DRAWS, as_float64, farther_than_twice_plain, in_dtype
 from seqpar.testing.ranks import ranks as run_in_ranks
 from seqpar.testing.ranks import unequal_cuts
 
@@ -110,20 +111,10 @@ class Comparison:
     ranks: int | None = None
     """The number of processes to divide the tokens among; None computes the loss in this one."""
 
-    def failure(self) -> str:
-        """Return the likely cause and what differs; empty if nothing does."""
+    def failure(self, with_cause: bool) -> str:
+        """Return what differs, after its likely cause if that is wanted; empty if nothing does."""
         if self.ranks is not None:
-            return self._over_ranks(self.ranks, with_cause=is_shown())
-        return self._say(with_cause=is_shown())
-
-    def is_off(self) -> bool:
-        """Return whether anything differs, without looking for the cause."""
-        if self.ranks is not None:
-            return bool(self._over_ranks(self.ranks, with_cause=False))
-        return bool(self._say(with_cause=False))
-
-    def _say(self, with_cause: bool) -> str:
-        """Return the likely cause and then what differs here; empty if nothing does."""
+            return self._failure_over_ranks(self.ranks, with_cause)
         compared = self._compare()
         if not compared.off or not with_cause:
             return compared.off
@@ -132,7 +123,7 @@ class Comparison:
         # The cause first, because pytest's summary has only one line
         return f"{likely_cause(self._evidence(compared))}\n{compared.off}"
 
-    def _over_ranks(self, world: int, with_cause: bool) -> str:
+    def _failure_over_ranks(self, world: int, with_cause: bool) -> str:
         """Return what the first rank in which something differs says."""
         self._check_ranks(world)
         said = run_in_ranks(world, _failure_of_a_rank, self.parts(world), with_cause)
@@ -155,11 +146,11 @@ class Comparison:
         plain = partial(truth._plain, true, whole)
         # Before the loss under test, which may leave hooks on the parameters
         expected = value_and_gradients(plain, true.tensors)
-        plain_eighth = value_and_gradients(partial(_times, FACTOR, plain), true.tensors)
+        plain_eighth = value_and_gradients(lambda: plain() * FACTOR, true.tensors)
         with proving():
             got = self._reduce(candidate, leaves.tensors)
         refuse_no_gradients(got, expected, true.tensors)
-        eighth = self._reduce(partial(_times, FACTOR, candidate), leaves.tensors)
+        eighth = self._reduce(lambda: candidate() * FACTOR, leaves.tensors)
         off = self._difference(got, expected, whole, 1)
         if not off and (off := self._difference(eighth, plain_eighth, whole, FACTOR)):
             off += f", where both losses are multiplied by {FACTOR}"
@@ -181,8 +172,9 @@ class Comparison:
     def _difference(self, got: Result, expected: Result, whole: Sequence[_Tokens], factor: float) -> str:
         """Return the first number that is too far from the plain one; empty if none is."""
         if self.hidden.dtype == torch.float64:
-            return self._not_exact(got, expected)
-        return farther_than_twice_plain(as_float64(got), self._plain_draws(whole, factor), expected)
+            return first_difference(got, expected, self.rtol)
+        plain = [self._plain_draw(whole, factor, by) for by in range(DRAWS)]
+        return farther_than_twice_plain(as_float64(got), plain, expected)
 
     def _evidence(self, compared: _Compared) -> Evidence:
         """Return the numbers that the cause is inferred from."""
@@ -227,38 +219,25 @@ class Comparison:
         head = in_dtype(copy.deepcopy(self.head).cpu(), torch.float64)
         return replace(self, head=head, hidden=self.hidden.cpu().double(), target=self.target.cpu(), per_token=extra)
 
-    def _not_exact(self, got: Result, expected: Result) -> str:
-        """Return the first number that differs by more than `rtol`; empty if none does."""
-        try:
-            assert_same_results(got, expected, self.rtol)
-        except AssertionError as error:
-            return str(error)
-        return ""
+    def _plain_draw(self, whole: Sequence[_Tokens], factor: float, by: int) -> Result:
+        """Return the plain loss times a factor in the dtype under test.
 
-    def _plain_draws(self, whole: Sequence[_Tokens], factor: float) -> list[Result]:
-        """Return the plain loss times a factor in the dtype under test, several times.
-
-        Each time its rows are in a different order, so that sums round differently.
+        Its rows are moved on by so many places, so that sums round differently in each draw.
         """
-        drawn: list[Result] = []
-        for by in range(DRAWS):
-            rolled = replace(
-                self,
-                hidden=self.hidden.roll(by, 0),
-                target=self.target.roll(by, 0),
-                per_token={name: t.roll(by, 0) for name, t in self.per_token.items()},
-            )
-            leaves = rolled._leaves(self.head)
-            here = [
-                (h.to(self.hidden), t.to(self.target), {name: x.to(self.per_token[name]) for name, x in extra.items()})
-                for h, t, extra in whole
-            ]
-            plain = partial(rolled._plain, leaves, here)
-            value, gradients = value_and_gradients(partial(_times, factor, plain), leaves.tensors)
-            of_tokens = {"hidden", *self.per_token}
-            back = {n: g.roll(-by, 0) if n in of_tokens and g is not None else g for n, g in gradients.items()}
-            drawn.append((value, back))
-        return drawn
+        rolled = replace(
+            self,
+            hidden=self.hidden.roll(by, 0),
+            target=self.target.roll(by, 0),
+            per_token={name: t.roll(by, 0) for name, t in self.per_token.items()},
+        )
+        leaves = rolled._leaves(self.head)
+        here = [
+            (h.to(self.hidden), t.to(self.target), {name: x.to(self.per_token[name]) for name, x in extra.items()})
+            for h, t, extra in whole
+        ]
+        value, gradients = value_and_gradients(lambda: rolled._plain(leaves, here) * factor, leaves.tensors)
+        of_tokens = {"hidden", *self.per_token}
+        return value, {n: g.roll(-by, 0) if n in of_tokens and g is not None else g for n, g in gradients.items()}
 
     def _leaves(self, head: nn.ModuleDict) -> _Leaves:
         """Return new leaves, so that no gradient of an earlier comparison is left in them."""
@@ -364,7 +343,7 @@ class Comparison:
             # A loss that raises an error for so few tokens has a different problem
             with suppress(Exception):
                 # A loss may divide by the part's number of tokens or the step's: it fails only if it is wrong with both
-                if not (smaller.is_off() and replace(smaller, tokens=self.tokens).is_off()):
+                if not all(part.failure(False) for part in (smaller, replace(smaller, tokens=self.tokens))):
                     continue
                 shape = tuple(smaller.hidden.shape)
                 return f"\nSmallest part of these inputs that fails: hidden {shape}, {smaller._call(self)}"
@@ -401,36 +380,11 @@ class Comparison:
             yield part
 
 
-def in_dtype(modules: nn.ModuleDict, dtype: torch.dtype) -> nn.ModuleDict:
-    """Return the modules, copied if any of their parameters or buffers has a different floating or complex dtype.
-
-    They are in one container, so that a parameter they share is still one parameter in the copies.
-    """
-
-    def wanted(tensor: Tensor) -> torch.dtype:
-        if tensor.is_complex():
-            # `Module.to(torch.float64)` would drop the imaginary part
-            return dtype.to_complex()
-        return dtype if tensor.is_floating_point() else tensor.dtype
-
-    if all(t.dtype == wanted(t) for t in (*modules.parameters(), *modules.buffers())):
-        return modules
-    copies = copy.deepcopy(modules)
-    for tensor in (*copies.parameters(), *copies.buffers()):
-        tensor.data = tensor.data.to(wanted(tensor))
-    return copies
-
-
 def _name(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the parameters of one of the two modules, with names that say which module."""
     return ((f"{key}.{name}", parameter) for name, parameter in head[key].named_parameters())
 
 
-def _times(factor: float, loss: Callable[[], Tensor]) -> Tensor:
-    """Return a loss times a factor."""
-    return loss() * factor
-
-
 def _failure_of_a_rank(rank: int, world: int, parts: Sequence[Comparison], with_cause: bool) -> str:
     """Return what differs in one rank of the default group."""
-    return replace(parts[rank], group=dist.group.WORLD)._say(with_cause)
+    return replace(parts[rank], group=dist.group.WORLD).failure(with_cause)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ Result = tuple[Tensor, Mapping[str, Tensor | None]]
 """A loss and its gradients by name."""
 Uses = Mapping[str, Sequence[tuple[str, Tensor]]]
 """The gradient of each tensor, split by use: the operation and the gradient through it."""
+Weight = TypeVar("Weight", int, float)
 FACTOR = 0.125
 """The factor of the loss in the check that gradients scale with it; a power of 2, so that it causes no rounding."""
 SAME = 1e-6
@@ -132,14 +133,23 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def same(got: Tensor, plain: Tensor) -> bool:
-    """Return whether got equals plain."""
-    return close(ratio(got, plain), 1)
-
-
 def close(times: float | None, wanted: float) -> bool:
     """Return whether there is a ratio and it is this number."""
     return times is not None and math.isclose(times, wanted, rel_tol=SAME)
+
+
+def is_several(times: float) -> bool:
+    """Return whether a ratio is a whole number from 2 on."""
+    return times > 1.5 and close(times, round(times))
+
+
+def tally(weighted: Iterable[tuple[float, Weight]]) -> dict[float, Weight]:
+    """Return the total weight of each ratio, where ratios that are equal up to rounding are one."""
+    found: dict[float, Weight] = {}
+    for times, weight in weighted:
+        near = next((known for known in found if close(times, known)), times)
+        found[near] = found.get(near, 0) + weight
+    return found
 
 
 def shares_of(got: Tensor, parts: Sequence[Tensor]) -> list[float] | None:

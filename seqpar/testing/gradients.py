@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.checks import PROVED, check_number
-from seqpar.testing.causes import is_shown, likely_cause
+from seqpar.core.checks import PROVED, check_function, check_number, check_type
+from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import FACTOR, SOFTCAPS, Evidence, Result, dense, gradients_by_use, repeat_loss
 from seqpar.testing.smoothing_causes import OtherSmoothing
 
@@ -79,7 +80,7 @@ def assert_same_gradients(
             ...
         AssertionError: Likely cause: accumulation: all gradients are 2 times the plain ones...
     """
-    check_tolerance(rtol)
+    check_number(rtol, "rtol", at_least=0)
     check_leaves(tensors)
     expected = value_and_gradients(reference, tensors, "reference")
     with proving():
@@ -89,26 +90,38 @@ def assert_same_gradients(
     for name, tensor in tensors.items():
         if not tensor.requires_grad and got[1][name] is not None:
             raise AssertionError(f"{name} is frozen and got a gradient")
-    try:
-        assert_same_results(got, expected, rtol)
-    except AssertionError as error:
-        if not is_shown():
-            raise
+    off = first_difference(got, expected, rtol)
+    if off and not is_shown():
+        raise AssertionError(off)
+    if off:
         eighth = an_eighth(candidate, tensors)
-        per_token = frozenset(name for name, t in tensors.items() if t.dim() > 1 and not isinstance(t, nn.Parameter))
         evidence = Evidence(
             got,
             expected,
             eighth,
             an_eighth(reference, tensors),
             gradients_by_use(reference, tensors),
-            per_token,
+            frozenset(name for name, t in tensors.items() if t.dim() > 1 and not isinstance(t, nn.Parameter)),
             tokens,
             again=repeat_loss(reference),
             imagined=imagine(partial(under, reference, tensors)),
             smoothed=lambda *smoothing: under(reference, tensors, OtherSmoothing(*smoothing)),
         )
-        raise AssertionError(f"{likely_cause(evidence)}\n{error}") from None
+        raise AssertionError(f"{likely_cause(evidence)}\n{off}")
+
+
+def hypothesis_context() -> Any:
+    """Return hypothesis's own record of the test that this is called in; None outside its tests."""
+    control = sys.modules.get("hypothesis.control")
+    if control is None or not control.currently_in_test_context():
+        return None
+    return control.current_build_context()
+
+
+def is_shown() -> bool:
+    """Return whether a failure will be shown: of those that hypothesis tries, only the smallest is."""
+    context = hypothesis_context()
+    return context is None or getattr(context, "is_final", True)
 
 
 @contextmanager
@@ -147,15 +160,21 @@ def assert_same_results(got: Result, expected: Result, rtol: float = RTOL) -> No
             ...
         AssertionError: the gradient of weight is off by ...
     """
-    check_tolerance(rtol)
-    value, gradients = _dense(got)
-    plain, plain_gradients = _dense(expected)
+    check_number(rtol, "rtol", at_least=0)
+    if off := first_difference(_dense(got), _dense(expected), rtol):
+        raise AssertionError(off)
+
+
+def first_difference(got: Result, expected: Result, rtol: float) -> str:
+    """Return the first number that is too far from the expected one, in words; empty if none is."""
+    value, gradients = got
+    plain, plain_gradients = expected
     if gradients.keys() != plain_gradients.keys():
-        raise AssertionError(f"{sorted(gradients)} is not {sorted(plain_gradients)}")
+        return f"{sorted(gradients)} is not {sorted(plain_gradients)}"
     largest = max(size_of(t) for t in (plain, *plain_gradients.values()) if t is not None)
     # A gradient that is 0 in exact arithmetic is rounding noise in both, of about this size
     floor = ROUNDING * max(1.0, largest)
-    assert_close("the loss", value, plain, rtol, floor)
+    compared = [("the loss", value, plain)]
     for name, plain_gradient in plain_gradients.items():
         gradient = gradients[name]
         # No gradient is a gradient of 0
@@ -164,7 +183,8 @@ def assert_same_results(got: Result, expected: Result, rtol: float = RTOL) -> No
         if plain_gradient is None and gradient is not None:
             plain_gradient = torch.zeros_like(gradient)
         if gradient is not None and plain_gradient is not None:
-            assert_close(f"the gradient of {name}", gradient, plain_gradient, rtol, floor)
+            compared.append((f"the gradient of {name}", gradient, plain_gradient))
+    return next(filter(None, (difference(*one, rtol, floor) for one in compared)), "")
 
 
 def under(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], mode: AbstractContextManager[Any]) -> Result:
@@ -176,11 +196,6 @@ def under(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], mode: Abstr
 def imagine(compute: Callable[[AbstractContextManager[Any]], Result]) -> list[tuple[str, Callable[[], Result]]]:
     """Return the mistakes that a mode makes in any loss, each in words and as a function; the first is no mistake."""
     return [("", lambda: compute(nullcontext())), *((said, partial(compute, mode)) for said, mode in SOFTCAPS)]
-
-
-def check_tolerance(rtol: float) -> None:
-    """Raise ValueError for a tolerance with which everything, or nothing, would pass."""
-    check_number(rtol, "rtol", at_least=0)
 
 
 def refuse_no_gradients(got: Result, expected: Result, tensors: Mapping[str, Tensor]) -> None:
@@ -198,13 +213,8 @@ def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor
     # Because `backward` adds to whatever is in `.grad`
     for tensor in tensors.values():
         tensor.grad = None
-    if not callable(loss):
-        raise TypeError(f"{what} is a {type(loss).__name__}; it must be a function that returns the loss")
-    value = loss()
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{what} returned a {type(value).__name__}; it must return one tensor (the `total` of a TokenLoss)"
-        )
+    check_function(loss, what, "a function that returns the loss")
+    value = check_type(loss(), what, Tensor, "one tensor (the `total` of a TokenLoss)", verb="returned")
     if value.numel() != 1:
         raise ValueError(f"{what} returned shape {tuple(value.shape)}; it must return one number, such as the sum")
     if value.requires_grad:
@@ -226,13 +236,11 @@ def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Resu
 
 def check_leaves(tensors: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError unless this is a dict of at least one named leaf."""
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a dict of names and tensors")
+    check_type(tensors, "tensors", Mapping, "a dict of names and tensors")
     if not tensors:
         raise ValueError("tensors is empty; name at least one tensor whose gradient is to be compared")
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; it must be a tensor")
+        check_type(tensor, f"tensors[{name!r}]", Tensor, "a tensor")
         if not tensor.is_leaf:
             raise ValueError(
                 f"tensors[{name!r}] is not a leaf, and backward stores gradients only in leaves; give the parameter "
@@ -254,15 +262,12 @@ def size_of(tensor: Tensor) -> float:
     return finite.abs().max().item()
 
 
-def assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
-    """Raise AssertionError unless |got - expected| <= rtol x (the largest expected number) + floor, for each number.
-
-    It does not use `assert`, because pytest would append the expression's numbers to the message.
-    """
+def difference(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> str:
+    """Say what is wrong unless |got - expected| <= rtol x (the largest expected number) + floor, for each number."""
     if got.shape != expected.shape:
-        raise AssertionError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+        return f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     if expected.isnan().any():
-        raise AssertionError(f"{what} is off: the reference is nan there, so nothing can be compared with it")
+        return f"{what} is off: the reference is nan there, so nothing can be compared with it"
     # In the wider dtype, so that a large float64 number does not become infinite in float32
     wider = torch.promote_types(got.dtype, expected.dtype)
     got = got.to(expected.device, wider)
@@ -270,10 +275,11 @@ def assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: f
     # inf - inf is nan, so infinities are compared separately
     infinite = expected.isinf()
     if not torch.equal(got[infinite], expected[infinite]):
-        raise AssertionError(f"{what} is off where the reference is infinite")
+        return f"{what} is off where the reference is infinite"
     size = size_of(expected)
     # Relative to the largest number: small results of a sum carry the rounding of its large terms
     apart = (got - expected)[~infinite].abs()
     # Not `any(apart > ...)`, which is false for nan
-    if not (apart <= rtol * size + floor).all():
-        raise AssertionError(f"{what} is off by {apart.max().item():.3g} where the reference is {size:.3g} large")
+    if (apart <= rtol * size + floor).all():
+        return ""
+    return f"{what} is off by {apart.max().item():.3g} where the reference is {size:.3g} large"

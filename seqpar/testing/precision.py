@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.testing.evidence import Result
 
@@ -28,13 +29,17 @@ def has_float64(device: torch.device) -> bool:
 
 
 def error(found: Tensor | None, right: Tensor | None) -> float:
-    """Return |found - right| / |right| in the Euclidean norm; infinite if `found` is missing or the error is nan."""
-    assert right is not None
+    """Return |found - right| / |right| in the Euclidean norm; infinite if `found` alone is missing or the error is nan.
+
+    A missing `right` counts as 0.
+    """
     if found is None:
-        return float("inf")
+        return 0.0 if right is None else math.inf
+    if right is None:
+        right = torch.zeros(())
     relative = float((found - right).norm() / right.norm().clamp(min=1e-300))
     if math.isnan(relative):
-        return float("inf")
+        return math.inf
     return relative
 
 
@@ -54,8 +59,8 @@ def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result
     right = _name(truth)
     own = [_name(one) for one in plain]
     for name, found in _name(got).items():
-        off = _error(found, right[name])
-        plainly = max(_error(one[name], right[name]) for one in own)
+        off = error(found, right[name])
+        plainly = max(error(one[name], right[name]) for one in own)
         # Not `off > allowed`, which is false for nan
         if not off <= max(TWICE * plainly, TWICE * torch.finfo(torch.float32).eps):
             return (
@@ -65,21 +70,35 @@ def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result
     return ""
 
 
-def _error(found: Tensor | None, right: Tensor | None) -> float:
-    """Return the relative error, treating a missing gradient as 0."""
-    if found is None and right is None:
-        return 0.0
-    if right is None:
-        right = torch.zeros(())
-    return error(found, right)
-
-
 def as_float64(result: Result) -> Result:
     """Return a loss and its gradients in float64, on the CPU if their device has none."""
     value, gradients = result
-    if has_float64(value.device):
-        return value.double(), {name: g if g is None else g.double() for name, g in gradients.items()}
-    return value.cpu().double(), {name: g if g is None else g.cpu().double() for name, g in gradients.items()}
+    device = value.device if has_float64(value.device) else torch.device("cpu")
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.to(device).double()
+
+    return wide(value), {name: g if g is None else wide(g) for name, g in gradients.items()}
+
+
+def in_dtype(modules: nn.ModuleDict, dtype: torch.dtype) -> nn.ModuleDict:
+    """Return the modules, copied if any of their parameters or buffers has a different floating or complex dtype.
+
+    They are in one container, so that a parameter they share is still one parameter in the copies.
+    """
+
+    def wanted(tensor: Tensor) -> torch.dtype:
+        if tensor.is_complex():
+            # `Module.to(torch.float64)` would drop the imaginary part
+            return dtype.to_complex()
+        return dtype if tensor.is_floating_point() else tensor.dtype
+
+    if all(t.dtype == wanted(t) for t in (*modules.parameters(), *modules.buffers())):
+        return modules
+    copies = copy.deepcopy(modules)
+    for tensor in (*copies.parameters(), *copies.buffers()):
+        tensor.data = tensor.data.to(wanted(tensor))
+    return copies
 
 
 def _name(result: Result) -> dict[str, Tensor | None]:

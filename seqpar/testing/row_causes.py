@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.testing.evidence import SAME, Evidence, close, ratio, spell
+from seqpar.testing.evidence import Evidence, close, is_several, ratio, spell, tally
 
 MOST_ALIKE = 16
 """The maximum number of parts with the rarest number of tokens that is recognised."""
@@ -67,8 +66,7 @@ def repeated_rows(e: Evidence) -> str | None:
     """Recognise a chunk that is computed more than once while the others are right."""
     for rows in rows_of(e):
         for odd, others in _pairs_of_ratios(rows):
-            whole = odd > 1.5 and math.isclose(odd, round(odd), rel_tol=SAME)
-            if whole and math.isclose(others, 1, rel_tol=SAME) and (where := _one_run(rows, odd)):
+            if is_several(odd) and close(others, 1) and (where := _one_run(rows, odd)):
                 return (
                     f"a chunk is counted {round(odd)} times: the gradient of {rows.name} is {round(odd)} times the "
                     f"plain one in its {where[1]}, of {rows.of}, and right elsewhere"
@@ -128,10 +126,7 @@ def _multiple(r: float) -> str:
 
 def _pairs_of_ratios(rows: RowRatios) -> list[tuple[float, float]]:
     """Return the two ratios that the rows have, in both orders, if they have exactly two."""
-    kinds: list[float] = []
-    for r in rows.ratios:
-        if not any(r == known or close(r, known) for known in kinds):
-            kinds.append(r)
+    kinds = [*tally((r, 1) for r in rows.ratios)]
     if len(kinds) != 2:
         return []
     return [(kinds[0], kinds[1]), (kinds[1], kinds[0])]
@@ -139,7 +134,7 @@ def _pairs_of_ratios(rows: RowRatios) -> list[tuple[float, float]]:
 
 def _one_run(rows: RowRatios, odd: float) -> tuple[str, str] | None:
     """Return where the rows with this ratio are (first, last or between) and which they are, if they form one run."""
-    found = [i for i, r in zip(rows.at, rows.ratios, strict=True) if r == odd or close(r, odd)]
+    found = [i for i, r in zip(rows.at, rows.ratios, strict=True) if close(r, odd)]
     # The engine cuts rows or time steps, so a chunk is a run of one of these
     if any(found[0] < i < found[-1] for i in set(rows.at) - set(found)):
         return None
@@ -161,10 +156,7 @@ def mean_of_means(e: Evidence) -> str | None:
     for rows in rows_of(e):
         if rows.what != "rows":
             continue
-        counts: dict[float, int] = {}
-        for r in rows.ratios:
-            near = next((known for known in counts if math.isclose(known, r, rel_tol=SAME)), r)
-            counts[near] = counts.get(near, 0) + 1
+        counts = tally((r, 1) for r in rows.ratios)
         if len(counts) < 2 or min(counts) <= 0:
             continue
         if any(_are_parts(counts, fewest, e.divisor) for fewest in range(1, MOST_ALIKE + 1)):
@@ -182,10 +174,10 @@ def _are_parts(counts: Mapping[float, int], fewest: int, divisor: float) -> bool
     total = 0
     for r, n in counts.items():
         parts = r * n / smallest * fewest
-        if not math.isclose(parts, round(parts), rel_tol=SAME) or n % round(parts):
+        if not close(parts, round(parts)) or n % round(parts):
             return False
         total += round(parts)
-    return any(math.isclose(smallest / fewest, divisor / of, rel_tol=SAME) for of in (1, total))
+    return any(close(smallest / fewest, divisor / of) for of in (1, total))
 
 
 def counted_padding(e: Evidence) -> str | None:

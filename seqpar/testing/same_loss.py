@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from seqpar.core.checks import check_dense, check_floating, check_integer_target, check_number
+from seqpar.core.checks import check_dense, check_floating, check_integer_target, check_module, check_number
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import gather_objects, world_size
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.multi_device.devices import Device
-from seqpar.testing.comparison import Comparison, Loss, in_dtype
-from seqpar.testing.gradients import RTOL, check_tolerance
-from seqpar.testing.precision import has_float64
+from seqpar.testing.comparison import Comparison, Loss
+from seqpar.testing.gradients import RTOL, is_shown
+from seqpar.testing.precision import has_float64, in_dtype
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
 
@@ -88,19 +88,23 @@ def assert_same_loss(
         AssertionError: Likely cause: hidden: no gradient at all, so the loss is detached from it...
     """
     engine_only = {"devices": devices, "chunk_tokens": chunk_tokens, "chunk_size": chunk_size}
-    given = [name for name, value in engine_only.items() if value is not None]
+    given = {name: value for name, value in engine_only.items() if value is not None}
     if loss is not None and given:
         raise ValueError(f"loss= computes the loss by itself, and {', '.join(given)} are for seqpar's engine; pass one")
     if ranks is not None and group is not None:
         raise ValueError("group is for a call in every rank, and ranks for one call outside of them; pass one")
-    _check_arguments(generator, criterion, hidden, target, tokens, per_token)
-    check_tolerance(rtol)
-    dtype = torch.float64
-    if not has_float64(hidden.device):
-        dtype = torch.float32
+    check_module(generator, "generator")
+    check_module(criterion, "criterion")
+    check_floating(hidden, "hidden")
+    check_integer_target(target)
+    for name, value in per_token.items():
+        check_dense(value, name)
+    check_number(tokens, "tokens", above=0)
+    check_number(rtol, "rtol", at_least=0)
+    dtype = torch.float64 if has_float64(hidden.device) else torch.float32
     head = in_dtype(nn.ModuleDict({"generator": generator, "criterion": criterion}), dtype)
     own = loss is not None
-    layout = "".join(f", {name}={engine_only[name]!r}" for name in given)
+    layout = "".join(f", {name}={value!r}" for name, value in given.items())
     if loss is None:
         engine = LossCompute(head["generator"], head["criterion"], devices, chunk_tokens, chunk_size)
         loss = _EnginesLoss(engine)
@@ -109,7 +113,7 @@ def assert_same_loss(
     trial = Comparison(head, loss, *given_tokens, tokens, group, rtol, own, layout, ranks)
     with _unchanged(head):
         # Gathered, so that all ranks raise the same error instead of waiting for the one that did
-        failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
+        failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(is_shown()), group)) if text}
         if failures:
             rank, message = next(iter(failures.items()))
             if world_size(group) > 1:
@@ -130,25 +134,6 @@ def _unchanged(head: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in numbers:
                 buffer.copy_(before)
-
-
-def _check_arguments(
-    generator: object,
-    criterion: object,
-    hidden: object,
-    target: object,
-    tokens: object,
-    per_token: Mapping[str, object],
-) -> None:
-    """Raise TypeError or ValueError for an argument that no loss could be computed with."""
-    for name, module in (("generator", generator), ("criterion", criterion)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
-    check_floating(hidden, "hidden")
-    check_integer_target(target)
-    for name, value in per_token.items():
-        check_dense(value, name)
-    check_number(tokens, "tokens", above=0)
 
 
 class _EnginesLoss:

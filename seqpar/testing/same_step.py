@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_function
-from seqpar.testing.causes import is_shown, likely_cause
+from seqpar.core.checks import check_function, check_number
+from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import NEVER, SAME, Evidence, Repeated
-from seqpar.testing.gradients import ROUNDING, RTOL, assert_close, check_tolerance, size_of
-from seqpar.testing.part_causes import shares_of_parts
+from seqpar.testing.gradients import ROUNDING, RTOL, difference, is_shown, size_of
 from seqpar.testing.precision import TWICE, error, spell_error
+from seqpar.testing.share_causes import parts_of_step
 from seqpar.testing.step_run import Layout, Ran, Run, Trainer, alone, run
 
 __tracebackhide__ = True  # pytest shows the call that failed, and the sentence
@@ -92,7 +93,7 @@ def assert_same_step(
             ...
         AssertionError: Likely cause: mean of means: each micro-batch is divided by its own tokens...
     """
-    check_tolerance(rtol)
+    check_number(rtol, "rtol", at_least=0)
     check_function(make_trainer, "make_trainer")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
@@ -164,20 +165,18 @@ def _refuse_normalised(runs: Sequence[Ran]) -> None:
         )
 
 
+@dataclass
 class _Trial:
     """A layout's step, compared with that of one process."""
 
-    def __init__(
-        self,
-        make_trainer: Callable[[Layout], Trainer],
-        layout: Layout,
-        ranks: Sequence[Ran],
-        reference: Ran,
-        truth: Ran,
-        rtol: float,
-    ) -> None:
-        self.make_trainer, self.layout, self.ranks = make_trainer, layout, ranks
-        self.reference, self.truth, self.rtol = reference, truth, rtol
+    make_trainer: Callable[[Layout], Trainer]
+    layout: Layout
+    ranks: Sequence[Ran]
+    reference: Ran
+    """One process's step in the same dtype."""
+    truth: Ran
+    """One process's step in float64."""
+    rtol: float
 
     def differences(self) -> dict[str, tuple[int, str]]:
         """Return, by parameter name, the rank in which it differs and how; the loss has the name ""."""
@@ -185,9 +184,9 @@ class _Trial:
         for rank, one in enumerate(self.ranks):
             if one.loss is not None and (off := self._loss_off(float(one.loss))):
                 found.setdefault("", (rank, off))
-        compared = {"the gradient of ": _gradients, "the ": _states}
-        if not self.truth.gradients:
-            compared = {"the update of ": _updates}
+        compared: dict[str, Callable[[Ran], Mapping[str, Tensor]]] = {"the update of ": _updates}
+        if self.truth.gradients:
+            compared = {"the gradient of ": attrgetter("gradients"), "the ": attrgetter("state")}
         for kind, of in compared.items():
             for what, rank, off in self._tensors_off(kind, of):
                 # "exp_avg of head.weight" belongs to a parameter
@@ -233,11 +232,7 @@ class _Trial:
         return max((size_of(update) for update in _updates(self.truth).values()), default=0.0)
 
     def _weight_off(self, name: str, one: Ran, first: Ran) -> str:
-        """Say how a parameter differs after the step from that of one process; return "" if it does not.
-
-        Args:
-            first: the run of the first rank that has the parameter.
-        """
+        """Say how a parameter differs after the step, or return ""; `first` is the first rank that has it."""
         mine, grad, other = (ran.gradients.get(name) for ran in (one, self.truth, first))
         if self.truth.gradients and grad is None and mine is not None and mine.any():
             return f"has a gradient and differs {AFTER}, and in one process it has none"
@@ -277,11 +272,7 @@ class _Trial:
     def _off(self, what: str, got: Tensor, right: Tensor, plainly: Tensor | None, largest: float) -> str:
         """Say how a tensor differs; return "" if it does not."""
         if self.truth is self.reference or got.shape != right.shape:
-            try:
-                assert_close(what, got, right, self.rtol, ROUNDING * largest)
-            except AssertionError as wrong:
-                return str(wrong)
-            return ""
+            return difference(what, got, right, self.rtol, ROUNDING * largest)
         eps = torch.finfo(self.layout.dtype).eps
         # What is 0 in exact arithmetic is rounding noise in every dtype
         if size_of(right) <= ROUNDING * largest and size_of(got) <= eps * largest:
@@ -353,7 +344,7 @@ class _Trial:
         if self.ranks[rank].loss is None:
             got = (right[0] if "" not in self.differences() else got[0], got[1])
         *means, other = self._other_runs()
-        parts, weights = _parts(right[1], [mean.gradients for mean in means])
+        parts, weights = parts_of_step(right[1], [mean.gradients for mean in means])
         again = NEVER
         # Both in the same dtype, because rounding is not randomness
         if not math.isclose(float(other.loss), float(self.reference.loss), rel_tol=SAME, abs_tol=SAME):
@@ -381,37 +372,10 @@ class _Trial:
         return [ran for (ran,) in run(self.make_trainer, *runs, Run(plain, other_random_numbers=True))]
 
 
-def _parts(
-    whole: Mapping[str, Tensor | None], means: Sequence[Mapping[str, Tensor]]
-) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Return what each sentence adds to the gradient, and its share of the step; nothing if they do not add up.
-
-    The gradient of a sentence alone is that of its own mean; its share is the weight that makes their sum the whole.
-    """
-    weights = shares_of_parts(whole, means)
-    if len(weights) < 2 or not all(weight > SAME for weight in weights):
-        return [], []
-    parts = [{n: g * weight for n, g in mean.items()} for mean, weight in zip(means, weights, strict=True)]
-    return parts, [weight / sum(weights) for weight in weights]
-
-
-def _gradients(ran: Ran) -> Mapping[str, Tensor]:
-    """Return a step's gradients by parameter."""
-    return ran.gradients
-
-
-def _states(ran: Ran) -> Mapping[str, Tensor]:
-    """Return the optimizer's state and settings by parameter."""
-    return ran.state
-
-
 def _updates(ran: Ran) -> dict[str, Tensor]:
     """Return by how much each parameter changes; in float64 for integer parameters."""
-    pairs = {name: (after, ran.before[name]) for name, after in ran.after.items()}
-    return {
-        name: after - before if after.is_floating_point() else after.double() - before.double()
-        for name, (after, before) in pairs.items()
-    }
+    dtypes = {name: after.dtype if after.is_floating_point() else torch.float64 for name, after in ran.after.items()}
+    return {name: ran.after[name].to(dtype) - ran.before[name].to(dtype) for name, dtype in dtypes.items()}
 
 
 def _result(ran: Ran) -> tuple[Tensor, dict[str, Tensor | None]]:

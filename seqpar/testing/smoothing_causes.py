@@ -33,23 +33,19 @@ class Smoothing(NamedTuple):
             return "no label smoothing"
         return f"label smoothing of {self.eps:.6g} in the convention {self.convention!r}"
 
-    def is_same(self, other: Smoothing) -> bool:
-        """Return whether both smooth in the same way."""
-        return str(self) == str(other)
-
 
 def other_smoothing(e: Evidence) -> str | None:
     """Recognise the cross-entropy of the same logits with a different convention or eps, or without smoothing."""
     theirs = _smoothings(e, e.got)
     if not theirs:
         return None
-    own = _choose(_smoothings(e, e.expected), e.smoothing)
-    if own is None:
+    plain = _smoothings(e, e.expected)
+    if not plain:
         found = _choose(theirs, e.smoothing)
         return f"the plain cross-entropy with {found}, where the criterion is another one, or has class weights"
+    own = _choose(plain, e.smoothing)
     found = _choose(theirs, (own.convention, own.eps))
-    assert found is not None
-    if found.is_same(own):
+    if str(found) == str(own):
         return None
     more = besides(found.times / own.times)
     if found.convention != own.convention and abs(found.eps - own.eps) <= SAME:
@@ -78,7 +74,7 @@ def _flat(of: Result, like: Result) -> Tensor:
     return torch.cat([(torch.zeros_like(g) if own is None else own).flatten() for own, g in pairs])
 
 
-def _choose(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothing | None:
+def _choose(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothing:
     """Return the likeliest: the known one, else one with its eps, else one with a round eps, else any."""
 
     def unlikely(one: Smoothing) -> tuple[bool, bool, bool]:
@@ -86,7 +82,7 @@ def _choose(found: list[Smoothing], known: tuple[str, float] | None) -> Smoothin
         is_round = abs(round(one.eps, DIGITS) - one.eps) <= SAME
         return not abs(one.eps - eps) <= SAME, not is_round, one.convention != convention
 
-    return min(found, key=unlikely, default=None)
+    return min(found, key=unlikely)
 
 
 class OtherSmoothing(TorchFunctionMode):

@@ -13,18 +13,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from planning.__main__ import main
+from planning.__main__ import advice, main, table
 from planning.links import LINKS, Link
 from planning.step_plan import (
     Layout,
     StepPlan,
     Training,
-    advice,
     gather_exposed,
     rate_of,
     reduce_exposed,
     step_plan,
-    table,
 )
 
 LLAMA: dict[str, Any] = {

@@ -19,7 +19,7 @@ SHOWN = re.findall(r"automodule:: (\S+)\n +:members:(.*)", PAGE.read_text())
 """The modules of the page, and the names that it shows of each."""
 NAMES = [f"{p}.{n}" for p in ("seqpar", "seqpar.objectives", "seqpar.testing") for n in import_module(p).__all__]
 MODULES = [import_module(f"seqpar.{m}") for m in ("memory_plan", "testing.ranks", "testing.strategies")]
-MODULES.append(import_module("planning.step_plan"))
+MODULES += [import_module(f"planning.{m}") for m in ("step_plan", "__main__")]
 NO_EXAMPLE = {"main", "close_all"}
 """A command, which the pages show, and what a process calls at its end."""
 NAMES += [

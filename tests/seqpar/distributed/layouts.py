@@ -298,6 +298,66 @@ def wrap(both: seqpar.ModelWithLoss, layout: str, **options: Any) -> Any:
     raise ValueError(layout)
 
 
+SMALL = Case((((2, 3),), ((3, 5),)), (), 7, 4, "tied", "torch", "nothing", 2, 0.3, 1.0, 5)
+"""Two ranks with 6 and 15 targets, a tied head."""
+
+
+class PlainLoss(nn.Module):
+    """The un-chunked loss, in an engine's place."""
+
+    def __init__(self, generator: nn.Module) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, hidden: Tensor, target: Tensor) -> seqpar.TokenLoss:
+        logits, target = self.generator(hidden).flatten(0, 1), target.flatten()
+        return seqpar.TokenLoss(F.cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
+
+
+def step(wrapped: Any, case: Case, rank: int, world: int) -> float:
+    """The two lines of ModelWithLoss's docstring, with an upstream factor; the loss of all ranks."""
+    ((tokens, target),) = case.micro_batches(rank)
+    return differentiated(wrapped(tokens, target=target), world, case.factor)
+
+
+def differentiated(loss: seqpar.TokenLoss, world: int, factor: float = 1.0) -> float:
+    """The loss of all ranks, after a backward through the step's mean, of which a wrapper takes the ranks' mean."""
+    count = seqpar.group_sum(loss.tokens, dist.group.WORLD).clamp(min=1)
+    (loss.total * factor * world / count).backward()
+    return float(seqpar.sum_over_ranks(loss, dist.group.WORLD).total)
+
+
+def accumulate(both: Any, case: Case, rank: int, **options: Any) -> seqpar.TokenLoss:
+    """The step of a rank's micro-batches by `accumulate_gradients`, with its upstream factor."""
+    given: dict[str, Any] = {"backward": lambda loss: (loss * case.factor).backward()}
+    return seqpar.accumulate_gradients(
+        iter(case.micro_batches(rank)), lambda m: both(m[0], target=m[1]), count_tokens(case), **(given | options)
+    )
+
+
+def watch_buckets(wrapped: DistributedDataParallel) -> list[int]:
+    """A list that grows by a bucket's number whenever DDP reduces it."""
+    buckets: list[int] = []
+
+    # Without annotations, which torch reads and which are strings here
+    def hook(state, bucket):
+        buckets.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
+    return buckets
+
+
+def message(function: Callable[..., object], *arguments: Any, **keywords: Any) -> str:
+    """The class and the text of the error that a call raises."""
+    try:
+        function(*arguments, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 class Communication(TorchDispatchMode):
     """Counts collectives by the name of torch's operator."""
 

@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -19,28 +20,25 @@ from seqpar.distributed.collectives import (
     sum_from_group,
 )
 from seqpar.testing.ranks import RankError, ranks
+from tests.seqpar.distributed.layouts import message
 
 
 def facts_of(rank, world, facts):
-    try:
-        seqpar.check_agreement(facts[rank], dist.group.WORLD)
-    except RuntimeError as error:
-        return str(error)
-    return "agreed"
+    return message(seqpar.check_agreement, facts[rank], dist.group.WORLD)
 
 
 AGREED = {"vocabulary": 32_000, "dtype": "bfloat16", "chunks": 7, "steps": 1000, "data seed": 1}
 
 
 def test_ranks_that_agree_go_on():
-    assert ranks(3, facts_of, [AGREED] * 3) == ["agreed"] * 3
+    assert ranks(3, facts_of, [AGREED] * 3) == ["no error"] * 3
 
 
 @pytest.mark.parametrize("name", AGREED)
 def test_every_rank_says_who_differs_and_in_what(name):
     facts = [AGREED, AGREED | {name: "other"}, AGREED]
     expected = (
-        f"ranks disagree on {name}: {AGREED[name]!r} on ranks [0, 2]; 'other' on ranks [1]; "
+        f"RuntimeError: ranks disagree on {name}: {AGREED[name]!r} on ranks [0, 2]; 'other' on ranks [1]; "
         "start all of them with the same settings and data"
     )
     assert ranks(3, facts_of, facts) == [expected] * 3
@@ -48,7 +46,7 @@ def test_every_rank_says_who_differs_and_in_what(name):
 
 def test_a_fact_that_a_rank_does_not_have_is_named_too():
     said = ranks(2, facts_of, [AGREED, {k: v for k, v in AGREED.items() if k != "steps"}])
-    assert said[0].startswith("ranks disagree on steps: 1000 on ranks [0]; 'nothing' on ranks [1]")
+    assert said[0].startswith("RuntimeError: ranks disagree on steps: 1000 on ranks [0]; 'nothing' on ranks [1]")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ SAME = {
 def test_equal_facts_agree_whatever_their_order_and_kind_of_number(name):
     one, other = SAME[name]
     assert one == other
-    assert ranks(2, facts_of, [{"fact": one}, {"fact": other}]) == ["agreed"] * 2
+    assert ranks(2, facts_of, [{"fact": one}, {"fact": other}]) == ["no error"] * 2
 
 
 OTHERS = {
@@ -99,21 +97,16 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_facts_do_not_agree(name):
     said = ranks(2, facts_of, [{"fact": fact} for fact in OTHERS[name]])
-    assert all(answer.startswith("ranks disagree on fact: ") for answer in said)
+    assert all(answer.startswith("RuntimeError: ranks disagree on fact: ") for answer in said)
 
 
 def different_steps(rank, world):
     """Rank 1's data ends a step early. The others' collective gives up after the group's timeout."""
-    from datetime import timedelta
-
     group = dist.new_group(timeout=timedelta(seconds=1))
+    weight = torch.ones((), requires_grad=True)
     for _ in range(2 - rank):
-        seqpar.accumulate_gradients([1], lambda n: TOKEN_LOSS(n), lambda n: n, group=group)
+        seqpar.accumulate_gradients([1], lambda n: seqpar.TokenLoss(weight * n, torch.tensor(n)), int, group=group)
     time.sleep(0 if rank == 0 else 3)
-
-
-def TOKEN_LOSS(n):  # noqa: N802
-    return seqpar.TokenLoss(torch.ones((), requires_grad=True) * n, torch.tensor(n))
 
 
 def test_a_rank_that_stops_early_costs_the_others_the_timeout_they_chose():
@@ -180,14 +173,10 @@ def second_derivatives(rank, world, name):
         "join_from_group": lambda t, g: join_from_group(t, [2, 2], 0, g),
     }
     found = functions[name](leaf, group)
-    try:
-        torch.autograd.grad(found.square().sum(), leaf, create_graph=True)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return message(torch.autograd.grad, found.square().sum(), leaf, create_graph=True)
 
 
 @pytest.mark.parametrize("name", ["copy_to_group", "join_from_group"])
 def test_a_second_derivative_through_a_collective_is_refused(name):
     for said in ranks(2, second_derivatives, name):
-        assert said.startswith(f"{name} was asked for a second derivative (create_graph=True)")
+        assert said.startswith(f"RuntimeError: {name} was asked for a second derivative (create_graph=True)")

@@ -58,46 +58,36 @@ CONTAINERS = {
 
 
 def by_torch():
-    h, t = torch.empty(5, 8), torch.empty(5, dtype=torch.long)
-    for new_h, new_t in DATA:
-        h.copy_(new_h)
-        t.copy_(new_t)
-        yield h, t
-
-
-def by_views():
-    """New tensors each time, of one buffer and of other lengths."""
-    h, t = torch.empty(5, 8), torch.empty(5, dtype=torch.long)
-    for (new_h, new_t), n in zip(DATA, SIZES, strict=True):
-        h[:n] = new_h[:n]
-        t[:n] = new_t[:n]
-        yield h[:n], t[:n]
+    return torch.empty(5, 8), torch.empty(5, dtype=torch.long)
 
 
 def by_numpy():
-    """Torch does not count what numpy writes."""
-    h, t = np.empty((5, 8), np.float32), np.empty(5, np.int64)
-    hidden, target = torch.from_numpy(h), torch.from_numpy(t)
-    for new_h, new_t in DATA:
-        h[...] = new_h.numpy()
-        t[...] = new_t.numpy()
-        yield hidden, target
+    return np.empty((5, 8), np.float32), np.empty(5, np.int64)
 
 
-def by_numpy_views():
-    h, t = np.empty((5, 8), np.float32), np.empty(5, np.int64)
-    for (new_h, new_t), n in zip(DATA, SIZES, strict=True):
-        h[:n] = new_h[:n].numpy()
-        t[:n] = new_t[:n].numpy()
-        yield torch.from_numpy(h[:n]), torch.from_numpy(t[:n])
+def whole(buffer, n):
+    return buffer
 
 
-def arrays():
-    h, t = np.empty((5, 8), np.float32), np.empty(5, np.int64)
-    for new_h, new_t in DATA:
-        h[...] = new_h.numpy()
-        t[...] = new_t.numpy()
-        yield h, t
+def rows(buffer, n):
+    return buffer[:n]
+
+
+def as_tensor(seen):
+    """What is seen of an array of numpy's as a tensor; torch does not count what numpy writes."""
+    return lambda buffer, n: torch.from_numpy(seen(buffer, n))
+
+
+def refilling(buffers, seen):
+    """A loader that fills its buffers again with batches of other lengths, of which it shows so much."""
+
+    def loader():
+        h, t = buffers()
+        for (new_h, new_t), n in zip(DATA, SIZES, strict=True):
+            h[:n], t[:n] = new_h[:n], new_t[:n]
+            yield seen(h, n), seen(t, n)
+
+    return loader
 
 
 def only_hidden():
@@ -131,10 +121,17 @@ def large_and_transposed():
         yield h, new_t
 
 
-REFILLED = [
-    by_torch, by_views, by_numpy, by_numpy_views, arrays, only_hidden, two_in_turn, in_inference_mode,
-    large_and_transposed,
-]  # fmt: skip
+WHOLE = {
+    "by torch": refilling(by_torch, whole),
+    "by numpy": refilling(by_numpy, as_tensor(whole)),
+    "arrays": refilling(by_numpy, whole),
+}
+PARTLY = {"by views": refilling(by_torch, rows), "only hidden": only_hidden, "two in turn": two_in_turn}
+REFILLED = WHOLE | PARTLY | {
+    "by views of numpy's": refilling(by_numpy, as_tensor(rows)),
+    "in inference mode": in_inference_mode,
+    "large and transposed": large_and_transposed,
+}  # fmt: skip
 
 
 def take(micro_batches):
@@ -157,7 +154,7 @@ def test_a_loader_that_fills_its_memory_again_is_refused(loader, container):
     with pytest.raises(
         ValueError, match=r"^micro-batch 0 of 3 changed when a later one was drawn: [^\n]*copy.deepcopy"
     ):
-        take(made(h, t) for h, t in loader())
+        take(made(h, t) for h, t in REFILLED[loader]())
 
 
 def one_dict():
@@ -226,19 +223,11 @@ def test_a_loader_that_fills_one_container_again_is_refused(loader):
 
 
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "an object"])
-@pytest.mark.parametrize("loader", [by_torch, by_numpy, arrays])
-def test_a_list_of_what_such_a_loader_gave_is_refused(loader, container):
+@pytest.mark.parametrize(("loader", "second"), [*((name, "1") for name in WHOLE), *((name, "[12]") for name in PARTLY)])
+def test_a_list_of_what_such_a_loader_gave_is_refused(loader, second, container):
     made = CONTAINERS[container]
-    with pytest.raises(ValueError, match=r"micro_batches\[0\] and \[1\] are two objects with the same memory"):
-        take([made(h, t) for h, t in loader()])
-
-
-@pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "an object"])
-@pytest.mark.parametrize("loader", [by_views, only_hidden, two_in_turn])
-def test_a_list_of_which_a_loader_has_filled_some_tensors_again_is_refused(loader, container):
-    made = CONTAINERS[container]
-    with pytest.raises(ValueError, match=r"micro_batches\[0\] and \[[12]\] are two objects with the same memory"):
-        take([made(h, t) for h, t in loader()])
+    with pytest.raises(ValueError, match=rf"micro_batches\[0\] and \[{second}\] are two objects with the same memory"):
+        take([made(h, t) for h, t in REFILLED[loader]()])
 
 
 MASK = torch.ones(5, 5).tril_()
@@ -292,9 +281,10 @@ def test_memory_that_nobody_writes_to_is_not_refused(kind, drawn):
 
 
 def test_the_same_as_a_loader_that_copies():
-    for seen, (h, t) in zip(take((h.clone(), t.clone()) for h, t in by_torch()), DATA, strict=True):
-        assert torch.equal(seen[0], h)
-        assert torch.equal(seen[1], t)
+    seen = take((h.clone(), t.clone()) for h, t in REFILLED["by views"]())
+    for (h, t), (new_h, new_t), n in zip(seen, DATA, SIZES, strict=True):
+        assert torch.equal(h, new_h[:n])
+        assert torch.equal(t, new_t[:n])
 
 
 @pytest.mark.parametrize("drawn", [list, iter], ids=["in a list", "drawn"])

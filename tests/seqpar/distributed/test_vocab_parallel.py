@@ -17,7 +17,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import seqpar
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
-from tests.seqpar.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts
+from tests.seqpar.distributed.vocab_cases import (
+    PLAIN,
+    answer,
+    assert_close,
+    counted,
+    leaves_and_gradients,
+    numbers,
+    own_rows,
+    parts,
+    shard_of,
+    whole_gradients,
+)
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
 from tests.seqpar.linear.score_cases import assert_ranks, plain_scores, score_cases, weighted
 
@@ -28,44 +39,31 @@ def losses(rank, world, drawn):
     """Every (case, split, order) in turn; its loss and gradients."""
     answers = []
     for case, split, order, full_class_weight in drawn:
-        group, rows = dist.group.WORLD, split[order[rank]]
-        start = sum(split[: order[rank]])
-        in_order = order == sorted(order)
-        vocab = seqpar.VocabShard.of(rows, group) if in_order else seqpar.VocabShard(group, start, case.vocab_size)
-        assert vocab == seqpar.VocabShard(group, start, case.vocab_size)
+        vocab, rows = shard_of(case, split, order, rank)
+        if order == sorted(order):
+            assert seqpar.VocabShard.of(rows, dist.group.WORLD) == vocab
         tensors = parts(case, vocab, rows, full_class_weight)
         loss = seqpar.linear_cross_entropy(**tensors, **case.options, vocab=vocab)
-        if loss.total.requires_grad:
-            (loss.total * case.upstream).backward()
-        answers.append(answer(loss, tensors))
+        answers.append(answer(loss, tensors, case.upstream))
     return answers
 
 
-def assert_answers(case, split, order, per_rank):
+def assert_answers(case, order, per_rank):
     """Every rank's answer is the plain loss's; the shards' gradients together are the weight's."""
     tensors = case.tensors()
     reference = plain_loss(**tensors, **case.options)
-    leaves = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
-    gradients = torch.autograd.grad(reference * case.upstream, [tensors[n] for n in leaves]) if leaves else ()
+    leaves, gradients = leaves_and_gradients(tensors, reference, case.upstream)
     kept, target = tensors["target"].flatten() != case.padding, tensors["target"].flatten()
     logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap, case.temperature)
     nll = F.cross_entropy(logits, target, ignore_index=case.padding, reduction="sum")
-    assert all(fields == per_rank[0][0] for fields, _ in per_rank), "the loss differs between ranks"
     total, tokens, got_nll, correct = per_rank[0][0]
     assert_close("the loss", total, reference)
     assert_close("nll", got_nll, nll)
     assert tokens == kept.sum()
     assert correct == ((logits.argmax(-1) == target) & kept).sum()
-    for name, expected in zip(leaves, gradients, strict=True):
-        found = [grads[name] for _, grads in per_rank]
-        if name in ("hidden", "token_weight"):
-            for rank, grad in enumerate(found):
-                assert_close(f"the gradient of {name} on rank {rank}", grad, expected)
-        else:
-            whole = torch.cat([torch.as_tensor(found[order.index(i)]) for i in range(len(split))])
-            assert_close(f"the gradient of {name}", whole, expected)
-    for name in set(LEAVES) - set(leaves):
-        assert all(grads.get(name) is None for _, grads in per_rank), f"{name} is frozen and got a gradient"
+    for rank, found in enumerate(whole_gradients(per_rank, leaves, order)):
+        for name, expected in zip(leaves, gradients, strict=True):
+            assert_close(f"the gradient of {name} on rank {rank}", found[name], expected)
 
 
 @given(st.data())
@@ -77,8 +75,8 @@ def test_any_split_has_the_gradient_of_one_device(data):
         order = data.draw(st.one_of(st.just(list(range(world))), st.permutations(range(world)).map(list)))
         drawn.append((case, data.draw(vocabulary_splits(case.vocab_size, world)), order, data.draw(st.booleans())))
     answers = ranks(world, losses, drawn)
-    for i, (case, split, order, _) in enumerate(drawn):
-        assert_answers(case, split, order, [theirs[i] for theirs in answers])
+    for i, (case, _, order, _) in enumerate(drawn):
+        assert_answers(case, order, [theirs[i] for theirs in answers])
 
 
 def count_a_step(rank, world, options):
@@ -179,9 +177,7 @@ def whole_shard_masked(rank, world):
     tensors = parts(PLAIN, vocab, [6, 5][rank])
     tensors["bias"] = torch.full((len(tensors["weight"]),), -torch.inf if rank else 0.0).double()
     tensors["target"] = tensors["target"] % 6
-    loss = seqpar.linear_cross_entropy(**tensors, chunk_tokens=3, vocab=vocab)
-    loss.total.backward()
-    return answer(loss, tensors)
+    return answer(seqpar.linear_cross_entropy(**tensors, chunk_tokens=3, vocab=vocab), tensors)
 
 
 def test_a_rank_whose_classes_are_all_masked_out_does_no_harm():
@@ -371,8 +367,7 @@ def engine_losses(rank, world, drawn):
     """The loss of each case by the engine, whose generator is an `nn.Linear` with this rank's rows."""
     answers = []
     for case, split, order in drawn:
-        rows = split[order[rank]]
-        vocab = seqpar.VocabShard(dist.group.WORLD, sum(split[: order[rank]]), case.vocab_size)
+        vocab, rows = shard_of(case, split, order, rank)
         tensors = parts(case, vocab, rows)
         generator = nn.Linear(1, 1)
         for name in ("weight", "bias"):
@@ -383,9 +378,7 @@ def engine_losses(rank, world, drawn):
         criterion = seqpar.LabelSmoothing(case.eps, case.convention, ignore_index=case.padding)
         engine = seqpar.LossCompute(generator, criterion, chunk_tokens=case.chunk_tokens, vocab=vocab)
         loss = engine(tensors["hidden"], tensors["target"], loss_scale=case.loss_scale)
-        if loss.total.requires_grad:
-            (loss.total * case.upstream).backward()
-        answers.append(answer(loss, tensors))
+        answers.append(answer(loss, tensors, case.upstream))
     return answers
 
 
@@ -399,19 +392,20 @@ def test_the_engine_takes_a_split_vocabulary_with_the_gradient_of_one_device(dat
     order = data.draw(st.permutations(range(world)).map(list))
     split = data.draw(vocabulary_splits(case.vocab_size, world))
     answers = ranks(world, engine_losses, [(case, split, order)])
-    assert_answers(case, split, order, [theirs[0] for theirs in answers])
+    assert_answers(case, order, [theirs[0] for theirs in answers])
 
 
 def test_an_engine_that_cannot_split_its_vocabulary_says_why():
-    shard = seqpar.VocabShard(None, 0, 8)
-    own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
-    with pytest.raises(TypeError, match="vocab is given, and a vocabulary can be split only by formula: the generator"):
-        seqpar.LossCompute(own, seqpar.CrossEntropy(), vocab=shard)
-    with pytest.raises(ValueError, match="vocab is given with devices=\\['cpu'\\] and chunk_size=None"):
-        seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), ["cpu"], vocab=shard)
-    with pytest.raises(ValueError, match="vocab is given with devices=None and chunk_size=5"):
-        seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), chunk_size=5, vocab=shard)
-    engine = seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), vocab=shard)
+    shard, linear = seqpar.VocabShard(None, 0, 8), nn.Linear(4, 8)
+    own = nn.Sequential(nn.Linear(4, 4), linear)
+    for generator, options, error, said in (
+        (own, {}, TypeError, "vocab is given, and a vocabulary can be split only by formula: the generator"),
+        (linear, {"devices": ["cpu"]}, ValueError, r"vocab is given with devices=\['cpu'\] and chunk_size=None"),
+        (linear, {"chunk_size": 5}, ValueError, "vocab is given with devices=None and chunk_size=5"),
+    ):
+        with pytest.raises(error, match=said):
+            seqpar.LossCompute(generator, seqpar.CrossEntropy(), **options, vocab=shard)
+    engine = seqpar.LossCompute(linear, seqpar.CrossEntropy(), vocab=shard)
     with pytest.raises(TypeError, match="vocab is given, and copy for each token, which no closed form takes"):
         engine(torch.randn(3, 4), torch.tensor([0, 1, 7]), copy=torch.randn(3, 2))
 

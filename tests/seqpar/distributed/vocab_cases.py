@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+import seqpar
 from tests.seqpar.linear.linear_loss import LinearCase
 
 
@@ -17,9 +18,9 @@ def own_rows(whole, start, rows, frozen=False):
     return whole.detach()[start : start + rows].clone().requires_grad_(whole.requires_grad and not frozen)
 
 
-def parts(case, vocab, rows, full_class_weight=False):
+def parts(case, vocab, rows, full_class_weight=False, without=()):
     """A rank's tensors of a case."""
-    made = case.tensors()
+    made = {name: t for name, t in case.tensors().items() if name not in without}
     names = [n for n in ("weight", "bias", "class_weight") if n in made]
     for name in names:
         if name != "class_weight" or not full_class_weight:
@@ -27,10 +28,33 @@ def parts(case, vocab, rows, full_class_weight=False):
     return made
 
 
-def answer(loss, tensors):
-    """What a rank sends to the parent."""
+def answer(loss, tensors, upstream=1.0):
+    """What a rank sends to the parent: the loss, and the gradients of so many times its total."""
+    if loss.total.requires_grad:
+        (loss.total * upstream).backward()
     leaves = {n: numbers(tensors[n].grad) for n in LEAVES if n in tensors}
     return [float(t.detach()) for t in loss], leaves
+
+
+def whole_gradients(per_rank, leaves, order):
+    """Each rank's gradients, those of its shard joined with the others' in the order of the classes."""
+    assert all(fields == per_rank[0][0] for fields, _ in per_rank), "the loss differs between ranks"
+    for name in set(LEAVES) - set(leaves):
+        assert all(grads.get(name) is None for _, grads in per_rank), f"{name} is frozen and got a gradient"
+    in_order = [per_rank[order.index(place)][1] for place in range(len(order))]
+    joined = {n: torch.cat([torch.as_tensor(g[n]) for g in in_order]) for n in ("weight", "bias") if n in leaves}
+    return [{n: torch.as_tensor(grads[n]) for n in leaves if n not in joined} | joined for _, grads in per_rank]
+
+
+def leaves_and_gradients(tensors, reference, upstream):
+    """The names of the tensors that need a gradient, and those of so many times the plain loss."""
+    leaves = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
+    return leaves, torch.autograd.grad(reference * upstream, [tensors[n] for n in leaves]) if leaves else ()
+
+
+def shard_of(case, split, order, rank):
+    """A rank's shard, and how many classes it has, where the ranks have their classes in any order."""
+    return seqpar.VocabShard(dist.group.WORLD, sum(split[: order[rank]]), case.vocab_size), split[order[rank]]
 
 
 def assert_close(what, got, expected, rtol=1e-12):
@@ -70,12 +94,3 @@ def counted():
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-
-
-def message(function, *arguments, **keywords):
-    """The exception's type and text, or None."""
-    try:
-        function(*arguments, **keywords)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None

@@ -1,34 +1,20 @@
 """The kit that proves losses: right ones pass, and every usual mistake is caught and named."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import find, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
-from seqpar.rows.conventions import CONVENTIONS
 from seqpar.rows.criteria import ignored_target
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss, same_loss
 from seqpar.testing.evidence import gradients_by_use
-from seqpar.testing.strategies import (
-    cases,
-    chunkings,
-    criteria,
-    device_lists,
-    lengths,
-    masks,
-    shapes,
-    targets,
-    vocabulary_splits,
-)
-
-PADDING = 0
+from seqpar.testing.strategies import chunkings, criteria, device_lists, shapes, targets
 
 
 @given(st.data())
@@ -69,41 +55,6 @@ def test_complex_weights_keep_their_imaginary_parts():
     with pytest.raises(AssertionError, match=r"the gradient of generator\.turn is no multiple"):
         assert_same_loss(generator, criterion, *batch, loss=conjugate)
     assert generator.turn.dtype == torch.complex64
-
-
-def found(strategy):
-    return lambda wanted: find(strategy, wanted, settings=settings(max_examples=2000, database=None))
-
-
-def test_the_strategies_reach_what_they_promise_and_nothing_else():
-    found(vocabulary_splits(5, 3))(lambda rows: sum(rows) == 5 and 0 in rows and max(rows) > 2)
-    found(vocabulary_splits(5, 3))(lambda rows: rows[0] == rows[2] == 0)
-    found(device_lists())(lambda devices: devices is None)
-    found(device_lists(most=3))(lambda devices: devices == ["cpu"] * 3)
-    found(lengths(2, 3))(lambda length: length == [0, 3])
-    found(chunkings(2, 3))(lambda cut: cut["chunk_tokens"] == 8)
-    found(chunkings(2, 3))(lambda cut: cut["chunk_size"] == 5)
-    found(masks((2, 3)))(lambda mask: not mask.any())
-    found(targets((2, 3), 4, 0))(lambda target: target.count_nonzero() == 3)
-    for kind in CONVENTIONS:
-        found(criteria(4, 0))(
-            lambda made, kind=kind: getattr(made, "smoothing_convention", "") == kind and made.label_smoothing > 0
-        )
-    found(criteria(4, 0))(lambda made: getattr(made, "weight", None) is not None)
-
-
-@given(st.data(), st.integers(2, 9), st.integers(1, 4), st.sampled_from([0, 1]))
-def test_every_class_is_on_one_rank(data, classes, world, least):
-    split = data.draw(vocabulary_splits(classes + world, world, least))
-    assert sum(split) == classes + world
-    assert len(split) == world
-    assert min(split) >= least
-
-
-@given(cases(padding_is_a_class=True))
-def test_only_masked_targets_are_the_padding(case):
-    assert (replace(case, padding_share=0.0).targets() != case.padding).all()
-    assert (replace(case, padding_share=1.0).targets() == case.padding).all()
 
 
 def mean(generator, criterion, hidden, target):
@@ -216,34 +167,23 @@ def test_the_gradients_through_each_use_add_up_to_the_gradient():
     assert not gradients_by_use(lambda: weight.sum().detach(), {"weight": weight})
 
 
-def test_a_loss_of_ones_own_takes_no_layout_of_the_engine():
-    with pytest.raises(ValueError, match="devices, chunk_size are for seqpar's engine"):
-        assert_same_loss(
-            nn.Linear(2, 3), nn.CrossEntropyLoss(), torch.ones(1, 2), torch.ones(1), loss=mean, devices=[], chunk_size=1
-        )
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(4, 5)
-
+class Gated(nn.Linear):
     def forward(self, hidden, gate):
-        return self.out(hidden) * gate.unsqueeze(-1)
+        return super().forward(hidden) * gate.unsqueeze(-1)
 
 
 @pytest.mark.unswitched
 def test_a_per_token_tensor_belongs_to_one_rank_as_hidden_does():
     gate, hidden, target = torch.rand(3, 3), torch.randn(3, 3, 4), torch.randint(5, (3, 3))
-    assert_same_loss(Gated(), nn.CrossEntropyLoss(reduction="sum"), hidden, target, ranks=2, gate=gate)
+    assert_same_loss(Gated(4, 5), nn.CrossEntropyLoss(reduction="sum"), hidden, target, ranks=2, gate=gate)
 
 
 def test_per_token_tensors_and_devices_take_part():
     gate, target = torch.rand(2, 3), torch.randint(5, (2, 3))
     criterion, hidden = seqpar.LabelSmoothing(0.1, "torch"), torch.randn(2, 3, 4)
-    assert_same_loss(Gated(), criterion, hidden, target, devices=["cpu"] * 2, chunk_tokens=2, gate=gate)
+    assert_same_loss(Gated(4, 5), criterion, hidden, target, devices=["cpu"] * 2, chunk_tokens=2, gate=gate)
     with pytest.raises(AssertionError, match="gate: no gradient at all"):
-        assert_same_loss(Gated(), criterion, hidden, target, loss=forgets_the_gate, gate=gate)
+        assert_same_loss(Gated(4, 5), criterion, hidden, target, loss=forgets_the_gate, gate=gate)
 
 
 def against_the_next(generator, criterion, hidden, target, gate):
@@ -269,7 +209,7 @@ def smoothed(generator, criterion, hidden, target, gate):
 def test_a_mistake_of_targets_is_named_beside_per_token_tensors(loss, cause):
     gate, target = torch.rand(2, 4) + 0.5, torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
     with pytest.raises(AssertionError, match=f"^Likely cause: {cause}"):
-        assert_same_loss(Gated(), seqpar.CrossEntropy(), torch.randn(2, 4, 4), target, loss=loss, gate=gate)
+        assert_same_loss(Gated(4, 5), seqpar.CrossEntropy(), torch.randn(2, 4, 4), target, loss=loss, gate=gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,7 +221,7 @@ def test_per_token_tensors_are_made_float64(dtype):
         seen.add(gate.dtype)
         return plain_loss(generator, criterion, hidden, target, gate=gate)
 
-    assert_same_loss(Gated(), seqpar.CrossEntropy(), torch.randn(2, 3, 4), target, loss=looks, gate=gate)
+    assert_same_loss(Gated(4, 5), seqpar.CrossEntropy(), torch.randn(2, 3, 4), target, loss=looks, gate=gate)
     assert seen == {torch.float64}
 
 
@@ -334,7 +274,7 @@ def test_the_call_that_fails_has_the_layout_and_the_tensors_of_the_whole_one():
     call = rf"hidden{part}, target{part}, gate=gate{part}, devices=\['cpu', 'cpu'\], chunk_size=2\)$"
     layout = {"devices": ["cpu"] * 2, "chunk_size": 2}
     with pytest.raises(AssertionError, match=call):
-        assert_same_loss(Dropping(), seqpar.CrossEntropy(), torch.randn(2, 3, 4), target, gate=gate, **layout)
+        assert_same_loss(Dropping(4, 5), seqpar.CrossEntropy(), torch.randn(2, 3, 4), target, gate=gate, **layout)
 
 
 @pytest.mark.parametrize("layout", [(["cpu"] * 2, None, None), (None, 2, None), (None, None, 1)])
@@ -360,9 +300,14 @@ def test_modules_of_another_dtype_are_copied_and_left_as_they_are():
     assert criterion.weight.dtype == narrow.weight.dtype == torch.float32
 
 
+INF, NAN = float("inf"), float("nan")
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        ({"devices": [], "chunk_size": 1}, "loss= computes the loss by itself, and devices, chunk_size are for seqpar"),
+        *(({"tokens": wrong}, "tokens is ") for wrong in (0, -1, INF, NAN, None, "3")),
         ({"generator": len}, "generator is a builtin_function_or_method; it must be a torch.nn.Module"),
         ({"criterion": len}, "criterion is a builtin_function_or_method; it must be a torch.nn.Module"),
         ({"hidden": torch.ones(2, 4).long()}, "hidden"), ({"target": torch.ones(2)}, "target"),

@@ -10,13 +10,13 @@ from seqpar.testing import Layout, assert_same_step, same_step
 from seqpar.testing.evidence import NEVER
 from seqpar.testing.same_step import (
     _differ,
-    _parts,
     _refuse_frozen,
     _refuse_normalised,
     _refuse_untrained,
     _result,
     _Trial,
 )
+from seqpar.testing.share_causes import parts_of_step
 from seqpar.testing.step_run import Ran, Run, Watch, _OtherRandomNumbers, alone, named_parameters
 from tests.seqpar.testing.test_same_step import trainer
 
@@ -42,9 +42,15 @@ def step_off(*ranks, layout=None, truth=None, rtol=1e-12, reference=None):
     return _Trial(len, layout, ranks, reference, truth or reference, rtol).differences()
 
 
-NARROW = {"layout": Layout(dtype=torch.bfloat16), "reference": ran(loss=4.1, a=[1.01, -3.0], b=[0.0, 2.0])}
-FAR = NARROW | {"reference": ran(a=[1.15, -3.0], b=[0.0, 2.0]), "truth": ran(**RIGHT)}
-SINGLE = {"layout": Layout(dtype=torch.float32), "reference": ran(**RIGHT), "truth": ran(**RIGHT)}
+def narrow(reference, truth=None, dtype=torch.bfloat16):
+    """A step in a narrow dtype, and one process's steps in that dtype and in float64, which are two objects."""
+    return {"layout": Layout(dtype=dtype), "reference": reference, "truth": truth or ran(**RIGHT)}
+
+
+NARROW = narrow(ran(loss=4.1, a=[1.01, -3.0], b=[0.0, 2.0]))
+EXACT, FAR = narrow(ran(**RIGHT)), narrow(ran(a=[1.15, -3.0], b=[0.0, 2.0]))
+SINGLE = narrow(ran(**RIGHT), dtype=torch.float32)
+NOTHING = ran(a=[1.0, -3.0], b=[0.0, 0.0])
 STEPS = [
     ([ran(**RIGHT)], {}, {}),
     ([ran(a=[1.0, -3.0 + 2.9e-12], b=[2.9e-14, 2.0])], {}, {}),
@@ -53,58 +59,54 @@ STEPS = [
     ([ran(**RIGHT), ran(a=[1.0, 3.0], b=[0.0, 2.0])], {}, {"a.w": (1, "the gradient of a.w is off by 6 where")}),
     ([ran(a=[1.0, -3.0]), ran(b=[0.0, 2.0])], {}, {}),
     ([ran(a=[1.0, -3.0])], {}, {"b": (0, "the gradient of b is missing in every rank")}),
-    ([ran(a=[1.0, -3.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
+    ([ran(a=[1.0, -3.0])], {"reference": NOTHING}, {}),
     ([ran(state=2.0, **RIGHT)], {}, {"a.w": (0, "the exp_avg of a.w is off by 1 where the reference is 1 large")}),
     ([ran(loss=None, **RIGHT), ran(loss=8.0, **RIGHT)], {}, {"": (1, "the loss is reported as 8 where 4 is right")}),
-    ([ran(a=[1.0, -3.0], b=[2.9e-14, 0.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
-    ([ran(a=[1.0, -3.0], b=[3.1e-14, 0.0])], {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {"b": (0, "the gradient "
-        "of ")}),
-    ([ran(loss=4.1, a=[1.0, -3.0], b=[0.0, 0.0])], NARROW | {"truth": ran(**RIGHT)}, {"b": (0, "the gradient of b is "
-        "off by "
-        "1 of its size")}),
-    ([ran(loss=4.1, a=[1.0, -3.0], b=[1e-3, 0.0])], NARROW | {"truth": ran(a=[1.0, -3.0], b=[0.0, 0.0])}, {}),
-    ([ran(a=[1.0, -3.0], b=[0.5, 0.0])], NARROW | {"reference": ran(a=[1.0, -3.0], b=[0.0, 0.0]), "truth": ran(a=[1.0,
-        -3.0], b=[0.0, 0.0])}, {"b": (0, "the gradient of b has the norm 0.5 and should be 0, where ")}),
+    ([ran(a=[1.0, -3.0], b=[2.9e-14, 0.0])], {"reference": NOTHING}, {}),
+    ([ran(a=[1.0, -3.0], b=[3.1e-14, 0.0])], {"reference": NOTHING}, {"b": (0, "the gradient of ")}),
+    ([ran(loss=4.1, a=[1.0, -3.0], b=[0.0, 0.0])], NARROW, {"b": (0, "the gradient of b is off by 1 of its size")}),
+    ([ran(loss=4.1, a=[1.0, -3.0], b=[1e-3, 0.0])], NARROW | {"truth": NOTHING}, {}),
+    ([ran(a=[1.0, -3.0], b=[0.5, 0.0])], narrow(NOTHING, NOTHING._replace()),
+        {"b": (0, "the gradient of b has the norm 0.5 and should be 0, where ")}),
     ([ran(a=[1.25, -3.0], b=[0.0, 2.0])], FAR, {}),
-    ([ran(loss=4.01, **RIGHT)], NARROW | {"reference": ran(**RIGHT), "truth": ran(**RIGHT)}, {}),
+    ([ran(loss=4.01, **RIGHT)], EXACT, {}),
     ([ran(loss=4.01, **RIGHT)], SINGLE, {"": (0, "the loss is reported as 4.01 where 4 is right")}),
     ([ran(loss=4.00021234567, **RIGHT)], {}, {}),
     ([ran(loss=float("nan"), **RIGHT)], {}, {"": (0, "the loss is reported as nan where 4 is right")}),
-    ([ran(loss=4.0002, **RIGHT)], {}, {}), ([ran(loss=4.0004, **RIGHT)], {}, {"": (0, "the loss is reported as "
-        "4.0004")}),
+    ([ran(loss=4.0002, **RIGHT)], {}, {}),
+    ([ran(loss=4.0004, **RIGHT)], {}, {"": (0, "the loss is reported as 4.0004")}),
     ([ran(loss=4.0008, **RIGHT)], {"layout": Layout(accumulation=6)}, {}),
-    ([ran(loss=2.0003001, **RIGHT)], {"reference": ran(loss=2.00000001, **RIGHT)}, {"": (0, "the loss is reported as "
-        "2.0")}),
+    ([ran(loss=2.0003001, **RIGHT)], {"reference": ran(loss=2.00000001, **RIGHT)},
+        {"": (0, "the loss is reported as 2.0")}),
     ([ran(loss=2.0002, **RIGHT)], {"reference": ran(loss=2.00000001, **RIGHT)}, {}),
     ([ran(loss=float(torch.tensor(100.123451)), **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)}, {}),
     ([ran(loss=float(torch.tensor(-100.123451)), **RIGHT)], {"reference": ran(loss=-100.123451, **RIGHT)}, {}),
     ([ran(loss=-1e9 / 3 * (1 + 9e-13), **RIGHT)], {"reference": ran(loss=-1e9 / 3, **RIGHT)}, {}),
-    ([ran(loss=-4.01, **RIGHT)], NARROW | {"reference": ran(loss=-4.0, **RIGHT), "truth": ran(loss=-4.0, **RIGHT)}, {}),
-    ([ran(loss=100.123452, **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)}, {"": (0, "the loss is reported as "
-        "100")}),
-    ([ran(loss=4.19, a=[1.019, -3.0], b=[1e-3, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {}),
-    ([ran(loss=4.3, **RIGHT)], NARROW | {"truth": ran(**RIGHT)}, {"": (0, "the loss is reported as 4.3 where 4 is "
-        "right")}),
-    ([ran(loss=4.1, a=[1.1, -3.0], b=[0.0, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {"a.w": (0, "the gradient of a.w "
-        "is "
-        "off by 0.032 of its size, where one process in this dtype is off by 0.0032")}),
-    ([ran(loss=4.1, a=[1.0, -3.0], b=[0.0, 2.1])], NARROW | {"truth": ran(**RIGHT)}, {"b": (0, "the gradient of b is "
-        "off "
-        "by 0.05 of its size, where one process in this dtype is off by 0")}),
-    ([ran(loss=4.1, a=[[1.0], [-3.0]], b=[0.0, 2.0])], NARROW | {"truth": ran(**RIGHT)}, {"a.w": (0, "the gradient of "
-        "a.w "
-        "has shape (2, 1)")}),
+    ([ran(loss=-4.01, **RIGHT)], narrow(ran(loss=-4.0, **RIGHT), ran(loss=-4.0, **RIGHT)), {}),
+    ([ran(loss=100.123452, **RIGHT)], {"reference": ran(loss=100.123451, **RIGHT)},
+        {"": (0, "the loss is reported as 100")}),
+    ([ran(loss=4.19, a=[1.019, -3.0], b=[1e-3, 2.0])], NARROW, {}),
+    ([ran(loss=4.3, **RIGHT)], NARROW, {"": (0, "the loss is reported as 4.3 where 4 is right")}),
+    ([ran(loss=4.1, a=[1.1, -3.0], b=[0.0, 2.0])], NARROW,
+        {"a.w": (0, "the gradient of a.w is off by 0.032 of its size, where one process in this dtype is off by "
+        "0.0032")}),
+    ([ran(loss=4.1, a=[1.0, -3.0], b=[0.0, 2.1])], NARROW,
+        {"b": (0, "the gradient of b is off by 0.05 of its size, where one process in this dtype is off by 0")}),
+    ([ran(loss=4.1, a=[[1.0], [-3.0]], b=[0.0, 2.0])], NARROW, {"a.w": (0, "the gradient of a.w has shape (2, 1)")}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", range(len(STEPS)))
-def test_what_differs_in_a_step_is_said_with_its_rank_and_both_numbers(row):
-    ranks, given, wanted = STEPS[row]
-    found = step_off(*ranks, **given)
+def assert_found(found, wanted):
+    """By name, the rank in which something differs, and the beginning of what is said."""
     assert found.keys() == wanted.keys(), found
     for name, (rank, said) in wanted.items():
         assert found[name][0] == rank
         assert found[name][1].startswith(said), found[name][1]
+
+
+@pytest.mark.parametrize(("ranks", "given", "wanted"), STEPS)
+def test_what_differs_in_a_step_is_said_with_its_rank_and_both_numbers(ranks, given, wanted):
+    assert_found(step_off(*ranks, **given), wanted)
 
 
 SMALL = {"a": [1.0, -3.0], "b": [0.0, 2e-3]}
@@ -126,8 +128,8 @@ WEIGHTS = [
     ([RIGHT, DONE], [RIGHT, DONE], RIGHT, {}, {}),
     ([RIGHT, DONE], [RIGHT, {}], RIGHT, {}, {"a.w": (1, "a.w is not changed by the step"), "b": (1, "b is not ch")}),
     ([RIGHT, {}], [RIGHT, DONE], RIGHT, {}, {"a.w": (0, "a.w is not changed by the step"), "b": (0, "b is not ch")}),
-    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 2.1e-5]}], RIGHT, {}, {"b": (1, "b is off by 2.1e-05 after the "
-        "step, whose update is 2 large")}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 2.1e-5]}], RIGHT, {},
+        {"b": (1, "b is off by 2.1e-05 after the step, whose update is 2 large")}),
     ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 1.9e-5]}], RIGHT, {}, {}),
     ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0 + 2.1e-5]}], RIGHT, {"rtol": 2e-12}, {}),
     ([RIGHT, DONE], [RIGHT, DONE | {"b": [float("nan"), 1.0]}], RIGHT, {}, {"b": (1, "b is off by nan after the st")}),
@@ -138,15 +140,15 @@ WEIGHTS = [
     ([NOISE, DONE], [NOISY, DONE | {"b": [2.0, 1.0]}], NOISE, {}, {}),
     ([NOISE, DONE], [NOISE | {"b": None}, DONE | {"b": [2.0, 1.0]}], NOISE, {}, {"b": (1, "b is off by 4 after the ")}),
     # A part of the weights that is frozen there, and one that is frozen elsewhere
-    ([{"a": [1.0, -3.0]}, DONE], [{"a": [1.0, -3.0]}, DONE | {"b": [-2.0, 1.1]}], {"a": [1.0, -3.0]}, {}, {"b": (1,
-        "b is off by 0.1 after the step")}),
+    ([{"a": [1.0, -3.0]}, DONE], [{"a": [1.0, -3.0]}, DONE | {"b": [-2.0, 1.1]}], {"a": [1.0, -3.0]}, {},
+        {"b": (1, "b is off by 0.1 after the step")}),
     # Ranks of a pipeline, and slices that a rank keeps
     ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.0, 3.0]}], RIGHT, {}, {}),
     # In low precision the ranks' own
     ([RIGHT, DONE], [RIGHT, DONE], RIGHT, HALF, {}),
     ([RIGHT, {"b": [9.0, 9.0]}], [RIGHT, {"b": [9.0, 9.0]}], RIGHT, HALF, {"b": (0, "b is off by 11 after the step")}),
-    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF, {"b": (1, "b differs from that of the first rank "
-        "after the step")}),
+    ([RIGHT, DONE], [RIGHT, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF,
+        {"b": (1, "b differs from that of the first rank after the step")}),
     ([RIGHT, DONE], [RIGHT, {}], RIGHT, HALF, {"a.w": (1, "a.w is not changed by the step"), "b": (1, "b is not ch")}),
     ([RIGHT, DONE], [RIGHT | {"b": None}, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF, {"b": (1, "b differs from that")}),
     ([RIGHT, DONE], [RIGHT | {"b": [0.0, 2.0 + 1e-9]}, DONE | {"b": [-2.0, 1.1]}], RIGHT, HALF, {}),
@@ -154,16 +156,10 @@ WEIGHTS = [
 """Gradients and weights of two ranks, those gradients that are right, what else is given, and what is found."""
 
 
-@pytest.mark.parametrize("row", range(len(WEIGHTS)))
-def test_weights_are_compared_after_the_step(row):
-    (first, one), (second, other), right, given, wanted = WEIGHTS[row]
-    found = step_off(
-        ran(after=one, **first), ran(after=other, **second), **({"reference": ran(after=DONE, **right)} | given)
-    )
-    assert found.keys() == wanted.keys(), found
-    for name, (rank, said) in wanted.items():
-        assert found[name][0] == rank
-        assert found[name][1].startswith(said), found[name][1]
+@pytest.mark.parametrize(("first", "second", "right", "given", "wanted"), WEIGHTS)
+def test_weights_are_compared_after_the_step(first, second, right, given, wanted):
+    ranks = [ran(after=weights, **gradients) for gradients, weights in (first, second)]
+    assert_found(step_off(*ranks, **({"reference": ran(after=DONE, **right)} | given)), wanted)
 
 
 def test_the_message_has_what_differs_in_the_order_of_the_model_and_a_call_with_all_that_is_not_usual(monkeypatch):
@@ -310,23 +306,20 @@ def test_gradients_are_normalised_if_all_have_the_same_norm_to_a_billionth_and_m
             _refuse_normalised([same._replace(sentences=2), same, turned])
 
 
-def test_a_tolerance_and_a_builder_of_a_wrong_kind_are_refused_before_anything_runs():
-    with pytest.raises(ValueError, match=r"^rtol is -1\.0"):
-        assert_same_step(trainer(), [Layout()], rtol=-1.0)
-    with pytest.raises(TypeError, match=r"^make_trainer is"):
-        assert_same_step(3, [Layout()])
-    for field in ("ranks", "accumulation"):
-        with pytest.raises(ValueError, match=f"^{field} is 0"):
-            Layout(**{field: 0})
+@pytest.mark.parametrize("name", ["ranks", "accumulation"])
+def test_a_layout_has_at_least_one_rank_and_one_micro_batch(name):
+    with pytest.raises(ValueError, match=f"^{name} is 0"):
+        Layout(**{name: 0})
 
 
 def test_parts_of_a_step_are_its_sentences_means_by_their_shares():
     one, other = (torch.tensor(g).double() for g in ([1.0, 2.0], [0.0, 4.0]))
     means = [{"w": one}, {"w": other}]
-    parts, weights = _parts({"w": one / 8 + 3 / 8 * other}, means)
+    parts, weights = parts_of_step({"w": one / 8 + 3 / 8 * other}, means)
     assert weights == pytest.approx([1 / 4, 3 / 4])
     torch.testing.assert_close([part["w"] for part in parts], [one / 8, 3 / 8 * other])
-    assert _parts({"w": one - other}, means) == _parts({"w": one}, means) == _parts({"w": one}, means[:1]) == ([], [])
+    for whole, given in ((one - other, means), (one, means), (one, means[:1])):
+        assert parts_of_step({"w": whole}, given) == ([], [])
 
 
 def test_ranks_differ_by_a_millionth_of_the_smallest_number():

@@ -49,8 +49,8 @@ DRAWN = {
     "lengths": (strategies.lengths(2, 1), [[0, 0], [0, 1], [1, 0], [1, 1]]),
     "devices": (strategies.device_lists(most=2), [None, ["cpu"], ["cpu", "cpu"]]),
     "chunks": (
-        strategies.chunkings(1, 2),
-        [UNCUT, *(UNCUT | {"chunk_tokens": n} for n in range(1, 5)), *(UNCUT | {"chunk_size": n} for n in range(1, 5))],
+        strategies.chunkings(2, 1),
+        [UNCUT, *(UNCUT | {"chunk_tokens": n} for n in range(1, 5)), *(UNCUT | {"chunk_size": n} for n in range(1, 4))],
     ),
     "splits": (strategies.vocabulary_splits(3, 2), [[0, 3], [1, 2], [2, 1], [3, 0]]),
     "splits without an empty part": (strategies.vocabulary_splits(4, 3, 1), [[1, 1, 2], [1, 2, 1], [2, 1, 1]]),
@@ -85,6 +85,20 @@ def test_cases_have_all_sizes_that_they_are_said_to_have_and_no_others():
         assert case.padding_share or not ignored.any()
         assert case.padding_share < 1 or ignored.all()
         assert case.targets()[~ignored].lt(case.vocab_size).all()
+
+
+@given(st.data(), st.integers(2, 9), st.integers(1, 4), st.sampled_from([0, 1]))
+def test_every_class_is_on_one_rank(data, classes, world, least):
+    split = data.draw(strategies.vocabulary_splits(classes + world, world, least))
+    assert sum(split) == classes + world
+    assert len(split) == world
+    assert min(split) >= least
+
+
+@given(strategies.cases(padding_is_a_class=True))
+def test_only_masked_targets_are_the_padding(case):
+    assert (replace(case, padding_share=0.0).targets() != case.padding).all()
+    assert (replace(case, padding_share=1.0).targets() == case.padding).all()
 
 
 def test_masks_are_padded_at_the_ends_of_sentences_or_anywhere():

@@ -10,6 +10,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_loss, plain_loss, precision, same_loss
+from tests.seqpar.testing.test_same_loss import Gated
 
 PADDING = 0
 
@@ -84,11 +85,6 @@ def test_a_device_says_itself_whether_it_has_float64(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", refusing)
     assert not precision.has_float64(torch.device("cpu"))
-
-
-class Gated(nn.Linear):
-    def forward(self, x, gate):
-        return super().forward(x) * gate.unsqueeze(-1)
 
 
 @pytest.mark.parametrize("off", ["hidden", "gate", ""])
