@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import seqpar
-from tests.seqpar.integrations.tiny_models import gradients
+from tests.seqpar.integrations.tiny_models import taken
 
 PAD, VOCAB, WIDTH = 0, 23, 8
 
@@ -64,8 +64,8 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients and mean loss of all micro-batches on one device, the logits written out."""
+def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss and gradients of all micro-batches on one device, the logits written out."""
     model = with_loss()
     generator = model.loss.head["generator"]
     criterion = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1, ignore_index=PAD)
@@ -73,6 +73,4 @@ def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], T
         criterion(generator(model.model(b["source"], b["target_in"])).flatten(0, 1), b["target"].flatten())
         for b in batches
     ]
-    loss = sum(losses) / sum(tokens_of(b) for b in batches)
-    loss.backward()  # type: ignore[union-attr]
-    return gradients(model), loss.detach()  # type: ignore[union-attr]
+    return taken(model, torch.stack(losses).sum() / sum(tokens_of(b) for b in batches))

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.small_seq2seq import whole_gradients
-from tests.seqpar.integrations.tiny_models import gradients, relative_error, tiny
+from tests.seqpar.integrations.tiny_models import relative_error, taken, tiny
 
 with warnings.catch_warnings(action="ignore"):
     from swift.loss import loss_map
@@ -43,8 +42,7 @@ def one_batch(batches):
     for b in batches:
         logits, labels = model(b["input_ids"]).logits[:, :-1], b["labels"][:, 1:]
         losses = losses + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="sum")
-    (losses / count(batches)).backward()
-    return (losses / count(batches)).detach(), gradients(model)
+    return taken(model, losses / count(batches))
 
 
 def trainer_of(model, **options):
@@ -89,13 +87,9 @@ def trained(rank, world, wrapping, counted):
 
 
 @pytest.mark.parametrize(("ranks", "wrapping"), [(1, "alone"), (2, "ddp"), (2, "fsdp2")])
-def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(ranks, wrapping):
+def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(ranks, wrapping, own_ranks):
     batches = [batch(rank, index) for rank in range(ranks) for index in range(2)]
-    pool = Pool(ranks)
-    try:
-        results = pool.call(trained, wrapping, count(batches))
-    finally:
-        pool.close()
+    results = own_ranks(ranks, trained, wrapping, count(batches))
     loss, expected = one_batch(batches)
     torch.testing.assert_close(sum(share for share, _ in results), loss, rtol=1e-12, atol=0)
     for _, got in results:

@@ -16,7 +16,6 @@ from transformers import Gemma2Config, GraniteConfig, LlamaConfig
 
 from seqpar.integrations import say_once
 from seqpar.integrations.nemo_automodel import SeqparCrossEntropy
-from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.small_seq2seq import whole_gradients
 from tests.seqpar.integrations.tiny_models import relative_error
 
@@ -112,13 +111,8 @@ def test_a_step_has_loss_and_gradients_of_the_whole_batch(weighted):
 
 
 @pytest.mark.parametrize(("wrapping", "weighted"), [("ddp", True), ("fsdp2", False), ("fsdp2, head", True)])
-def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, weighted):
-    pool = Pool(2)
-    try:
-        results = pool.call(trained, wrapping, weighted, one_batch(2, weighted)[2])
-    finally:
-        pool.close()
-    check(results, 2, weighted)
+def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, weighted, own_ranks):
+    check(own_ranks(2, trained, wrapping, weighted, one_batch(2, weighted)[2]), 2, weighted)
 
 
 def test_a_batch_without_labels_has_loss_0_and_no_count_leaves_the_sum():

@@ -10,10 +10,11 @@ from torch import nn
 from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
+from seqpar.integrations.peft_adapters import base_of
 from seqpar.integrations.transformers_check import RefusedModelError
 from seqpar.integrations.trl import AppliedScores, allow_head_adapter, apply_seqpar_scores
 from tests.seqpar.integrations.tiny_models import DECODER, tiny
-from tests.seqpar.integrations.trl_forwards import adapted, base_of, batch
+from tests.seqpar.integrations.trl_forwards import adapted, batch
 from tests.seqpar.integrations.trl_runs import Run, examples, made, words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -4,6 +4,7 @@ The comparison is in float64, to 1e-12; TRL's own log-probabilities have float32
 """
 
 import math
+from contextlib import closing
 
 import pytest
 import torch
@@ -177,14 +178,6 @@ def test_softcaps_factors_and_router_losses_are_those_of_the_model(kind, model, 
     check(Run(kind, "", model=model, changes=changes))
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    """Of their own, because a Trainer leaves state behind in its process."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize(("kind", "lora"), [*((kind, {}) for kind in KINDS), *((kind, HEAD) for kind in SCORES)])
 def test_on_two_ranks_a_step_is_that_of_the_models_own_logits(two_ranks, kind, lora):
     run = Run(kind, "scores", lora=lora)
@@ -218,14 +211,14 @@ def whole(run):
 )
 def test_on_two_ranks_accumulated_steps_are_those_of_one_process_with_the_whole_batch(two_ranks, layout, kind, lora):
     run = Run(kind, "scores", lora=lora, accumulation=2, layout=layout)
-    got = same_as_whole(two_ranks, run)
+    got = same_as_whole(two_ranks.call, run)
     # Else the gradient of one rank's tokens could be that of all
     assert got[0].losses != pytest.approx(got[1].losses, rel=1e-3) or (kind, lora) in [("dpo", HEAD), ("dpo", COPY)]
 
 
-def same_as_whole(pool, run):
+def same_as_whole(call, run):
     """What the ranks have computed, together the loss and gradients of one process."""
-    got, expected = pool.call(trained, run), whole(run)
+    got, expected = call(trained, run), whole(run)
     losses = [sum(ranks) / len(got) for ranks in zip(*(each.losses for each in got), strict=True)]
     # Micro-batches may have gone to other ranks; their sum is the step's loss
     assert sum(losses) == pytest.approx(sum(expected.losses), rel=1e-12, abs=1e-12)
@@ -235,15 +228,12 @@ def same_as_whole(pool, run):
 
 
 def test_on_four_ranks_a_step_is_that_of_one_process_with_the_whole_batch():
-    pool = Pool(4)
-    try:
+    with closing(Pool(4)) as four_ranks:
         for layout in ("ddp", "fsdp2"):  # which leaves state behind, too
             for kind in KINDS:
-                got = same_as_whole(pool, Run(kind, "scores", layout=layout, ranks=4))
+                got = same_as_whole(four_ranks.call, Run(kind, "scores", layout=layout, ranks=4))
                 # The first loss of RLOO is 0 on every rank
                 assert kind == "rloo" or len({each.losses[0] for each in got}) > 1
-    finally:
-        pool.close()
 
 
 def test_without_the_scores_trl_loses_gradients_of_a_trained_copy_of_the_projection_under_fsdp2(two_ranks):

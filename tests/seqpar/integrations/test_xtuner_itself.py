@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.small_seq2seq import whole_gradients
-from tests.seqpar.integrations.tiny_models import relative_error
+from tests.seqpar.integrations.tiny_models import assert_alike
 
 with warnings.catch_warnings(action="ignore"):
     from xtuner.v1.module.lm_head import LMHead
@@ -84,17 +83,10 @@ def trained(rank, world, wrapping, reduction):
 
 @pytest.mark.parametrize("reduction", ["token", "sample", "square"])
 @pytest.mark.parametrize("wrapping", ["ddp", "fsdp2"])
-def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, reduction):
+def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, reduction, own_ranks):
     """The weights of tokens are xtuner's, in float32."""
-    pool = Pool(2)
-    try:
-        results = pool.call(trained, wrapping, reduction)
-    finally:
-        pool.close()
-    expected_loss, expected = one_batch(2, reduction)
-    for loss, got in results:
-        torch.testing.assert_close(loss, expected_loss, rtol=3e-7, atol=0)
-        assert relative_error(got, expected) < 3e-7
+    for got in own_ranks(2, trained, wrapping, reduction):
+        assert_alike(got, one_batch(2, reduction), 3e-7)
 
 
 def test_a_mode_in_which_xtuner_cuts_the_loss_itself_is_refused():

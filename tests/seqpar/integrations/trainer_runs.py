@@ -84,6 +84,19 @@ class Gradients(TrainerCallback):
         self.seen = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items()}
 
 
+def forget_accelerate() -> None:
+    """Let the next Trainer or Accelerator of this process begin anew."""
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def take_cpus_for_accelerators() -> None:
+    """Let accelerate shard, which it does on accelerators only, over these processes' CPUs from here on."""
+    assert PartialState(cpu=True).device.type == "cpu"
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def loaded(run: Run) -> Any:
     """The model; from its folder, if transformers is to divide it over the ranks."""
     parts = {"loaded-fsdp2": {"fsdp_size": 2}, "split": {"tp_size": 2, "tp_plan": "auto"}}
@@ -94,9 +107,7 @@ def loaded(run: Run) -> Any:
 
 
 def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
+    forget_accelerate()
     model = loaded(run)
     function, kept = None, Gradients()
     if run.way != "stock":
@@ -115,9 +126,8 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if run.layout == "fsdp2" else None,
         )
         if run.layout in ("fsdp2", "split"):
-            # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
             assert arguments.device.type == "cpu"
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            take_cpus_for_accelerators()
         # Ranks that split a model have the same sentences
         readers = 1 if run.layout == "split" else world
         labels_go = function is not None or (run.way in ("stock", "both") and run.smoothing > 0)
