@@ -13,7 +13,7 @@ from transformers.loss import loss_utils
 from seqpar.integrations import transformers_loss
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_check import RefusedModelError
-from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, batch_of, gradients, relative_error, tiny
+from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, assert_alike, batch_of, taken, tiny
 
 
 class WithCriterion(hf.LlamaForCausalLM):
@@ -235,12 +235,10 @@ def test_the_check_leaves_the_state_of_a_model_as_it_was(kind):
         if applied:
             apply_seqpar_loss(model)
         batches = [batch_of(model, [7, 5], seed) for seed in range(3)]
-        losses.append([model(**batch).loss for batch in batches])
-        sum(losses[-1]).backward()
+        losses.append(torch.stack([model(**batch).loss for batch in batches]).double())
+        grads.append(taken(model, losses[-1].sum())[1])
         states.append(state_of(model))
-        grads.append(gradients(model))
-    torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]), rtol=1e-6, atol=0, check_dtype=False)
-    assert relative_error(grads[1], grads[0]) < 1e-5
+    assert_alike((losses[1], grads[1]), (losses[0], grads[0]), 1e-6, of_gradients=1e-5)
     for name, value in states[0].items():
         same = torch.equal(value, states[1][name]) if isinstance(value, torch.Tensor) else value == states[1][name]
         assert same, name
@@ -333,18 +331,12 @@ def test_usual_forms_of_a_model_have_their_own_loss(name):
     batch = batch_of(model, [7, 5])
     given = (batch["input_ids"], batch["attention_mask"]) if name == "*args" else ()
     keywords = {"labels": batch["labels"]} if given else batch
-    own = model(*given, **keywords).loss
-    own.backward()
-    expected = gradients(model)
-    model.zero_grad()
+    own = taken(model, model(*given, **keywords).loss.double())
     calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
     with apply_seqpar_loss(model):
         for _ in range(3):
-            model.zero_grad()
-            loss = model(*given, **keywords).loss
-            loss.backward()
-    torch.testing.assert_close(loss, own, rtol=1e-6, atol=0, check_dtype=False)
-    assert relative_error(gradients(model), expected) < 1e-5
+            found = taken(model, model(*given, **keywords).loss.double())
+    assert_alike(found, own, 1e-6, of_gradients=1e-5)
     # The first call checks once
     assert len(calls) == 4
