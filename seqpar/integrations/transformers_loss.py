@@ -32,7 +32,7 @@ from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.made_up import RefusedModelError
 from seqpar.integrations.peft_adapters import adapter_of
 from seqpar.integrations.transformers_call import HIDDEN, Call, Running, UsingParameters, divide_loss, with_hidden
-from seqpar.integrations.transformers_check import WITHOUT, are_as_read, check_shapes, mean_loss
+from seqpar.integrations.transformers_check import UNCALLED, Readings, are_as_read, check_shapes, mean_loss
 from seqpar.integrations.transformers_copies import LeftOut, copy_as_before, leave_out_of_copies
 from seqpar.integrations.transformers_head import (
     bias_of,
@@ -47,6 +47,7 @@ from seqpar.integrations.transformers_head import (
 )
 from seqpar.integrations.transformers_model import (
     IGNORED,
+    WITHOUT,
     Reading,
     Settings,
     decoder_inputs,
@@ -54,7 +55,6 @@ from seqpar.integrations.transformers_model import (
     lacks_decoder_inputs,
     signature_of,
 )
-from seqpar.integrations.transformers_readings import UNCALLED, Readings
 from seqpar.integrations.transformers_trainer import (
     MET,
     Facts,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl
 
-from seqpar.integrations import trl as trl_adapter
+from seqpar.integrations import trl_node
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.trl import apply_seqpar_scores
 from tests.seqpar.integrations import trl_runs
@@ -111,7 +111,7 @@ def step_of_trl(rank, world, run):
     with (
         launched(rank, world),
         mock.patch.object(deepspeed.DeepSpeedEngine, "step", step),
-        mock.patch.object(trl_adapter, "token_scores", wraps=trl_adapter.token_scores) as scores,
+        mock.patch.object(trl_node, "token_scores", wraps=trl_node.token_scores) as scores,
     ):
         trl_runs.trained(rank, world, run)
     return scores.call_count, found

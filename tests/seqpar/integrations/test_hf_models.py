@@ -120,7 +120,9 @@ NOT_TINY = by_name(
         "its image tokenizer stays at 240 million parameters": "Emu3ForConditionalGeneration",
         "its default configuration has no vocabulary": "EsmForMaskedLM",
         "its vocabulary is of amino acids": "EsmcForMaskedLM",
-        "its vision tower is timm's, which is not installed": "FastVlmForConditionalGeneration Gemma3nForConditionalGeneration PerceptionLMForConditionalGeneration",
+        "its vision tower is timm's, which is not installed": (
+            "FastVlmForConditionalGeneration Gemma3nForConditionalGeneration PerceptionLMForConditionalGeneration"
+        ),
         "it drafts from another model's keys and values": (
             "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM"
         ),
