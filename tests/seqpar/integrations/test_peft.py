@@ -198,8 +198,3 @@ def test_a_cache_that_is_given_grows_once():
 def test_adapters_that_do_not_call_the_model_are_refused_by_name(settings, message):
     with pytest.raises(TypeError, match=rf"PEFT's [A-Z_]+ .*{message}"):
         apply_seqpar_loss(adapted(settings))
-
-
-def test_a_compiled_model_is_refused_and_the_model_inside_is_named():
-    with pytest.raises(TypeError, match=r"this LlamaForCausalLM is compiled; .* \(model._orig_mod\)"):
-        apply_seqpar_loss(torch.compile(tiny("llama")))

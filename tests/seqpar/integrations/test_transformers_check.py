@@ -232,13 +232,6 @@ def test_an_error_of_the_batch_is_the_models_own():
         model(**batch)
 
 
-def test_labels_that_are_fewer_than_the_predictions_are_refused_by_name():
-    model = tiny("llama")
-    embedded = model.get_input_embeddings()(ids_of([9])).detach()
-    with apply_seqpar_loss(model), pytest.raises(ValueError, match=r"LlamaForCausalLM makes \(1, 9\) predictions for"):
-        model(inputs_embeds=embedded, labels=ids_of([6]))
-
-
 def test_the_check_leaves_random_states_and_buffers_as_they_were():
     plain, model = tiny("marian", dropout=0.3), tiny("marian", dropout=0.3)
     for part in (plain, model):
