@@ -195,8 +195,7 @@ class Problem:
     def loss_of(self, result: Any, tensors: dict[str, Tensor]) -> Tensor:
         """Return what is differentiated: the loss, or the sum of the scores in `used`, each times its factors."""
         if self.is_loss:
-            loss: Tensor = result * self.factor
-            return loss
+            return result * self.factor  # type: ignore[no-any-return]
         terms = [(tensors[FACTORS[name]] * getattr(result, name)).sum() for name in self.used]
         return torch.stack(terms).sum() * self.factor
 
