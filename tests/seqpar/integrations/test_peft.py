@@ -18,7 +18,15 @@ from peft import (
 from transformers import DynamicCache
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
-from tests.seqpar.integrations.tiny_models import assert_alike, batch_of, relative_error, taken, tiny
+from tests.seqpar.integrations.tiny_models import (
+    assert_alike,
+    batch_of,
+    plain_loss,
+    predicted,
+    relative_error,
+    taken,
+    tiny,
+)
 from tests.seqpar.integrations.trainer_orders import micro_batches, trained, trainer_first, whole_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -81,12 +89,7 @@ def test_an_adapter_on_the_output_embeddings_has_the_gradient_of_the_models_own_
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3)
     batch = batch_of(model.get_base_model(), [6, 4])
-    labels = batch["labels"]
-    logits, target = model(**batch).logits, labels
-    if name.startswith("llama"):
-        logits, target = logits[:, :-1], labels[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
-    own = taken(model, loss)
+    own = taken(model, plain_loss(model, batch, smoothing) / predicted(model, batch["labels"]))
     with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=3):
         for _ in range(2):
             outputs = model(**batch)

@@ -16,14 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from seqpar.integrations.made_up import keep_state
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.transformers_check import RefusedModelError
-from seqpar.integrations.transformers_model import decoder_inputs
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     VOCAB,
     batch_of,
-    is_seq2seq,
     model_of,
     tiny,
+    without_labels,
 )
 
 
@@ -165,11 +164,9 @@ def test_after_another_size_of_the_vocabulary_the_loss_is_applied_again(name, si
     own = model(**batch).loss
     with apply_seqpar_loss(model) as applied:
         torch.testing.assert_close(model(**batch).loss.to(own), own, rtol=1e-6, atol=0)
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        if is_seq2seq(model):
-            inputs["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
+        inputs, labels = without_labels(model, batch)
         with torch.no_grad():
-            loss = compute_loss_func(applied)(model.eval()(**inputs), batch["labels"])
+            loss = compute_loss_func(applied)(model.eval()(**inputs), labels)
         torch.testing.assert_close(loss.to(own), own, rtol=1e-6, atol=0)
 
 

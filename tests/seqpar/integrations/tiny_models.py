@@ -107,6 +107,11 @@ def is_seq2seq(model: Any) -> bool:
     return bool(model.config.is_encoder_decoder)
 
 
+def shifts(model: Any) -> bool:
+    """Whether a model is meant to predict the label after each position."""
+    return not is_seq2seq(model) and model.config.model_type != "bert"
+
+
 def batch_of(model: Any, lengths: list[int], seed: int = 0, source: int = 5) -> dict[str, Tensor]:
     """Sentences of so many labels each, padded to the longest, and for a model with an encoder their sources."""
     g = torch.Generator().manual_seed(seed)
@@ -131,15 +136,15 @@ def plain_loss(model: Any, batch: dict[str, Tensor], smoothing: float = 0.0) -> 
     if is_seq2seq(model):
         own = getattr(model, "prepare_decoder_input_ids_from_labels", shifted_right)
         inputs["decoder_input_ids"] = own(labels)
-        logits, target = model(**inputs).logits, labels
-    else:
-        logits, target = model(**inputs).logits[:, :-1], labels[:, 1:]
+    logits, target = model(**inputs).logits, labels
+    if shifts(model):
+        logits, target = logits[:, :-1], labels[:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="sum")
 
 
 def predicted(model: Any, labels: Tensor) -> int:
     """How many labels are predicted."""
-    return int(((labels if is_seq2seq(model) else labels[:, 1:]) != -100).sum())
+    return int((labels[:, shifts(model) :] != -100).sum())
 
 
 def without_labels(model: Any, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
