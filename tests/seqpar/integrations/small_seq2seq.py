@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from tests.seqpar.integrations.tiny_models import taken
@@ -62,6 +64,15 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients by name, put together if FSDP2 sharded them; every rank calls this."""
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def wrapped(model: nn.Module, way: str, *units: nn.Module, **options: Any) -> nn.Module:
+    """A model under DDP, or under FSDP2 with units of its own below it; as it is for any other way."""
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    for unit in (*units, model) if way.startswith("fsdp2") else ():
+        fully_shard(unit, **options)
+    return model
 
 
 def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:

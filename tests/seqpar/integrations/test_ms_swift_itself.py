@@ -7,10 +7,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.seqpar.integrations.small_seq2seq import whole_gradients
+from tests.seqpar.integrations.small_seq2seq import whole_gradients, wrapped
 from tests.seqpar.integrations.tiny_models import relative_error, taken, tiny
 
 with warnings.catch_warnings(action="ignore"):
@@ -66,19 +64,14 @@ def trained(rank, world, wrapping, counted):
     model.model_info = SimpleNamespace(is_moe_model=False)
     trainer = trainer_of(model)
     trainer.compute_loss_func = loss_map["seqpar"](trainer.args, trainer)
-    wrapped = model
-    if wrapping == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif wrapping == "fsdp2":
-        for unit in (*model.model.layers, model):
-            fully_shard(unit)
+    whole = wrapped(model, wrapping, *model.model.layers)
     trainer.accelerator = SimpleNamespace(num_processes=world, unwrap_model=lambda m: model)
     trainer.model_accepts_loss_kwargs = model.accepts_loss_kwargs
     trainer.custom_metrics = MagicMock()
     shares = 0
     for index in range(2):
         inputs = batch(rank, index) | {"compute_loss_func": trainer.compute_loss_func}
-        loss, outputs = trainer.compute_loss(wrapped, inputs, return_outputs=True, num_items_in_batch=counted)
+        loss, outputs = trainer.compute_loss(whole, inputs, return_outputs=True, num_items_in_batch=counted)
         assert outputs.logits is None
         loss.backward()
         shares = shares + loss.detach() / world

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.seqpar.integrations.small_seq2seq import whole_gradients
+from tests.seqpar.integrations.small_seq2seq import whole_gradients, wrapped
 from tests.seqpar.integrations.tiny_models import assert_alike
 
 with warnings.catch_warnings(action="ignore"):
@@ -61,12 +59,7 @@ def one_batch(ranks, reduction):
 def trained(rank, world, wrapping, reduction):
     """Two micro-batches: contexts of all, then a forward and a backward of each."""
     model = decoder()
-    wrapped = model
-    if wrapping == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif wrapping == "fsdp2":
-        fully_shard(model.lm_head)
-        fully_shard(model)
+    whole = wrapped(model, wrapping, model.lm_head)
     config = SeqparCrossEntropyConfig(label_smoothing=0.1, chunk_tokens=3, loss_reduction=reduction)
     batches = [batch(rank, index) for index in range(2)]
     contexts = [config.build({"shifted_labels": labels}) for _, labels in batches]
@@ -74,7 +67,7 @@ def trained(rank, world, wrapping, reduction):
     contexts = config.loss_ctx_cls.build_batches(contexts, cu_seq_lens_list=[bounds, bounds])
     total = 0
     for (tokens, _), context in zip(batches, contexts, strict=True):
-        loss, (logits, _) = wrapped(tokens, context)
+        loss, (logits, _) = whole(tokens, context)
         assert logits is None
         loss.backward()
         total = total + loss.detach()
