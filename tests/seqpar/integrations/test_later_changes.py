@@ -68,6 +68,7 @@ def scaled_head(model, monkeypatch):
 CHANGES = {
     "a term begins": lambda model, _: setattr(model, "z_factor", 0.1),
     "a term that hardly shows": lambda model, _: setattr(model, "z_factor", 1e-4),
+    "a term that hardly shows in bfloat16": lambda model, _: setattr(model, "z_factor", 1e-4),
     "smoothing": lambda model, _: setattr(model.criterion, "label_smoothing", 0.3),
     "class weights": lambda model, _: setattr(model.criterion, "weight", torch.linspace(0.1, 5, VOCAB).double()),
     "a sum": lambda model, _: setattr(model.criterion, "reduction", "sum"),
@@ -79,7 +80,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("lengths", [[7, 5], [7]])
 def test_a_model_that_computes_another_loss_than_when_it_was_checked_is_refused(name, lengths, monkeypatch):
-    model = made()
+    model = made().bfloat16() if name.endswith("bfloat16") else made()
     model.lm_head.register_forward_hook(Scaling(1))
     batch = batch_of(model, lengths)
     with apply_seqpar_loss(model):

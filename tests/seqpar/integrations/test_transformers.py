@@ -25,7 +25,6 @@ from tests.seqpar.integrations.tiny_models import (
     MODELS,
     assert_alike,
     batch_of,
-    gradients,
     is_seq2seq,
     model_of,
     plain_loss,
@@ -283,6 +282,11 @@ def test_replicas_of_the_model_have_the_loss():
         assert_alike(taken(model, total), expected)
 
 
+def of_both_ranks(model, lengths=(5, 3)):
+    """The loss of 10 items of each, and the mean over the ranks, which FSDP2 takes."""
+    return sum(plain_loss(model, batch_of(model, [*lengths], seed=rank)) for rank in range(2)) / 20
+
+
 def sharded(rank, world, name, applied_first):
     """The gradients of two steps of a `fully_shard` model on this rank's sentence."""
     model = tiny(name)
@@ -301,10 +305,9 @@ def sharded(rank, world, name, applied_first):
 @pytest.mark.parametrize("name", ["marian", "llama"])
 def test_under_fsdp2_the_gradient_is_that_of_both_ranks(name, applied_first):
     model = tiny(name)
-    total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
-    (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
+    _, expected = taken(model, of_both_ranks(model))
     for got in ranks(2, sharded, name, applied_first):
-        assert relative_error(got, gradients(model)) < 1e-12
+        assert relative_error(got, expected) < 1e-12
 
 
 def with_units(model, units, **policy):
@@ -389,10 +392,9 @@ def with_other_arguments(rank, world):
 
 def test_under_fsdp2_a_rank_with_other_arguments_does_not_hang_the_others():
     model = tiny("llama")
-    total = sum(plain_loss(model, batch_of(model, [5, 5], seed=rank)) for rank in range(2))
-    (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
+    _, expected = taken(model, of_both_ranks(model, (5, 5)))
     for got in ranks(2, with_other_arguments):
-        assert relative_error(got, gradients(model)) < 1e-12
+        assert relative_error(got, expected) < 1e-12
 
 
 def with_a_routers_loss(rank, world):
@@ -406,11 +408,10 @@ def with_a_routers_loss(rank, world):
 
 def test_under_fsdp2_a_routers_loss_of_one_rank_is_reduced_once_and_does_not_hang_the_other():
     model = tiny("mixtral")
-    total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
     outputs = model(**batch_of(model, [5, 3], seed=0), output_router_logits=True)
-    (total / 20 + model.router_aux_loss_coef * outputs.aux_loss / 2).backward()
+    _, expected = taken(model, of_both_ranks(model) + model.router_aux_loss_coef * outputs.aux_loss / 2)
     for got in ranks(2, with_a_routers_loss):
-        assert relative_error(got, gradients(model)) < 1e-12
+        assert relative_error(got, expected) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["marian", "t5", "llama", "gemma2"])
