@@ -189,7 +189,11 @@ def seqpar_step(work: Work) -> Tensor | float | None:
         both(tokens, target=target).mean.backward()
         return None
     # Undo the division if the divisor is known only later, or if ZeRO-3 takes a mean over the ranks
-    factor = counted(work) if work.row.loses_one else world_size(work.token_group) if work.row.wrap == "zero3" else 1
+    factor: Tensor | int = 1
+    if work.row.loses_one:
+        factor = counted(work)
+    if work.row.wrap == "zero3":
+        factor = world_size(work.token_group)
     is_reduced = isinstance(both, DistributedDataParallel) or "fsdp" in work.row.wrap or work.row.wrap == "hsdp"
     done = accumulate_gradients(
         work.micro_batches,

@@ -17,7 +17,13 @@ from seqpar.integrations.transformers import remove_seqpar_loss
 from tests.seqpar.integrations.own_loss import REFUSALS, WAYS, outcome
 from tests.seqpar.integrations.shrunk_models import SHAPES, NotTinyError, working
 from tests.seqpar.integrations.tiny_models import relative_error
-from tests.seqpar.integrations.trainer_orders import micro_batches, model_first, trained, trainer_first, whole_step
+from tests.seqpar.integrations.trainer_runs import (
+    micro_batches,
+    model_first,
+    trained_in_order,
+    trainer_first,
+    whole_step,
+)
 
 KIND = re.compile(r"(?!Auto)\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|ForMaskedLM)")
 CLASSES = [name for name in dir(hf) if KIND.fullmatch(name)]
@@ -218,11 +224,13 @@ def test_under_a_trainer_made_before_or_inside_the_gradient_is_that_of_the_whole
     if name in REFUSED:
         for order in IN_EITHER_ORDER:
             with pytest.raises(REFUSALS, match="apply_seqpar_loss"):
-                trained(model, batches, order)
+                trained_in_order(model, batches, order)
             remove_seqpar_loss(model)
         return
     expected = whole_step(model, batches)
-    errors = {order.__name__: relative_error(trained(model, batches, order), expected) for order in IN_EITHER_ORDER}
+    errors = {
+        order.__name__: relative_error(trained_in_order(model, batches, order), expected) for order in IN_EITHER_ORDER
+    }
     assert max(errors.values()) < 1e-3, errors
 
 

@@ -27,7 +27,7 @@ from tests.seqpar.integrations.tiny_models import (
     taken,
     tiny,
 )
-from tests.seqpar.integrations.trainer_orders import micro_batches, trained, trainer_first, whole_step
+from tests.seqpar.integrations.trainer_runs import micro_batches, trained_in_order, trainer_first, whole_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 SEQ2SEQ = {"task_type": TaskType.SEQ_2_SEQ_LM}
@@ -108,9 +108,10 @@ def test_under_a_trainer_an_adapter_on_the_output_embeddings_has_the_gradient_of
     expected = whole_step(model, batches)
     if way == "function":
         with apply_seqpar_loss(model) as applied:
-            got = trained(model, batches, lambda _, make: make(compute_loss_func=compute_loss_func(applied)).train())
+            function = compute_loss_func(applied)
+            got = trained_in_order(model, batches, lambda _, make: make(compute_loss_func=function).train())
     else:
-        got = trained(model, batches, trainer_first)
+        got = trained_in_order(model, batches, trainer_first)
     # Its own loss is of logits in float32
     assert relative_error(got, expected) < 1e-5
 

@@ -5,11 +5,12 @@ import logging
 from contextlib import nullcontext
 from itertools import pairwise
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Trainer
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from seqpar.integrations import say_once
 from seqpar.integrations.transformers import SeqparLoss, apply_seqpar_loss, compute_loss_func, remove_seqpar_loss
@@ -23,8 +24,16 @@ from tests.seqpar.integrations.tiny_models import (
     tiny,
     without_labels,
 )
-from tests.seqpar.integrations.trainer_orders import ORDERS, made, micro_batches, model_last, trained
-from tests.seqpar.integrations.trainer_runs import Gradients
+from tests.seqpar.integrations.trainer_runs import (
+    ONE_STEP,
+    ORDERS,
+    Gradients,
+    made,
+    micro_batches,
+    model_last,
+    trained_in_order,
+)
+from tests.seqpar.integrations.trl_runs import words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -65,7 +74,7 @@ def test_in_every_order_the_gradient_is_that_of_the_whole_step(name, order):
     model = MODELS[name](name)
     batches = batches_of(model)
     expected = expected_of(model, batches)
-    assert relative_error(trained(model, batches, ORDERS[order]), expected) < 1e-12
+    assert relative_error(trained_in_order(model, batches, ORDERS[order]), expected) < 1e-12
     assert not model._forward_hooks
 
 
@@ -83,7 +92,7 @@ def test_in_every_order_the_gradient_is_that_of_the_whole_step(name, order):
 def test_applied_to_the_model_alone_of_a_trainer_that_has_read_otherwise_it_is_refused_in_one_line(name, said):
     model = MODELS[name](name)
     with pytest.raises(RuntimeError, match=said) as raised:
-        trained(model, batches_of(model), model_last)
+        trained_in_order(model, batches_of(model), model_last)
     assert "apply_seqpar_loss(trainer)" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -93,7 +102,7 @@ def test_applied_to_the_model_alone_of_a_trainer_that_has_read_the_same_or_has_o
     model = MODELS[name](name)
     batches = batches_of(model)[:count]
     expected = expected_of(model, batches)
-    assert relative_error(trained(model, batches, model_last), expected) < 1e-12
+    assert relative_error(trained_in_order(model, batches, model_last), expected) < 1e-12
 
 
 class Forgetting(Trainer):
@@ -349,3 +358,32 @@ def test_a_trainer_that_got_another_model_meanwhile_has_that_ones_facts(tmp_path
         assert trainer_facts(trainer) != before
         trainer.model = other
     assert trainer_facts(trainer) == Facts(divides=False, shifts=False)
+
+
+def trained_by_trl(way, folder):
+    """The gradients of one step of two micro-batches of TRL's SFTTrainer, which takes its loss in chunks of its own."""
+    torch.manual_seed(2)
+    model, kept = tiny("llama", torch.float32), Gradients()
+    applied = None if way == "stock" else apply_seqpar_loss(model)
+    sentences = [{"input_ids": torch.randint(4, 37, (n,)).tolist()} for n in (5, 9, 7, 3)]
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": False}
+    SFTTrainer(
+        model,
+        SFTConfig(str(folder), gradient_checkpointing=False, **ONE_STEP | given),
+        train_dataset=datasets.Dataset.from_list(sentences),
+        processing_class=words(),
+        compute_loss_func=compute_loss_func(applied) if way == "function" else None,
+        callbacks=[kept],
+    ).train()
+    return kept.seen
+
+
+def test_by_trl_with_compute_loss_func_the_gradient_is_the_trainers_own(tmp_path):
+    assert relative_error(trained_by_trl("function", tmp_path), trained_by_trl("stock", tmp_path)) < 1e-5
+
+
+def test_by_trl_the_loss_in_the_model_alone_is_refused_in_one_line(tmp_path):
+    said = r"TRL's trainer computes the loss of LlamaForCausalLM.*compute_loss_func"
+    with pytest.raises(TypeError, match=said) as raised:
+        trained_by_trl("applied", tmp_path)
+    assert "\n" not in str(raised.value)

@@ -19,8 +19,7 @@ from transformers import GraniteConfig
 from seqpar.integrations import say_once
 from seqpar.integrations.trl import has_scores
 from tests.seqpar.integrations.tiny_models import batch_of, plain_loss, predicted, relative_error, taken, tiny
-from tests.seqpar.integrations.trainer_orders import made, micro_batches
-from tests.seqpar.integrations.trainer_runs import Gradients
+from tests.seqpar.integrations.trainer_runs import Gradients, made, micro_batches
 from tests.seqpar.integrations.trl_runs import Run
 from tests.seqpar.integrations.trl_runs import made as made_by_trl
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -548,3 +549,29 @@ def test_a_step_without_labels_has_loss_0_and_gradient_0_whatever_it_is_divided_
         loss, found = taken(model, model(**batch, num_items_in_batch=items).loss)
     assert loss == 0
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in found.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_torch_compile_three_graphs_have_the_numbers_of_none_and_are_not_made_again_for_other_labels():
+    """Two on torch 2.11."""
+    torch._dynamo.reset()
+    model = tiny("llama")
+    counter = torch._dynamo.testing.CompileCounter()
+    batches = [batch_of(model, lengths, seed) for seed, lengths in enumerate([[7, 5], [7, 3], [7, 6]])]
+    with apply_seqpar_loss(model, label_smoothing=0.1, chunk_tokens=4):
+        compiled = torch.compile(model, backend=counter, dynamic=False)
+        made = []
+        for batch in batches:
+            found, of_graphs = (taken(model, way(**batch, num_items_in_batch=9).loss) for way in (model, compiled))
+            assert_alike(of_graphs, found)
+            made.append(counter.frame_count)
+    graphs = 2 if torch.__version__.startswith("2.11.") else 3
+    assert made == [graphs] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_torch_compile_the_whole_model_as_one_graph_is_refused_with_the_reason():
+    torch._dynamo.reset()
+    model = tiny("llama")
+    with apply_seqpar_loss(model), pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(**batch_of(model, [7, 5]))
