@@ -123,20 +123,18 @@ class AsDTensor(nn.Module):
                 placed = as_dtensor(parameter.detach(), self.group, rows)
                 module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        local: Tensor = self.model(as_dtensor(tokens, self.group)).to_local()
-        return local
+    def forward(self, tokens: Tensor) -> Any:
+        return self.model(as_dtensor(tokens, self.group)).to_local()
 
 
-def trunk(work: Work) -> nn.Module:
+def trunk(work: Work) -> Any:
     """Return the module that computes the hidden states of a rank's targets."""
     if work.row.inner == "time and classes":
         assert work.vocab_group is not None
         return OwnTime(work.model, work.vocab_group)
     if work.row.inner == "DTensor classes":
         return AsDTensor(work)
-    whole: nn.Module = work.model
-    return whole
+    return work.model
 
 
 def sum_over_time(work: Work) -> None:
@@ -191,7 +189,11 @@ def seqpar_step(work: Work) -> Tensor | float | None:
         both(tokens, target=target).mean.backward()
         return None
     # Undo the division if the divisor is known only later, or if ZeRO-3 takes a mean over the ranks
-    factor = counted(work) if work.row.loses_one else world_size(work.token_group) if work.row.wrap == "zero3" else 1
+    factor: Tensor | int = 1
+    if work.row.loses_one:
+        factor = counted(work)
+    if work.row.wrap == "zero3":
+        factor = world_size(work.token_group)
     is_reduced = isinstance(both, DistributedDataParallel) or "fsdp" in work.row.wrap or work.row.wrap == "hsdp"
     done = accumulate_gradients(
         work.micro_batches,
@@ -255,9 +257,8 @@ class Both(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = self.loss(self.model(tokens), target)
-        return loss
+    def forward(self, tokens: Tensor, target: Tensor) -> Any:
+        return self.loss(self.model(tokens), target)
 
 
 def counted(work: Work) -> Tensor:
@@ -324,8 +325,7 @@ def parallel_loss(work: Work, hidden: Tensor, target: Tensor) -> Any:
     """Return the summed `F.cross_entropy` of DTensor logits, from a generator whose rows are a DTensor."""
     weight = as_dtensor(work.model.head.weight, work.vocab_group, work.vocab_size)
     logits = F.linear(as_dtensor(hidden.flatten(0, -2), work.vocab_group), weight)
-    loss: Any = F.cross_entropy(logits, target.flatten(), reduction="sum")
-    return loss.to_local()
+    return F.cross_entropy(logits, target.flatten(), reduction="sum").to_local()  # type: ignore[attr-defined]
 
 
 def loss_parallel_step(work: Work) -> Tensor:

@@ -134,14 +134,9 @@ class Case:
         return ROWS[self.layout]
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
-        """Return the sizes of groups x ranks with different tokens x ranks with different classes or layers."""
-        return self.groups, len(self.tokens), self.ranks // self.groups // len(self.tokens)
-
-    @property
     def inner(self) -> int:
         """Return the number of ranks that have the same tokens."""
-        return self.mesh[2]
+        return self.ranks // self.groups // len(self.tokens)
 
     @property
     def count(self) -> int:
@@ -221,7 +216,7 @@ class Case:
 
     def work(self, rank: int) -> tuple[Work, nn.Module]:
         """Return what a rank is given, and the model whose gradients are compared; every rank must call this."""
-        _, data, inner = self.mesh
+        data, inner = len(self.tokens), self.inner
         group, place, inner_place = rank // (data * inner), rank // inner % data, rank % inner
         model = self.model(group)
         given = self._groups()
@@ -245,7 +240,7 @@ class Case:
 
     def _groups(self) -> dict[str, Any]:
         """Return the groups of this rank, by their names in `Work`."""
-        groups, data, inner = self.mesh
+        groups, data, inner = self.groups, len(self.tokens), self.inner
         given: dict[str, Any] = {}
         lines = _mesh(("groups", groups), ("tokens", data), ("inner", inner))
         if data > 1:
@@ -286,8 +281,7 @@ def _still_there(data: int, inner: int, groups: int) -> ProcessGroup:
 @functools.cache
 def _group(members: tuple[int, ...]) -> ProcessGroup:
     """Return the group of some ranks; every rank must call this."""
-    made: ProcessGroup = dist.new_group([*members])
-    return made
+    return dist.new_group([*members])  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.layout_cases import IGNORED, SHAPE, Answer, Batch, Case, gradients
+from conformance.layout_cases import IGNORED, SHAPE, Answer, Batch, Case, Model, gradients
 from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import Evidence, Result, close, spell
 from seqpar.testing.precision import EXACT, error
@@ -79,10 +79,24 @@ class Step(NamedTuple):
         """Return the micro-batches of all ranks."""
         return [batch for part in self.case.parts(self.group) for batch in part]
 
+    def model(self) -> Model:
+        """Return the model as it is before the step."""
+        return self.case.model(self.group)
+
     def summed(self, batches: Sequence[Batch]) -> Gradients:
         """Return the gradient of the summed loss of these micro-batches."""
-        model = self.case.model(self.group)
+        model = self.model()
         return gradients(self.case.summed(model, batches) * self.case.loss_scale, model)
+
+    def result(self, model: Model, total: Tensor) -> tuple[Tensor, Gradients]:
+        """Return the answer of a model whose summed loss is `total`."""
+        loss = total / self.case.count
+        return loss.detach(), gradients(loss * self.case.loss_scale, model)
+
+    def mean_of(self, batches: Sequence[Batch]) -> Result:
+        """Return the right answer except for the gradient, which is that of these micro-batches' mean loss."""
+        count = sum(int((target != IGNORED).sum()) for _, target in batches)
+        return self.with_gradients(_scaled(self.summed(batches), 1 / max(1, count)))
 
     def with_gradients(self, found: Gradients) -> Result:
         """Return the right answer except for these gradients."""
@@ -200,9 +214,8 @@ def _of_the_router(step: Step) -> Mistakes:
     case = step.case
 
     def answer(times: float) -> Result:
-        model = case.model(step.group)
-        loss = case.summed(model, step.batches, times) / case.count
-        return step.with_gradients(gradients(loss * case.loss_scale, model))
+        model = step.model()
+        return step.with_gradients(step.result(model, case.summed(model, step.batches, times))[1])
 
     for times in (0, case.near, 1 / case.near, len(case.tokens), 1 / len(case.tokens), case.row.outer):
         yield f"the router's auxiliary loss is {spell(times)} times the right one", partial(answer, times)
@@ -210,8 +223,8 @@ def _of_the_router(step: Step) -> Mistakes:
 
 def _own_loss(step: Step) -> Result:
     """Return the answer of a rank that reports the mean over its own tokens."""
-    part, model = step.case.parts(step.group)[step.place], step.case.model(step.group)
-    own = step.case.summed(model, part).detach() / max(1, sum(step.case.tokens[step.place]))
+    part = step.case.parts(step.group)[step.place]
+    own = step.case.summed(step.model(), part).detach() / max(1, sum(step.case.tokens[step.place]))
     return own, step.right.gradients
 
 
@@ -224,35 +237,33 @@ def _of_another(step: Step, what: str) -> Result:
                 batches.append((their_tokens, target))
             else:
                 batches.append((tokens, target.where(their_target != IGNORED, IGNORED)))
-    count = sum(int((target != IGNORED).sum()) for _, target in batches)
-    return step.with_gradients(_scaled(step.summed(batches), 1 / max(1, count)))
+    return step.mean_of(batches)
 
 
 def _first_layer(step: Step) -> Result:
     """Return the answer if every stage has the first layer's weights."""
-    model = step.case.model(step.group)
+    model = step.model()
     for layer in model.layers:
         layer.load_state_dict(model.layers[0].state_dict())
-    loss = step.case.summed(model, step.batches) / step.case.count
-    return loss.detach(), gradients(loss * step.case.loss_scale, model)
+    return step.result(model, step.case.summed(model, step.batches))
 
 
 def _own_time(step: Step, name: str = "") -> Result:
     """Return the answer of a rank that keeps the gradient from its own time steps, for one parameter or for all."""
-    model, losses = step.case.model(step.group), []
+    model, losses = step.model(), []
     for tokens, target in step.batches:
         parts = [*model(tokens).tensor_split(step.case.inner, 1)]
         parts = [part if k == step.rank % step.case.inner else part.detach() for k, part in enumerate(parts)]
         losses.append(step.case.loss(model.head(torch.cat(parts, 1)), target))
-    found = gradients(torch.stack(losses).sum() * step.case.loss_scale / step.case.count, model)
+    _, found = step.result(model, torch.stack(losses).sum())
     return step.with_gradients({name: found[name]} if name else found)
 
 
 def _untied(step: Step, use: str) -> Result:
     """Return the answer if the shared weight has the gradient of only one of its uses."""
-    model = step.case.model(step.group)
+    model = step.model()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    found = gradients(step.case.summed(model, step.batches) * step.case.loss_scale / step.case.count, model)
+    _, found = step.result(model, step.case.summed(model, step.batches))
     return step.with_gradients({"embed.weight": found[use]})
 
 
@@ -266,22 +277,19 @@ def _own_rows(step: Step, times: float) -> Result:
 
 def _shifted(step: Step) -> Result:
     """Return the answer if the targets, which are already the next tokens, are shifted once more."""
-    shifted = [(tokens, F.pad(target[:, 1:], (0, 1), value=IGNORED)) for tokens, target in step.batches]
-    count = sum(int((target != IGNORED).sum()) for _, target in shifted)
-    return step.with_gradients(_scaled(step.summed(shifted), 1 / max(1, count)))
+    return step.mean_of([(tokens, F.pad(target[:, 1:], (0, 1), value=IGNORED)) for tokens, target in step.batches])
 
 
 def _split(step: Step, mistake: int) -> Result:
     """Return the answer of a rank that makes a mistake with a split vocabulary; the generator's rows are joined."""
     case, answers = step.case, []
     for number in range(case.inner):
-        model = case.model(step.group)
+        model = step.model()
         logits_NV = torch.cat([model.head(model(tokens)).flatten(0, 1) for tokens, _ in step.batches])
         target_N = torch.cat([target.flatten() for _, target in step.batches])
         kept = target_N != IGNORED
         losses_N = splittings(case, number, logits_NV[kept], target_N[kept])[mistake][1]
-        mean = losses_N.sum() / case.count
-        answers.append((mean.detach(), gradients(mean * case.loss_scale, model)))
+        answers.append(step.result(model, losses_N.sum()))
     value, found = answers[step.rank % case.inner]
     if mistake == SUMMED:
         found = {n: torch.stack([of[n] for _, of in answers]).sum(0) for n in found}

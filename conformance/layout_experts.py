@@ -67,5 +67,4 @@ class Experts(nn.Module):
         a E sum_e f_e P_e, with f_e the share of the step's tokens that expert e gets, and P_e its mean probability.
         """
         share_E = group_sum(self.routed_E, group) / rows
-        loss: Tensor = AUXILIARY * EXPERTS * (share_E * self.probs_E).sum() / rows
-        return loss
+        return (share_E * self.probs_E).sum() * (AUXILIARY * EXPERTS / rows)

@@ -236,18 +236,16 @@ class CausalModel(nn.Module):
         text_config = SimpleNamespace(num_experts=0)
         self.config = SimpleNamespace(get_text_config=lambda: text_config)
 
-    def get_output_embeddings(self) -> nn.Module:
-        head: nn.Module = self.backbone.head
-        return head
+    def get_output_embeddings(self) -> Any:
+        return self.backbone.head
 
     @property
     def base_model(self) -> Any:
         return lambda tokens, use_cache: SimpleNamespace(last_hidden_state=self.backbone(tokens))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         """Return the logits, as the model would without TRL's head."""
-        logits: Tensor = self.backbone.head(self.backbone(tokens))
-        return logits
+        return self.backbone.head(self.backbone(tokens))
 
 
 class TrlSum(nn.Module):
@@ -257,24 +255,22 @@ class TrlSum(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
-        log_probs: Tensor = self.model(tokens, shift_labels=target, fused_lm_head=True).log_probs
-        return -log_probs.sum()
+    def forward(self, tokens: Tensor, target: Tensor) -> Any:
+        return -self.model(tokens, shift_labels=target, fused_lm_head=True).log_probs.sum()
 
 
-def trl_step(work: Work, is_head_a_unit: bool = False) -> Tensor:
+def trl_step(work: Work) -> Tensor:
     """Train with the log-probabilities of `add_fused_lm_head`, called inside DDP or FSDP2, computed in float32."""
     model: Any = CausalModel(work.model)
     trl.add_fused_lm_head(model)
-    if is_head_a_unit:
-        assert work.token_group is not None
-        fsdp.fully_shard(tied_modules(work.model), mesh=DeviceMesh.from_group(work.token_group, "cpu"))
     return accumulated(work, wrapped(TrlSum(model), work))
 
 
 def trl_head_unit_step(work: Work) -> Tensor:
     """Do the same with the head as an FSDP2 unit of its own."""
-    return trl_step(work, is_head_a_unit=True)
+    assert work.token_group is not None
+    fsdp.fully_shard(tied_modules(work.model), mesh=DeviceMesh.from_group(work.token_group, "cpu"))
+    return trl_step(work)
 
 
 def why_no_liger() -> str:

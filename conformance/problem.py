@@ -183,10 +183,14 @@ class Problem:
         """Return the names of the requested numbers, with their shapes per token."""
         if self.is_loss:
             return {"loss": ()}
-        k, asked = self.options.top_k, {"log_prob": ()}
-        more = {"entropy": () if self.options.entropy else None, "log_probs_at": (self.given,) if self.given else None}
-        more |= dict.fromkeys(("top_log_probs", "top_ids"), (k,) if k else None)
-        return asked | {name: size for name, size in more.items() if size is not None}
+        asked: dict[str, tuple[int, ...]] = {"log_prob": ()}
+        if self.options.entropy:
+            asked["entropy"] = ()
+        if self.given:
+            asked["log_probs_at"] = (self.given,)
+        if self.options.top_k:
+            asked |= dict.fromkeys(("top_log_probs", "top_ids"), (self.options.top_k,))
+        return asked
 
     def numbers(self, result: Any) -> Mapping[str, Tensor | None]:
         """Return the requested numbers."""
@@ -195,8 +199,7 @@ class Problem:
     def loss_of(self, result: Any, tensors: dict[str, Tensor]) -> Tensor:
         """Return what is differentiated: the loss, or the sum of the scores in `used`, each times its factors."""
         if self.is_loss:
-            loss: Tensor = result * self.factor
-            return loss
+            return result * self.factor  # type: ignore[no-any-return]
         terms = [(tensors[FACTORS[name]] * getattr(result, name)).sum() for name in self.used]
         return torch.stack(terms).sum() * self.factor
 

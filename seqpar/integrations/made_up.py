@@ -63,6 +63,13 @@ def made_up_logits(labels_RW: Tensor, like: Tensor) -> Tensor:
     return few[rows].view(*labels_RW.shape, -1)
 
 
+def certain_logits(target_RW: Tensor, like_V: Tensor) -> Tensor:
+    """Return logits (R, W, V), in float32 or wider, that are certain of each target: their cross-entropy is 0."""
+    logits_RWV = torch.full((*target_RW.shape, len(like_V)), -SPREAD, dtype=wide(like_V.dtype), device=like_V.device)
+    certain_RW1 = target_RW.clamp(min=0).unsqueeze(-1).to(like_V.device)
+    return logits_RWV.scatter_(-1, certain_RW1, SPREAD)
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode, without dropout, and restore each module's mode after the block."""

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel, TrainerCallback
 from seqpar.core.checks import check_size
 from seqpar.integrations.peft_adapters import base_of, is_peft_model
 from seqpar.integrations.say_once import say_once
-from seqpar.integrations.transformers_check import WITHOUT
 from seqpar.integrations.transformers_copies import owners
 from seqpar.integrations.transformers_head import supported_linear
 from seqpar.integrations.transformers_loss import AppliedLoss
-from seqpar.integrations.transformers_model import refuse_adapter
+from seqpar.integrations.transformers_model import WITHOUT, refuse_adapter
 from seqpar.integrations.transformers_trainer import calling_trainer, is_trainer, model_of, refuse_options
 from seqpar.rows.smoothing import check_smoothing
 
@@ -125,17 +124,12 @@ def _apply(model: PreTrainedModel | Any, label_smoothing: float, chunk_tokens: i
         before = "apply the loss before torch.compile, to the model inside (model._orig_mod)"
         raise TypeError(f"this {type(model._orig_mod).__name__} is compiled; {before}")
     supported_linear(model)
-    if _losses_on(model):
+    if owners(model):
         raise ValueError(f"this {type(model).__name__} has the loss already; remove_seqpar_loss(model) removes it")
     applied = AppliedLoss(model, label_smoothing, chunk_tokens)
     if trainer is not None:
         applied.meet(trainer)
     return applied
-
-
-def _losses_on(model: Any) -> list[AppliedLoss]:
-    """Return the losses that were applied to a model and not removed."""
-    return [owner for owner in owners(model) if isinstance(owner, AppliedLoss)]
 
 
 def remove_seqpar_loss(model: PreTrainedModel | Any) -> None:
@@ -151,7 +145,7 @@ def remove_seqpar_loss(model: PreTrainedModel | Any) -> None:
         >>> model(tokens, labels=tokens).logits.shape
         torch.Size([2, 9, 50])
     """
-    for applied in _losses_on(model_of(model) if is_trainer(model) else base_of(model)):
+    for applied in owners(model_of(model) if is_trainer(model) else base_of(model)):
         applied.remove()
 
 
@@ -221,7 +215,7 @@ class SeqparLoss(TrainerCallback):
         if self.applied is not None and self.applied.is_on(model):
             self.applied.meet(trainer)
             return
-        for applied in _losses_on(model):
+        for applied in owners(model):
             if applied.by_callback:
                 applied.remove()
         self.applied = _apply(trainer, self.label_smoothing, self.chunk_tokens)

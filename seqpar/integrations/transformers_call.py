@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seqpar.core.token_loss import TokenLoss
-from seqpar.integrations.transformers_model import Reading
+from seqpar.integrations.transformers_model import WITHOUT, Reading
 
 
 @dataclass
@@ -90,3 +90,21 @@ HIDDEN = "hidden_for_loss"
 def with_hidden(outputs: type) -> type:
     """Return a model's output class, extended by a field for the hidden states."""
     return make_dataclass(outputs.__name__, [(HIDDEN, Tensor | None, None)], bases=(outputs,))
+
+
+def refuse_another_part(name: str, loss: object) -> None:
+    """Raise RuntimeError if a discarded loss requires a gradient, and so contains more than the window's loss."""
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
+
+
+def with_fields(call: Call, outputs: Any, fields: dict[str, Any]) -> Any:
+    """Return the model's outputs with these fields replaced, in the form that the caller asked for."""
+    if not call.as_tuple:
+        kind: Any = type(outputs)
+        if HIDDEN in fields:
+            kind = with_hidden(kind)
+        return kind(**{**outputs, **fields})
+    # As the model does: a loss that is None is left out of the tuple. Hidden states come last
+    names = [name for name in outputs if name != "loss" or fields["loss"] is not None]
+    return tuple((outputs | fields)[name] for name in [*names, *(name for name in fields if name == HIDDEN)])

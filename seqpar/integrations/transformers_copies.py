@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 HOOKS = "_forward_pre_hooks", "_forward_hooks"
 KINDS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
@@ -21,16 +20,14 @@ REDUCE = "__reduce_ex__"
 
 
 class LeftOut:
-    """An owner of hooks that copies leave out."""
+    """An owner of hooks that copies leave out.
 
-    hooks: list[RemovableHandle]
-
-    def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Remove from a copy's attributes whatever else this owner has put into the module."""
-        raise NotImplementedError
+    It has `hooks`, their handles, and `restored(module, state)`, which removes from a copy's attributes whatever else
+    this owner has put into the module.
+    """
 
 
-def owners(module: nn.Module) -> list[LeftOut]:
+def owners(module: nn.Module) -> list[Any]:
     """Return the owners of those hooks on a module that copies leave out."""
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     found = (getattr(hook, "__self__", None) for hook in hooks)

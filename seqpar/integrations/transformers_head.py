@@ -17,10 +17,17 @@ from seqpar.core.checks import is_dtensor
 from seqpar.core.token_loss import wide
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, same_logits
+from seqpar.engine.module_calls import HOOKS
+from seqpar.integrations.made_up import (
+    RefusedModelError,
+    certain_logits,
+    made_up_logits,
+    more_than_linear,
+    same_logits,
+)
 from seqpar.integrations.peft_adapters import Adapter, adapter_of, linear_of
 from seqpar.integrations.transformers_call import Call
-from seqpar.integrations.transformers_check import WITHOUT, certain_logits
+from seqpar.integrations.transformers_model import WITHOUT
 from seqpar.linear.lora import adapter_rows
 
 NEEDED = (
@@ -28,8 +35,7 @@ NEEDED = (
     f"otherwise {WITHOUT}"
 )
 
-BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
-"""Where a module keeps its backward hooks; torch keeps global ones under the same names, prefixed by _global."""
+BACKWARD_HOOKS = [hooks for hooks in HOOKS if "backward" in hooks]
 
 WAY_OUT_OF_SHARDS = (
     "call fully_shard on the model as well, so that they are gathered in its forward, and leave out compute_loss_func, "

@@ -16,7 +16,6 @@ Shape suffixes: B batch, T time, D hidden, V vocabulary, R rows and W tokens of 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +29,16 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.made_up import RefusedModelError
 from seqpar.integrations.peft_adapters import adapter_of
-from seqpar.integrations.transformers_call import HIDDEN, Call, Running, UsingParameters, divide_loss, with_hidden
-from seqpar.integrations.transformers_check import WITHOUT, are_as_read, check_shapes, mean_loss
+from seqpar.integrations.transformers_call import (
+    HIDDEN,
+    Call,
+    Running,
+    UsingParameters,
+    divide_loss,
+    refuse_another_part,
+    with_fields,
+)
+from seqpar.integrations.transformers_check import UNCALLED, Readings, are_as_read, check_shapes, mean_loss
 from seqpar.integrations.transformers_copies import LeftOut, copy_as_before, leave_out_of_copies
 from seqpar.integrations.transformers_head import (
     bias_of,
@@ -46,6 +53,7 @@ from seqpar.integrations.transformers_head import (
 )
 from seqpar.integrations.transformers_model import (
     IGNORED,
+    WITHOUT,
     Reading,
     Settings,
     decoder_inputs,
@@ -53,17 +61,7 @@ from seqpar.integrations.transformers_model import (
     lacks_decoder_inputs,
     signature_of,
 )
-from seqpar.integrations.transformers_readings import UNCALLED, Readings
-from seqpar.integrations.transformers_trainer import (
-    MET,
-    Facts,
-    asks_for_loss_alone,
-    facts_of,
-    give_facts,
-    model_of,
-    refuse_other_facts,
-    running_trainer,
-)
+from seqpar.integrations.transformers_trainer import ToldTrainers, asks_for_loss_alone
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.rows.criteria import LabelSmoothing
 
@@ -113,19 +111,7 @@ class AppliedLoss(LeftOut):
         self.hooked = (model, head)
         for module in self.hooked:
             leave_out_of_copies(module)
-        self.own_facts = facts_of(model)
-        self.facts = Facts(True, self.readings.shifts)
-        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Any Trainer created from now on reads these
-        flags: dict[str, Any] = {"accepts_loss_kwargs": True}
-        if self.facts.shifts:
-            flags["loss_type"] = "ForCausalLM"
-        self.flags_before = {name: vars(model)[name] for name in flags if name in vars(model)}
-        self.flags = tuple(flags)
-        vars(model).update(flags)
-        for trainer in list(MET):
-            if model_of(trainer) is model:
-                self.meet(trainer)
+        self.told = ToldTrainers(model, self.readings.shifts)
 
     def remove(self) -> None:
         """Restore the model and its Trainers; a second call does nothing."""
@@ -138,18 +124,12 @@ class AppliedLoss(LeftOut):
         for module in self.hooked:
             copy_as_before(module)
         self.running.call = None
-        for trainer in list(MET):
-            model = model_of(trainer)
-            # A Trainer with a model_init may have created a new model since
-            if model is self.model or trainer in self.trainers:
-                give_facts(trainer, facts_of(model))
+        self.told.correct()
 
     def restored(self, module: nn.Module, state: dict[str, Any]) -> None:
         """Restore the flags of the model in its attributes or in those of a copy."""
         if module is self.model:
-            for name in self.flags:
-                del state[name]
-            state.update(self.flags_before)
+            self.told.restore_flags(state)
 
     @property
     def checked(self) -> dict[Settings, Reading]:
@@ -162,9 +142,7 @@ class AppliedLoss(LeftOut):
 
     def meet(self, trainer: Any) -> None:
         """Tell a Trainer that was created earlier for this model what is true of the model now."""
-        MET.add(trainer)
-        self.trainers.add(trainer)
-        give_facts(trainer, self.facts)
+        self.told.meet(trainer)
 
     def _refuse_changed(self) -> None:
         """Raise RuntimeError if an earlier forward has shown that the model computes something different now."""
@@ -204,23 +182,11 @@ class AppliedLoss(LeftOut):
             raise RefusedModelError(f"{evaluating}: call train() first, on a model whose dropout is 0")
         if not trained and not asks_for_loss_alone(labelled):
             return self._before_logits(model, kwargs)
-        self._refuse_trainers(model, kwargs)
+        self.told.refuse_others(kwargs)
         self._check_head(head)
         call, kwargs = self._with_window(model, kwargs)
         self.running.call = call
         return (), kwargs
-
-    def _refuse_trainers(self, model: Any, kwargs: dict[str, Any]) -> None:
-        """Raise an error if a Trainer computes the loss itself, or would divide this one by a different number."""
-        name = type(model).__name__
-        if kwargs.get("fused_lm_head"):
-            raise TypeError(
-                f"TRL's trainer computes the loss of {name} itself; pass it "
-                "compute_loss_func=compute_loss_func(applied), or use seqpar.integrations.trl.apply_seqpar_scores"
-            )
-        if (step := running_trainer("training_step")) is not None:
-            refuse_other_facts(step, name, self.own_facts, self.facts, kwargs)
-            MET.add(step.f_locals["self"])
 
     def _before_logits(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Prepare an evaluation in which the model computes all its logits."""
@@ -428,21 +394,3 @@ class AppliedLoss(LeftOut):
             temperature=reading.temperature,
             chunk_tokens=self.chunk_tokens,
         )
-
-
-def refuse_another_part(name: str, loss: object) -> None:
-    """Raise RuntimeError if a discarded loss requires a gradient, and so contains more than the window's loss."""
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
-
-
-def with_fields(call: Call, outputs: Any, fields: dict[str, Any]) -> Any:
-    """Return the model's outputs with these fields replaced, in the form that the caller asked for."""
-    if not call.as_tuple:
-        kind: Any = type(outputs)
-        if HIDDEN in fields:
-            kind = with_hidden(kind)
-        return kind(**{**outputs, **fields})
-    # As the model does: a loss that is None is left out of the tuple. Hidden states come last
-    names = [name for name in outputs if name != "loss" or fields["loss"] is not None]
-    return tuple((outputs | fields)[name] for name in [*names, *(name for name in fields if name == HIDDEN)])

@@ -21,13 +21,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from seqpar.core.surroundings import Identity
+from seqpar.engine.module_calls import HOOKS
 
 IGNORED = -100
 """The label that Hugging Face models ignore."""
 
+WITHOUT = "use the model without apply_seqpar_loss"
+
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """Names of factors of the logits. Some models multiply by them, some divide by them, and some ignore them."""
+
+FORWARD_HOOKS = [hooks for hooks in HOOKS if "forward" in hooks]
 
 Settings = tuple[object, ...]
 
@@ -126,12 +131,9 @@ def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Setting
 def calls_of(model: PreTrainedModel) -> Settings:
     """Return everything replaceable that a forward calls after its last hidden states."""
     head = model.get_output_embeddings()
-    hooks = (
-        *head._forward_hooks.values(),
-        *head._forward_pre_hooks.values(),
-        *torch_modules._global_forward_hooks.values(),
-        *torch_modules._global_forward_pre_hooks.values(),
-    )
+    own = (getattr(head, hooks) for hooks in FORWARD_HOOKS)
+    of_all = (getattr(torch_modules, f"_global{hooks}") for hooks in FORWARD_HOOKS)
+    hooks = [hook for registered in (*own, *of_all) for hook in registered.values()]
     kinds = [("class", type(module)) for module in (model, head)]
     called: list[Any] = [F.cross_entropy, F.linear, nn.Linear.forward, *loss_functions(model)]
     for module in (model, head):

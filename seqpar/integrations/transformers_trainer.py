@@ -73,6 +73,59 @@ def _has_own_denominator(trainer: Any) -> bool:
     return bool(getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_enabled", False))
 
 
+class ToldTrainers:
+    """What Trainers read from a model with the chunked loss, and those that were created before they could read it."""
+
+    def __init__(self, model: PreTrainedModel, shifts: bool) -> None:
+        self.model = model
+        self.own = facts_of(model)
+        """What the model's class says by itself."""
+        self.facts = Facts(True, shifts)
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Any Trainer created from now on reads these
+        flags: dict[str, Any] = {"accepts_loss_kwargs": True}
+        if shifts:
+            flags["loss_type"] = "ForCausalLM"
+        self.flags_before = {name: vars(model)[name] for name in flags if name in vars(model)}
+        self.flags = tuple(flags)
+        vars(model).update(flags)
+        for trainer in list(MET):
+            if model_of(trainer) is model:
+                self.meet(trainer)
+
+    def meet(self, trainer: Any) -> None:
+        """Make a Trainer that was created earlier use what is true of the model now."""
+        MET.add(trainer)
+        self.trainers.add(trainer)
+        give_facts(trainer, self.facts)
+
+    def restore_flags(self, state: dict[str, Any]) -> None:
+        """Restore the flags in the model's attributes, or in those of a copy."""
+        for name in self.flags:
+            del state[name]
+        state.update(self.flags_before)
+
+    def correct(self) -> None:
+        """Make the Trainers use again what their models say by themselves."""
+        for trainer in list(MET):
+            model = model_of(trainer)
+            # A Trainer with a model_init may have created a new model since
+            if model is self.model or trainer in self.trainers:
+                give_facts(trainer, facts_of(model))
+
+    def refuse_others(self, given: Mapping[str, object]) -> None:
+        """Raise an error if a Trainer computes the loss itself, or would divide this one by a different number."""
+        name = type(self.model).__name__
+        if given.get("fused_lm_head"):
+            raise TypeError(
+                f"TRL's trainer computes the loss of {name} itself; pass it "
+                "compute_loss_func=compute_loss_func(applied), or use seqpar.integrations.trl.apply_seqpar_scores"
+            )
+        if (step := running_trainer("training_step")) is not None:
+            refuse_other_facts(step, name, self.own, self.facts, given)
+            MET.add(step.f_locals["self"])
+
+
 def refuse_options(trainer: Any) -> None:
     """Raise an error for a Trainer that computes its loss itself, from all logits or otherwise."""
     kind = type(trainer).__name__

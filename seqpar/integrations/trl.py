@@ -3,8 +3,6 @@
 TRL's trainers call the model with `fused_lm_head=True` and compute their losses from the log-probabilities that come
 back. For the duration of such a forward, torch hooks replace TRL's own function
 (`trl.trainer.utils._ChunkedLogProbFunction`); the trainers' losses, metrics and generation run unchanged.
-
-Shape suffixes: N rows that have a label, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,27 +15,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 from trl import DistillationTrainer
 from trl.trainer import utils as trl_utils
 
-from seqpar.core.checks import check_size, is_dtensor
-from seqpar.distributed.wrappers import inside_unit, refuse_sharded
+from seqpar.core.checks import check_size
 from seqpar.integrations.peft_adapters import adapted_head, adapter_of, base_of, is_peft_model
 from seqpar.integrations.say_once import say_once
-from seqpar.integrations.transformers_head import gather_in_model, is_divided, is_split_by_plan, with_adapter
+from seqpar.integrations.transformers_head import gather_in_model, is_divided
 from seqpar.integrations.transformers_model import Reading, refuse_adapter
 from seqpar.integrations.transformers_trainer import calling_trainer, model_of
 from seqpar.integrations.trl_distillation import AppliedDistillation
 from seqpar.integrations.trl_head import WITHOUT, ReadModels, examine, scored_head
-from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
-from seqpar.integrations.trl_statistics import LogitStatistics
-from seqpar.linear.token_scores import token_scores
+from seqpar.integrations.trl_node import COMPACT, NODE, StandIn, check_version
+from seqpar.integrations.trl_options import refuse_options
 
 LOG = logging.getLogger(__name__)
-
-WAY_OUT_OF_SHARDS = f"let the trainer's fsdp_config shard the model; {WITHOUT}"
 
 
 def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> AppliedScores | AppliedDistillation:
@@ -199,7 +192,7 @@ class AppliedScores:
         self.chunk_tokens = chunk_tokens
         self.models = ReadModels()
         self.asked = False
-        self.running: _Node | None = None
+        self.running: StandIn | None = None
         self.exact: dict[str, Any] = {}
         self.last_hook: Any = None
         self.replaced: dict[str, Any] = {}
@@ -238,7 +231,7 @@ class AppliedScores:
                 raise RuntimeError(f"{asked}; {WITHOUT}")
             return
         self.asked = True
-        self.running = _Node(model, self.models.reading(model), self.chunk_tokens)
+        self.running = StandIn(model, self.models.reading(model), self.chunk_tokens)
         head: Any = model.get_output_embeddings()
         if is_divided(head):
             # The outputs must remain those of DeepSpeed's hook, which gathers the weights for their backward
@@ -322,86 +315,3 @@ class SeqparScores(TrainerCallback):
         if self.applied is not None:
             self.applied.remove()
         self.applied = None
-
-
-class _Node:
-    """Stand in for TRL's `_ChunkedLogProbFunction` during one forward of one model."""
-
-    def __init__(self, model: PreTrainedModel, reading: Reading, chunk_tokens: int | None) -> None:
-        self.model = model
-        self.reading = reading
-        self.chunk_tokens = chunk_tokens
-        self.calls = 0
-
-    def apply(
-        self,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_N: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None,
-        logit_scale: float,
-        outputs: tuple[str, ...],
-    ) -> tuple[Tensor | None, ...]:
-        """Return the fields of TRL's function, in its order; None for those that `outputs` does not name.
-
-        The softcap and the factor are those the model was found to use, not those TRL reads from its configuration.
-        """
-        head: Any = self.model.get_output_embeddings()
-        asked = (target_N, temperature, outputs)
-        self.calls += 1
-        # TRL has gathered the weight. If a plan splits its classes, all ranks have the same tokens, so its gradient is
-        # complete; under FSDP2 each rank would keep only the gradient of its own tokens
-        if is_split_by_plan(head):
-            return self._fields(hidden_ND, weight_VD, bias_V, *asked)
-        if is_dtensor(head.weight):
-            return self._inside_unit(head, hidden_ND, *asked)
-        # This replaces TRL's function for the whole process, and Ctrl-C may have left it in place
-        if weight_VD.data_ptr() != head.weight.data_ptr():
-            remains = "a forward with apply_seqpar_scores was interrupted before it ended"
-            raise RuntimeError(f"{remains}; call its remove() before another model is trained")
-        return self._fields(hidden_ND, weight_VD, bias_V, *asked)
-
-    def _inside_unit(self, head: Any, hidden_ND: Tensor, *asked: Any) -> tuple[Tensor | None, ...]:
-        """Return the fields of TRL's function if the output embeddings are an FSDP2 unit, which TRL never calls."""
-        found = []
-
-        def compute(hidden_ND: Tensor) -> tuple[Tensor | None, ...]:
-            refuse_sharded(head, WAY_OUT_OF_SHARDS)
-            found.append(self._fields(hidden_ND, head.weight, head.bias, *asked))
-            return found[0]
-
-        inside_unit(head, compute, hidden_ND)
-        # These have not been rounded to the unit's `output_dtype`; the unit's backward hooks are on them
-        return found[0]
-
-    def _fields(
-        self,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_N: Tensor,
-        temperature: float,
-        outputs: tuple[str, ...],
-    ) -> tuple[Tensor | None, ...]:
-        """Return the fields of TRL's function, given weights that are gathered at this moment."""
-        # Read here and not before the backbone runs, because FSDP2 gathers the weights in between
-        rows, weight = with_adapter(hidden_ND, weight_VD, adapter_of(self.model))
-        options: dict[str, Any] = {
-            "bias": bias_V,
-            "softcap": self.reading.softcap,
-            "temperature": self.reading.temperature * temperature,
-            "chunk_tokens": self.chunk_tokens,
-        }
-        # As in TRL, the products have the hidden states' dtype, even if the projection's is wider
-        product_dtype = None if torch.is_autocast_enabled(hidden_ND.device.type) else hidden_ND.dtype
-        asked: dict[str, Any] = {"entropy": "entropy" in outputs, "top_k": 1 if "is_top1" in outputs else None}
-        scores = token_scores(rows, weight, target_N, product_dtype=product_dtype, **asked, **options)
-        with torch.no_grad():
-            statistics = LogitStatistics(rows, weight, **options)
-            mean_logits_N = statistics.mean_logits() if "mean_logits" in outputs else None
-            log_sum_sq_N = statistics.log_sum_sq_probs() if "log_sum_sq_probs" in outputs else None
-        is_top1_N = None if scores.top_ids is None else scores.top_ids[:, 0] == target_N
-        return scores.log_prob, scores.entropy, log_sum_sq_N, mean_logits_N, is_top1_N

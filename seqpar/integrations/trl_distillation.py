@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from trl.trainer import distillation_trainer
 
 from seqpar.core.checks import is_dtensor
 from seqpar.distributed.collectives import whole_tensor
-from seqpar.distributed.wrappers import inside_unit, refuse_sharded
 from seqpar.integrations.peft_adapters import adapter_of, base_of
-from seqpar.integrations.trl_head import WITHOUT, ReadModels
+from seqpar.integrations.trl_head import WITHOUT, ReadModels, inside_head
 from seqpar.integrations.trl_options import check_function
 from seqpar.linear.distillation import linear_distillation
 from seqpar.linear.teachers import TeacherHidden
@@ -47,15 +46,6 @@ ARGUMENTS = [
     "teacher_final_logit_softcapping",
     "temperature",
 ]
-
-
-class Divergence(NamedTuple):
-    """Sums over the rows that count, and their number."""
-
-    total: Tensor
-    entropy: Tensor
-    """The entropy of the student's predictions, with no gradient."""
-    tokens: Tensor
 
 
 class AppliedDistillation:
@@ -152,20 +142,13 @@ class AppliedDistillation:
         teacher = TeacherHidden(teacher_BTE, whole_tensor(teacher_weight_VE), bias)
         numbers = (beta, temperature * factor, self.chunk_tokens)
         head = student.get_output_embeddings()
-        found: list[Divergence] = []
 
-        def compute(hidden_BTD: Tensor) -> Divergence:
-            refuse_sharded(head, f"let the trainer's fsdp_config shard the model; {WITHOUT}")
-            found.append(divergence(hidden_BTD, head, teacher, completion_mask != 0, *numbers))
-            return found[0]
+        def compute(hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return divergence(hidden_BTD, head, teacher, completion_mask != 0, *numbers)
 
-        if is_dtensor(head.weight):
-            # TRL would gather the weight, but leave each rank the gradient of its own tokens
-            inside_unit(head, compute, hidden_BTD)
-        else:
-            compute(hidden_BTD)
-        # These have not been rounded to an FSDP2 unit's `output_dtype`; the unit's backward hooks are on them
-        total, entropy, tokens = found[0]
+        # TRL would gather a sharded weight, but leave each rank the gradient of its own tokens
+        is_sharded = is_dtensor(head.weight)
+        total, entropy, tokens = inside_head(head, compute, hidden_BTD) if is_sharded else compute(hidden_BTD)
         if num_items_in_batch is None:
             num_items_in_batch = tokens.clamp(min=1)
         return total / num_items_in_batch, entropy, tokens
@@ -179,10 +162,11 @@ def divergence(
     beta: float,
     temperature: float,
     chunk_tokens: int | None = None,
-) -> Divergence:
-    """Return the divergence of the student's predictions from the teacher's, over the rows that count.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergence of the student's predictions from the teacher's, their entropy, and the number of tokens.
 
-    With `beta` 0 it is KL(teacher || student), with 1 KL(student || teacher), in between the Jensen-Shannon divergence.
+    The first two are sums over the rows that count, and the entropy has no gradient. With `beta` 0 the divergence is
+    KL(teacher || student), with 1 KL(student || teacher), in between the Jensen-Shannon divergence.
     """
     # To the loss, targets only say which rows are ignored
     target_BT = torch.where(counts_BT, 0, -100)
@@ -194,7 +178,7 @@ def divergence(
     with torch.no_grad():
         scores = token_scores(hidden_BTD, head.weight, target_BT, entropy=True, **options)
     assert scores.entropy is not None
-    return Divergence(loss.total, scores.entropy.sum(), counts_BT.sum())
+    return loss.total, scores.entropy.sum(), counts_BT.sum()
 
 
 def _sums_of_three_rows(own: Any) -> Iterator[tuple[str, Tensor, Tensor]]:

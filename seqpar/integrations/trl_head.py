@@ -8,9 +8,9 @@ Shape suffixes: N rows, D hidden, R rank of the adapter, V vocabulary, W tokens 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from seqpar.core.token_loss import wide
 from seqpar.distributed.collectives import whole_tensor
+from seqpar.distributed.wrappers import inside_unit, refuse_sharded
 from seqpar.integrations.made_up import (
     WINDOW,
     RefusedModelError,
@@ -41,6 +42,8 @@ from seqpar.integrations.transformers_model import (
     settings_of,
     special_labels,
 )
+
+Computed = TypeVar("Computed")
 
 WITHOUT = "train it without apply_seqpar_scores"
 NEEDED = f"the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modules_to_save; {WITHOUT}"
@@ -72,6 +75,22 @@ class ReadModels:
             reading = examine(model)
             self.checked[id(model)] = (settings, reading)
         return reading
+
+
+def inside_head(head: Any, compute: Callable[[Tensor], Computed], hidden: Tensor) -> Computed:
+    """Return `compute(hidden)`, called inside the FSDP2 unit of the output embeddings, which TRL itself never calls.
+
+    The result has not been rounded to the unit's `output_dtype`; the unit's backward hooks are on it.
+    """
+    found: list[Computed] = []
+
+    def checked(hidden: Tensor) -> Computed:
+        refuse_sharded(head, f"let the trainer's fsdp_config shard the model; {WITHOUT}")
+        found.append(compute(hidden))
+        return found[0]
+
+    inside_unit(head, checked, hidden)
+    return found[0]
 
 
 Seen = defaultdict[str, list[Tensor]]

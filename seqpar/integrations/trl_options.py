@@ -11,39 +11,10 @@ import torch
 import trl
 from torch import Tensor
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
-from trl.trainer import utils as trl_utils
 
 Compared = tuple[str, Tensor, Tensor]
 
 TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer)
-
-NODE = "_ChunkedLogProbFunction"
-COMPACT = "_use_triton"
-"""The two names in `trl.trainer.utils` that a forward with `fused_lm_head=True` uses: the function that computes its
-log-probabilities, and whether to pass it only the rows that have a label."""
-
-NODE_ARGUMENTS = [
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
-    "outputs",
-]
-
-
-FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What that function returns, in order."""
-
-
-def check_version() -> None:
-    """Raise RuntimeError unless the installed TRL computes its log-probabilities as this integration expects."""
-    if not hasattr(trl_utils, COMPACT):
-        raise another_version("its log-probabilities", f"trl.trainer.utils has no {COMPACT}")
-    check_function("its log-probabilities", trl_utils, NODE, NODE_ARGUMENTS, _fields_of_three_logits)
 
 
 def check_function(
@@ -77,27 +48,6 @@ def another_version(what: str, changed: str) -> RuntimeError:
         f"TRL {trl.__version__} computes {what} differently from 1.16, for which apply_seqpar_scores is written: "
         f"{changed}; install trl==1.16.0, or train without it"
     )
-
-
-def _fields_of_three_logits(node: Any) -> Iterator[Compared]:
-    """Yield the name, TRL's numbers and ours for each field of TRL's log-probabilities."""
-    hidden, weight = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(-2, 3, 10).view(5, 2)
-    bias, target = torch.linspace(0, 1, 5), torch.tensor([0, 3, 4])
-    theirs = node.apply(hidden, weight, bias, target, 0.7, 4, 2.0, 0.5, FIELDS)
-    if len(theirs) != len(FIELDS):
-        raise another_version(
-            "its log-probabilities", f"{NODE} returns {len(theirs)} fields where it returned {len(FIELDS)}"
-        )
-    logits = 2 * torch.tanh(0.5 * (hidden @ weight.T + bias) / 2) / 0.7
-    log_p = logits.log_softmax(-1)
-    ours = (
-        log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1),
-        -(log_p * log_p.exp()).sum(-1),
-        (2 * log_p).logsumexp(-1),
-        logits.mean(-1),
-        logits.argmax(-1) == target,
-    )
-    yield from zip(FIELDS, theirs, ours, strict=True)
 
 
 def refuse_options(trainer: Any) -> None:

@@ -7,6 +7,7 @@ published ones.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,72 +47,87 @@ def counted(work):
     return [(target != work.ignore_index).sum() for _, target in work.micro_batches]
 
 
-def stepped(work, both, factor):
-    """Add up the gradients of every micro-batch's sum times `factor(number)`; the step's mean loss as it should be."""
-    group, total = work.token_group, torch.zeros((), dtype=torch.float64)
-    for number, batch in enumerate(work.micro_batches):
-        loss = both(*batch)
-        (loss * factor(number) * work.loss_scale).backward()
-        total += loss.detach()
-    return group_sum(total, group) / group_sum(sum(counted(work)), group).clamp(min=1)
+def own_tokens(work):
+    """How many of this rank's targets count."""
+    return sum(counted(work))
+
+
+def step_tokens(work):
+    """How many of all ranks' targets count."""
+    return group_sum(own_tokens(work), work.token_group).clamp(min=1)
+
+
+def rows(work):
+    """The number of all ranks' targets, ignored ones too."""
+    return sum(target.numel() for _, target in work.micro_batches) * world_size(work.token_group)
 
 
 def both_of(work):
     return Both(work.model, Loss(work, torch_loss))
 
 
-def mean_of_ranks_means(work):
-    own = sum(counted(work)).clamp(min=1)
-    return stepped(work, wrapped(both_of(work), work), lambda number: 1 / own)
+def vocabulary_of(work, *mistakes):
+    return Both(trunk(work), VocabLoss(work, **dict.fromkeys(mistakes)))
 
 
-def mean_of_micro_batches_means(work):
-    each = counted(work)
-    return stepped(work, wrapped(both_of(work), work), lambda n: 1 / (each[n].clamp(min=1) * len(each)))
+def wrapped_both(work):
+    return wrapped(both_of(work), work)
 
 
-def called_unwrapped(work):
-    both = wrapped(both_of(work), work)
-    count = group_sum(sum(counted(work)), work.token_group)
-    return stepped(work, both.module, lambda number: world_size(work.token_group) / count)
+def factor_of(wrong=lambda work, number: 1, both=wrapped_both):
+    """A step that is right but for this factor of each micro-batch's gradient, given the work and the batch's number.
+
+    Its mean loss is as it should be.
+    """
+
+    def step(work):
+        module, total, count = both(work), torch.zeros((), dtype=torch.float64), step_tokens(work)
+        for number, batch in enumerate(work.micro_batches):
+            loss = module(*batch)
+            right = world_size(work.token_group) / float(count)
+            (loss * right * wrong(work, number) * work.loss_scale).backward()
+            total += loss.detach()
+        return group_sum(total, work.token_group) / count
+
+    return step
 
 
-def averaged_once_more(work):
-    count = group_sum(sum(counted(work)), work.token_group)
-    return stepped(work, wrapped(both_of(work), work), lambda number: 1 / count)
+def divided_by(divisor):
+    """The factor of a sum that is divided by this number, and by no tokens; its mean over the ranks is taken."""
+    return lambda work, number: step_tokens(work) / world_size(work.token_group) / float(divisor(work, number))
 
 
-def never_divided(work):
-    return stepped(work, wrapped(both_of(work), work), lambda number: 1)
+def last_micro_batch_only(work):
+    """Gradients are set to zero before every micro-batch."""
+    both = wrapped_both(work)
+
+    def emptied(work, number):
+        both.zero_grad()
+        return 1
+
+    return factor_of(emptied, lambda work: both)(work)
 
 
-def mean_of_sums(work):
-    return stepped(work, wrapped(both_of(work), work), lambda number: 1 / len(work.micro_batches))
+def own_over_shifted(work, number):
+    """A loss of the next but one targets: normalised by those of this rank, and weighted by its others."""
+    shifted = sum((target[:, 1:] != work.ignore_index).sum() for _, target in work.micro_batches).clamp(min=1)
+    return own_tokens(work) / shifted.double()
 
 
-def only_data_ranks_reduced(work):
-    """DDP over the data ranks alone, of which a split sequence has one."""
-    count = group_sum(sum(counted(work)), work.sequence_group)
-    return stepped(work, both_of(work), lambda number: world_size(work.sequence_group) / count)
-
-
-def scaled_by_sequence_ranks_twice(work):
-    count = group_sum(sum(counted(work)), work.token_group)
-    return stepped(work, wrapped(both_of(work), work), lambda number: world_size(work.token_group) ** 2 / count)
+def of_row(work, number):
+    """The tokens of the ranks that a weight is sharded over, and not of those that replicate it, per such rank."""
+    near = work.token_mesh.get_group("near")
+    return group_sum(own_tokens(work), near).clamp(min=1) / world_size(near)
 
 
 def skips_a_rank_without_tokens(work):
-    if not sum(counted(work)):
+    if not own_tokens(work):
         return None
     return torch_step(work)
 
 
 def nothing(work):
     torch_step(work)
-
-
-def not_a_number(work):
-    return stepped(work, wrapped(both_of(work), work), lambda number: float("nan"))
 
 
 def raises_on_one_rank(work):
@@ -123,7 +139,7 @@ def head_gathered_as_if_replicated(work):
     """FSDP2's sharded head, gathered outside the forward that would reduce its gradient."""
     mesh = DeviceMesh.from_group(work.token_group, "cpu")
     fully_shard(work.model.head, mesh=mesh)
-    count = group_sum(sum(counted(work)), work.token_group)
+    count = group_sum(own_tokens(work), work.token_group)
     tokens, target = work.micro_batches[0]
     weight = work.model.head.weight.full_tensor()
     loss = F.cross_entropy(F.linear(work.model(tokens), weight).flatten(0, 1), target.flatten(), reduction="sum")
@@ -154,7 +170,7 @@ def shifted_again(work):
 
 def never_divided_in_the_pipeline(work):
     """The schedule runs backward from the sum; only the number that is reported is divided."""
-    count = sum(counted(work))
+    count = own_tokens(work)
     reported = pipelined(work, lambda hidden, target: torch_loss(work, hidden, target) * count)
     return None if reported is None else reported / count
 
@@ -217,34 +233,7 @@ class VocabLoss(nn.Module):
 
 def vocabulary(*mistakes):
     def step(work):
-        return accumulated(work, wrapped(Both(work.model, VocabLoss(work, **dict.fromkeys(mistakes))), work))
-
-    return step
-
-
-def last_micro_batch_only(work):
-    """Gradients are set to zero before every micro-batch."""
-    both, count = wrapped(both_of(work), work), group_sum(sum(counted(work)), work.token_group)
-
-    def factor(number):
-        both.zero_grad()
-        return world_size(work.token_group) / count
-
-    return stepped(work, both, factor)
-
-
-def rows(work):
-    """The number of all ranks' targets, ignored ones too."""
-    return sum(target.numel() for _, target in work.micro_batches) * world_size(work.token_group)
-
-
-def factor_of(wrong):
-    """A step that is right but for this factor, given the work and the number of the step's tokens."""
-
-    def step(work):
-        count = group_sum(sum(counted(work)), work.token_group)
-        right = world_size(work.token_group) / float(count)
-        return stepped(work, wrapped(both_of(work), work), lambda number: right * wrong(work, count))
+        return accumulated(work, wrapped(vocabulary_of(work, *mistakes), work))
 
     return step
 
@@ -252,22 +241,6 @@ def factor_of(wrong):
 def head_reduced_twice(work):
     loss = torch_step(work)
     work.model.head.weight.grad = group_sum(work.model.head.weight.grad, work.token_group)
-    return loss
-
-
-def multiplied_by_all_ranks(work):
-    """By those with the same tokens, too."""
-    both = wrapped(Both(work.model, VocabLoss(work)), work)
-    count, ranks = group_sum(sum(counted(work)), work.token_group), world_size(work.token_group)
-    return stepped(work, both, lambda number: ranks * world_size(work.vocab_group) / count)
-
-
-def expert_gradients_of_every_rank(work):
-    """Averaged over the ranks that have the same experts, though those of all ranks are in them."""
-    loss = torch_step(work)
-    for name, parameter in work.model.named_parameters():
-        if ".experts." in name and parameter.requires_grad:
-            parameter.grad *= world_size(work.expert_group)
     return loss
 
 
@@ -296,7 +269,7 @@ def reported(change):
 
 def own_mean(work, loss):
     own = [torch_loss(work, work.model(tokens), target).detach() for tokens, target in work.micro_batches]
-    return sum(own) / sum(counted(work))
+    return sum(own) / own_tokens(work)
 
 
 def router(times):
@@ -316,17 +289,10 @@ def router(times):
     return step
 
 
-def divided_by_the_row(work):
-    """By the tokens of the ranks that a weight is sharded over, and not of those that replicate it."""
-    near = work.token_mesh.get_group("near")
-    count = group_sum(sum(counted(work)), near).clamp(min=1)
-    return stepped(work, wrapped(both_of(work), work), lambda number: world_size(near) / count)
-
-
 def one_parameter_of_own_time_steps(work):
     """A replicated parameter is left out of the sum over the ranks that have other time steps."""
     group, bias = work.token_group, work.model.layers[0].bias
-    count = group_sum(sum(counted(work)), group)
+    count = group_sum(own_tokens(work), group)
     both = wrapped(Both(trunk(work), VocabLoss(work)), work)
     total = run_micro_batches(work, both, world_size(group) / count.double())
     own = bias.grad.clone()
@@ -346,7 +312,7 @@ def recomputed_from_another_rank(work):
     loss = VocabLoss(work)
     work.micro_batches[:] = [(of_next_rank(tokens, work.token_group), target)]
     accumulated(work, wrapped(Both(work.model, loss), work))
-    total, count = loss(work.model(tokens), target).detach(), sum(counted(work))
+    total, count = loss(work.model(tokens), target).detach(), own_tokens(work)
     return group_sum(total, work.token_group) / group_sum(count, work.token_group)
 
 
@@ -365,29 +331,10 @@ def layers_by_their_numbers_in_a_stage(work):
     return torch_step(work)
 
 
-def scaled_by_own_counts(work):
-    """A loss of the next but one targets: normalised by those of this rank, and weighted by its others."""
-    own = sum(counted(work))
-    shifted = sum((target[:, 1:] != work.ignore_index).sum() for _, target in work.micro_batches).clamp(min=1)
-    count = group_sum(own, work.token_group)
-    factor = world_size(work.token_group) * own / shifted.double() / count
-    return stepped(work, wrapped(both_of(work), work), lambda number: factor)
-
-
-def own_time_steps(work):
-    """Nothing adds up what the time steps of other ranks give the parameters below the generator."""
-    both, count = wrapped(Both(trunk(work), VocabLoss(work)), work), group_sum(sum(counted(work)), work.token_group)
-    return stepped(work, both, lambda number: world_size(work.token_group) / count)
-
-
-def divided_by_the_world(work):
-    return stepped(work, both_of(work), lambda number: 1 / group_sum(sum(counted(work)), torch.distributed.group.WORLD))
-
-
 def lost_tokens_counted(work):
-    count = group_sum(sum(counted(work)), work.token_group)
+    count = group_sum(own_tokens(work), work.token_group)
     total = run_micro_batches(work, both_of(work))
-    mine = sum(counted(work))
+    mine = own_tokens(work)
     right = over_survivors(work, total, mine)
     survivors = group_sum(mine, work.survivors())
     for parameter in filter(lambda p: p.grad is not None, work.model.parameters()):
@@ -409,12 +356,20 @@ class HiddenSummedAgain(nn.Module):
 
 def summed_by_the_plan_too(work):
     both = Both(HiddenSummedAgain(work), Loss(work, seqpar_loss))
-    count = sum(counted(work))
+    count = own_tokens(work)
     total = both.loss(both.model(work.micro_batches[0][0]), work.micro_batches[0][1]).total
     (total / count * work.loss_scale).backward()
     return total.detach() / count
 
 
+MEAN_OF_RANKS_MEANS = factor_of(divided_by(lambda w, n: own_tokens(w).clamp(min=1)))
+MEAN_OF_BATCHES_MEANS = factor_of(divided_by(lambda w, n: counted(w)[n].clamp(min=1) * len(w.micro_batches)))
+AVERAGED_ONCE_MORE = factor_of(lambda w, n: 1 / world_size(w.token_group))
+DIVIDED_BY_THE_WORLD = factor_of(lambda w, n: step_tokens(w) / group_sum(own_tokens(w), dist.group.WORLD), both_of)
+# By those with the same tokens, too
+MULTIPLIED_BY_ALL_RANKS = factor_of(lambda w, n: world_size(w.vocab_group), both=lambda w: wrapped(vocabulary_of(w), w))
+# Averaged over the ranks that have the same experts, though those of all ranks are in them
+EXPERTS_OF_EVERY_RANK = scaled_experts(".experts.", lambda work: world_size(work.expert_group))
 SOURCES = {
     "automodel": "NVIDIA-NeMo/Automodel",
     "megatron": "NVIDIA/Megatron-LM",
@@ -433,30 +388,29 @@ SOURCES = {
 """Where each project's mistakes were published: https://github.com/SOURCE/issues/NUMBER."""
 PUBLISHED = {
     "data parallel: unequal tokens": {
-        "speculators_942": (mean_of_ranks_means, "mean of means: each rank divides by its own tokens"),
-        "trl_7245": (called_unwrapped, "not reduced over ranks"),
+        "speculators_942": (MEAN_OF_RANKS_MEANS, "mean of means: each rank divides by its own tokens"),
+        "trl_7245": (factor_of(both=lambda w: wrapped_both(w).module), "not reduced over ranks"),
     },
     "accumulation: unequal tokens": {
-        "ms_swift_10165": (mean_of_micro_batches_means, "mean of means: each micro-batch is divided by its own tokens"),
-        "skyrl_1504": (mean_of_sums, "not divided by the tokens"),
+        "ms_swift_10165": (MEAN_OF_BATCHES_MEANS, "mean of means: each micro-batch is divided by its own tokens"),
+        "skyrl_1504": (factor_of(divided_by(lambda w, n: len(w.micro_batches))), "not divided by the tokens"),
     },
     "FSDP2: unequal tokens": {
-        "verl_speco_29": (averaged_once_more, "divided by ranks twice"),
-        "miles_3231": (never_divided, "not divided by the tokens"),
+        "verl_speco_29": (AVERAGED_ONCE_MORE, "divided by ranks twice"),
+        "miles_3231": (factor_of(divided_by(lambda w, n: 1)), "not divided by the tokens"),
         "automodel_3414": (head_gathered_as_if_replicated, "not reduced over ranks: each rank's rows of head.weight"),
     },
     "split sequence: unequal tokens": {
-        "veomni_1115": (only_data_ranks_reduced, "not reduced over ranks"),
-        "skyrl_1420": (averaged_once_more, "divided by ranks twice"),
-        "skyrl_1751": (scaled_by_sequence_ranks_twice, "multiplied by the number of ranks once too often"),
+        "veomni_1115": (factor_of(both=both_of), "not reduced over ranks"),
+        "skyrl_1420": (AVERAGED_ONCE_MORE, "divided by ranks twice"),
+        "skyrl_1751": (
+            factor_of(lambda w, n: world_size(w.token_group)),
+            "multiplied by the number of ranks once too often",
+        ),
         "ms_swift_10185": (shifted_again, "targets shifted twice"),
     },
-    "data parallel: a rank without tokens": {
-        "automodel_2468": (skips_a_rank_without_tokens, "it hangs"),
-    },
-    "data parallel: tied weights": {
-        "megatron_656": (tie_missed, "a missed tie"),
-    },
+    "data parallel: a rank without tokens": {"automodel_2468": (skips_a_rank_without_tokens, "it hangs")},
+    "data parallel: tied weights": {"megatron_656": (tie_missed, "a missed tie")},
     "pipeline: unequal tokens": {
         "torchtitan_2972": (never_divided_in_the_pipeline, "not divided by the tokens"),
         "torchtitan_1733": (
@@ -478,7 +432,10 @@ PUBLISHED = {
         "pytorch_190746": (vocabulary("identity"), "the softmax has no gradient"),
     },
     "data x sequence: unequal tokens": {
-        "megatron_7452_mtp_counts": (scaled_by_own_counts, "each rank's loss is scaled by a ratio of its own counts"),
+        "megatron_7452_mtp_counts": (
+            factor_of(own_over_shifted),
+            "each rank's loss is scaled by a ratio of its own counts",
+        ),
     },
     "data x vocabulary: unequal tokens": {
         "megatron_7452_recompute": (
@@ -489,14 +446,14 @@ PUBLISHED = {
             padding_of_another_rank,
             "a collective over the wrong group: padding of another rank",
         ),
-        "transformers_45994": (multiplied_by_all_ranks, "multiplied by the number of ranks once too often"),
+        "transformers_45994": (MULTIPLIED_BY_ALL_RANKS, "multiplied by the number of ranks once too often"),
     },
     "expert parallel: unequal tokens": {
         "megatron_7452_router": (
             router(lambda work: world_size(work.expert_group)),
             "the router's auxiliary loss is 2 times the right one",
         ),
-        "pytorch_160285": (expert_gradients_of_every_rank, "a gradient is reduced twice: that of layers.0.experts."),
+        "pytorch_160285": (EXPERTS_OF_EVERY_RANK, "a gradient is reduced twice: that of layers.0.experts."),
         "megatron_1652": (
             router(lambda work: 1 / world_size(work.expert_group)),
             "the router's auxiliary loss is 1/2 times the right one",
@@ -515,13 +472,10 @@ PUBLISHED = {
         "megatron_1754": (vocabulary("padded"), "padded classes are counted in the softmax"),
     },
     "data x sequence: padding on one rank only": {
-        "megatron_7513": (mean_of_ranks_means, "mean of means: each rank divides by its own tokens"),
+        "megatron_7513": (MEAN_OF_RANKS_MEANS, "mean of means: each rank divides by its own tokens"),
     },
     "data x expert: unequal tokens": {
-        "megatron_5956": (
-            expert_gradients_of_every_rank,
-            "a gradient is reduced twice: that of layers.0.experts.0.weight, ",
-        ),
+        "megatron_5956": (EXPERTS_OF_EVERY_RANK, "a gradient is reduced twice: that of layers.0.experts.0.weight, "),
         "megatron_5047": (
             router(lambda work: world_size(work.token_group)),
             "the router's auxiliary loss is 4 times the right one",
@@ -530,11 +484,9 @@ PUBLISHED = {
 }
 """By the check that catches it: a published mistake, named by its project and number, the step, and the cause named."""
 OTHER = {
-    "accumulation: unequal tokens": {
-        "last_only": (last_micro_batch_only, "only the gradient of the last micro-batch"),
-    },
+    "accumulation: unequal tokens": {"last_only": (last_micro_batch_only, "only the gradient of the last micro-batch")},
     "data parallel: unequal tokens": {
-        "all_rows": (factor_of(lambda w, n: n / rows(w)), "divided by all rows, including padding"),
+        "all_rows": (factor_of(lambda w, n: step_tokens(w) / rows(w)), "divided by all rows, including padding"),
         "two_silent": (factor_of(lambda w, n: rank_in(w.token_group) < 2), "4 ranks: ranks 2 and 3 contribute nothing"),
         "own_loss": (
             reported(own_mean),
@@ -545,27 +497,24 @@ OTHER = {
             "a gradient is reduced twice: that of head.weight is 2 times the plain one, and no other",
         ),
     },
-    "FSDP2: loss scale": {
-        "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "the loss scale is applied twice"),
-    },
-    "data parallel: loss scale": {
-        "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "the loss scale is missing"),
-    },
+    "FSDP2: loss scale": {"scaled_twice": (factor_of(lambda w, n: w.loss_scale), "the loss scale is applied twice")},
+    "data parallel: loss scale": {"unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "the loss scale is missing")},
     "data parallel: tied weights": {
         "silent": (factor_of(lambda w, n: rank_in(w.token_group) != 1), "rank 1 contributes"),
     },
     "HSDP: unequal tokens": {
-        "row_of_the_mesh": (divided_by_the_row, "mean of means: ranks divide by the tokens of their row of the mesh"),
+        "row_of_the_mesh": (
+            factor_of(divided_by(of_row)),
+            "mean of means: ranks divide by the tokens of their row of the mesh",
+        ),
     },
     "sequence x vocabulary: unequal tokens": {
         "own_time": (
-            own_time_steps,
+            factor_of(both=lambda w: wrapped(vocabulary_of(w), w)),
             "not reduced over ranks: below the generator each rank keeps the gradient of its own time steps",
         ),
     },
-    "DiLoCo's inner step: unequal tokens": {
-        "world": (divided_by_the_world, "divided by ranks twice"),
-    },
+    "DiLoCo's inner step: unequal tokens": {"world": (DIVIDED_BY_THE_WORLD, "divided by ranks twice")},
     "a replica that goes away: unequal tokens": {
         "lost": (lost_tokens_counted, "divided by the tokens of the rank that is lost, too"),
     },
@@ -593,28 +542,18 @@ OTHER = {
             "a gradient is reduced twice: that of embed.weight, layers.0.weight, layers.0.bias is 2 times",
         ),
     },
-    "zero bubble: unequal tokens": {
-        "halves": (never_divided_in_the_pipeline, "not divided by the tokens"),
-    },
-    "FSDP2 x vocabulary: unequal tokens": {
-        "gathered_shards": (vocabulary("gathered"), "off by log(ranks)"),
-    },
+    "zero bubble: unequal tokens": {"halves": (never_divided_in_the_pipeline, "not divided by the tokens")},
+    "FSDP2 x vocabulary: unequal tokens": {"gathered_shards": (vocabulary("gathered"), "off by log(ranks)")},
     "HSDP x vocabulary: unequal tokens": {
         "hidden_alone": (vocabulary("hidden"), "the hidden gradient is not summed over the vocabulary's ranks"),
     },
-    "FSDP2: unequal tokens": {
-        "uphill": (factor_of(lambda w, n: -1), "the wrong sign: all gradients are -1 times"),
-    },
+    "FSDP2: unequal tokens": {"uphill": (factor_of(lambda w, n: -1), "the wrong sign: all gradients are -1 times")},
     "split vocabulary: unequal tokens": {
         "own_softmax": (vocabulary("own softmax"), "the softmax is over one rank's classes"),
         "own_target": (vocabulary("own target"), "the target's logit counts only on"),
     },
-    "data x vocabulary: label smoothing": {
-        "unsmoothed": (vocabulary("unsmoothed"), "label smoothing is left out"),
-    },
-    "split vocabulary: odd vocabulary": {
-        "even_start": (vocabulary("even start"), "uneven parts"),
-    },
+    "data x vocabulary: label smoothing": {"unsmoothed": (vocabulary("unsmoothed"), "label smoothing is left out")},
+    "split vocabulary: odd vocabulary": {"even_start": (vocabulary("even start"), "uneven parts")},
 }
 """The same of mistakes without a source, for the causes that no published one has."""
 LAYOUT_MISTAKES, OTHER_MISTAKES = (
@@ -626,7 +565,7 @@ for name, (step, *_) in (LAYOUT_MISTAKES | OTHER_MISTAKES).items():
 for name, step, offers in (
     ("raises_on_rank_1", raises_on_one_rank, EVERY_LAYOUT),
     ("returns_nothing", nothing, EVERY_LAYOUT),
-    ("not_a_number", not_a_number, EVERY_LAYOUT),
+    ("not_a_number", factor_of(lambda w, n: float("nan")), EVERY_LAYOUT),
     ("right", vocabulary(), {"split vocabulary", "data x vocabulary", "float64", "smoothing"}),
 ):
     globals()[name] = LayoutAdapter(name, step, offers)

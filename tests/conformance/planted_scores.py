@@ -3,7 +3,9 @@
 The first eight are faults that training libraries have had.
 """
 
+import itertools
 import math
+import operator
 from dataclasses import replace
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from conformance import ALL_SCORES, ScoreAdapter
 from conformance.plain import plain_scores
 from seqpar import TokenScores
+from tests.conformance.planted import altered, frozen_head_loses_hidden, frozen_trunk_loses_weight, padding_counts
 
 TILE = 64
 
@@ -25,23 +28,63 @@ def entropy_gradient_dropped(*given):
     return scores._replace(entropy=scores.entropy if scores.entropy is None else scores.entropy.detach())
 
 
-def scaled_by_the_chunks(hidden, weight, target, bias, options):
-    """Every chunk's gradient is divided by the number of chunks, as a mean of means would be."""
-    chunks = math.ceil(len(target) / (options.chunk or len(target)))
-    return plain_scores(ScaledGradient.apply(hidden, 1 / chunks), weight, target, bias, options)
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+class Identity(torch.autograd.Function):
+    """The identity, with a function of the upstream gradient for its own."""
 
     @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
         return x.clone()
 
     @staticmethod
     def backward(ctx, upstream):
-        return upstream * ctx.factor, None
+        return ctx.gradient(upstream), None
+
+
+def times(x, factor):
+    return Identity.apply(x, lambda upstream: upstream * factor)
+
+
+def scaled_by_the_chunks(g):
+    """Every chunk's gradient is divided by the number of chunks, as a mean of means would be."""
+    return {"hidden": times(g.hidden, 1 / math.ceil(len(g.target) / (g.options.chunk or len(g.target))))}
+
+
+def last_tile_of_zeros(g):
+    """The last tile of classes is filled up with logits of 0, which are added up with the others."""
+    missing = -len(g.weight) % TILE
+    bias = torch.zeros(len(g.weight), dtype=g.hidden.dtype) if g.bias is None else g.bias
+    return {"weight": F.pad(g.weight, (0, 0, 0, missing)), "bias": F.pad(bias, (0, missing))}
+
+
+def temperature_without_its_gradient(g):
+    """The gradient is that of the logits before the temperature."""
+    return {"hidden": times(g.hidden, g.options.temperature if isinstance(g.options.temperature, float) else 1.0)}
+
+
+def one_temperature_for_all(g):
+    temperature = torch.as_tensor(g.options.temperature).double().mean().item()
+    return {"options": replace(g.options, temperature=temperature)}
+
+
+def first_class_given(g):
+    ids = g.options.ids
+    return {} if ids is None else {"options": replace(g.options, ids=ids[:, :1].expand_as(ids))}
+
+
+def doubling(g):
+    """The gradient doubles with every backward."""
+    factors = itertools.accumulate(itertools.repeat(2), operator.mul, initial=1)
+    return {"hidden": Identity.apply(g.hidden, lambda upstream: upstream * next(factors))}
+
+
+def token_factors_dropped(*given):
+    """Backward takes the mean of the upstream factors, so that no token has its own."""
+
+    def mean_upstream(upstream):
+        return upstream.mean(0, keepdim=True).expand_as(upstream)
+
+    return changed(plain_scores(*given), lambda score: Identity.apply(score, mean_upstream))
 
 
 class WrongCap(torch.autograd.Function):
@@ -87,35 +130,11 @@ def coarse_normaliser(hidden, weight, target, bias, options):
     return scores._replace(log_prob=scores.log_prob + (normaliser - normaliser.bfloat16().to(normaliser.dtype)))
 
 
-def last_tile_of_zeros(hidden, weight, target, bias, options):
-    """The last tile of classes is filled up with logits of 0, which are added up with the others."""
-    missing = -len(weight) % TILE
-    bias = torch.zeros(len(weight), dtype=hidden.dtype) if bias is None else bias
-    return plain_scores(hidden, F.pad(weight, (0, 0, 0, missing)), target, F.pad(bias, (0, missing)), options)
-
-
 def infinite_last_tile(hidden, weight, target, bias, options):
     """The classes that the last tile lacks are not masked: they hold what the memory held, here inf."""
     scores = plain_scores(hidden, weight, target, bias, options)
     logits = F.pad(F.linear(hidden, weight, bias), (0, -len(weight) % TILE), value=math.inf)
     return scores._replace(log_prob=scores.log_prob - logits.logsumexp(-1) + scores.log_prob.detach())
-
-
-def token_factors_dropped(*given):
-    """Backward takes the mean of the upstream factors, so that no token has its own."""
-    return changed(plain_scores(*given), MeanUpstream.apply)
-
-
-class MeanUpstream(torch.autograd.Function):
-    """The identity, whose upstream gradient is averaged over the tokens."""
-
-    @staticmethod
-    def forward(ctx, score):
-        return score.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream.mean(0, keepdim=True).expand_as(upstream)
 
 
 def entropy_of_masked_classes(hidden, weight, target, bias, options):
@@ -144,17 +163,6 @@ def ascending_top(hidden, weight, target, bias, options):
     return scores._replace(top_log_probs=scores.top_log_probs.flip(1), top_ids=scores.top_ids.flip(1))
 
 
-def temperature_without_its_gradient(hidden, weight, target, bias, options):
-    """The gradient is that of the logits before the temperature."""
-    hidden = ScaledGradient.apply(hidden, options.temperature if isinstance(options.temperature, float) else 1.0)
-    return plain_scores(hidden, weight, target, bias, options)
-
-
-def one_temperature_for_all(hidden, weight, target, bias, options):
-    temperature = torch.as_tensor(options.temperature).double().mean().item()
-    return plain_scores(hidden, weight, target, bias, replace(options, temperature=temperature))
-
-
 def temperature_before_softcap(hidden, weight, target, bias, options):
     if options.softcap is None or isinstance(options.temperature, torch.Tensor):
         return plain_scores(hidden, weight, target, bias, options)
@@ -171,10 +179,6 @@ def one_maximum_for_the_batch(hidden, weight, target, bias, options):
     normaliser = (z - best).exp().sum(-1).log() + best
     log_prob = z.gather(1, target.clamp(min=0)[:, None])[:, 0] - normaliser
     return scores._replace(log_prob=log_prob.masked_fill(target == options.ignore_index, 0))
-
-
-def counts_padding(hidden, weight, target, bias, options):
-    return plain_scores(hidden, weight, target.clamp(min=0), bias, replace(options, ignore_index=-1))
 
 
 def nan_for_an_empty_batch(hidden, weight, target, bias, options):
@@ -194,19 +198,6 @@ def loses_an_empty_chunk(hidden, weight, target, bias, options):
     return changed(scores, lambda score: torch.cat([score[:rows], 0 * score[rows:]]))
 
 
-def first_class_given(hidden, weight, target, bias, options):
-    ids = options.ids if options.ids is None else options.ids[:, :1].expand_as(options.ids)
-    return plain_scores(hidden, weight, target, bias, replace(options, ids=ids))
-
-
-def frozen_head_loses_hidden(hidden, weight, target, bias, options):
-    return plain_scores(hidden if weight.requires_grad else hidden.detach(), weight, target, bias, options)
-
-
-def frozen_trunk_loses_weight(hidden, weight, target, bias, options):
-    return plain_scores(hidden, weight if hidden.requires_grad else weight.detach(), target, bias, options)
-
-
 def large_cancellation(hidden, weight, target, bias, options):
     """H = log sum exp z - sum p z, a difference of two numbers in the thousands."""
     scores = plain_scores(hidden, weight, target, bias, options)
@@ -216,48 +207,30 @@ def large_cancellation(hidden, weight, target, bias, options):
     return scores._replace(entropy=z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1))
 
 
-class Doubling(torch.autograd.Function):
-    """The identity, whose gradient doubles with every backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.factor = 1
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        ctx.factor *= 2
-        return upstream * ctx.factor / 2
-
-
-def doubling(hidden, weight, target, bias, options):
-    return plain_scores(Doubling.apply(hidden), weight, target, bias, options)
-
-
 SCORE_MISTAKES = {
     "entropy_gradient_dropped": ("entropy gradient", entropy_gradient_dropped),
-    "scaled_by_chunks": ("any chunk size", scaled_by_the_chunks),
+    "scaled_by_chunks": ("any chunk size", altered(plain_scores, scaled_by_the_chunks)),
     "softcap_derivative": ("softcap", wrong_softcap_derivative),
     "mostly_ignored": ("mostly ignored", no_gradient_if_mostly_ignored),
     "coarse_normaliser": ("signs", coarse_normaliser),
     "infinite_last_tile": ("last tile", infinite_last_tile),
     "token_factors_dropped": ("log-probability", token_factors_dropped),
     "entropy_of_masked": ("masked classes", entropy_of_masked_classes),
-    "tile_of_zeros": ("last tile", last_tile_of_zeros),
+    "tile_of_zeros": ("last tile", altered(plain_scores, last_tile_of_zeros)),
     "tied_to_the_higher": ("ties in top-k", tied_to_the_higher),
     "ascending_top": ("top-k", ascending_top),
-    "temperature_gradient": ("temperature", temperature_without_its_gradient),
-    "one_temperature": ("temperature per token", one_temperature_for_all),
+    "temperature_gradient": ("temperature", altered(plain_scores, temperature_without_its_gradient)),
+    "one_temperature": ("temperature per token", altered(plain_scores, one_temperature_for_all)),
     "temperature_first": ("softcap", temperature_before_softcap),
     "one_maximum": ("in any batch", one_maximum_for_the_batch),
-    "counted_padding": ("ignored tokens", counts_padding),
+    "counted_padding": ("ignored tokens", altered(plain_scores, padding_counts)),
     "empty_batch": ("no token", nan_for_an_empty_batch),
     "empty_chunk": ("empty response", loses_an_empty_chunk),
-    "first_given": ("given classes", first_class_given),
-    "frozen_head": ("frozen head", frozen_head_loses_hidden),
-    "frozen_trunk": ("frozen trunk", frozen_trunk_loses_weight),
+    "first_given": ("given classes", altered(plain_scores, first_class_given)),
+    "frozen_head": ("frozen head", altered(plain_scores, frozen_head_loses_hidden)),
+    "frozen_trunk": ("frozen trunk", altered(plain_scores, frozen_trunk_loses_weight)),
     "cancellation": ("extreme logits", large_cancellation),
-    "doubling": ("second backward", doubling),
+    "doubling": ("second backward", altered(plain_scores, doubling)),
     "dropped_in_both": ("both gradients", entropy_gradient_dropped),
 }
 """The check that must catch it, and the function."""

@@ -108,11 +108,17 @@ def test_a_finding_is_kept_as_json_that_every_reader_takes(tmp_path):
     assert kept == {"verdict": "fail", "figure": finding.figure, "reproduction": finding.reproduction}
 
 
-def test_a_page_without_a_table_or_without_its_data_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no table", r"mine\.md has no table to make: none is between <!-- losses:"),
+        ("<!-- losses: made by page -->\n\n<!-- end -->\n", r"No such file.*mine-losses\.json"),
+        (None, r"No such file or directory: '.*mine\.md'$"),
+    ],
+)
+def test_a_page_that_is_not_there_or_has_no_table_or_no_data_is_refused_in_one_line(text, said, tmp_path):
     mine = tmp_path / "mine.md"
-    mine.write_text("no table")
-    with pytest.raises(SystemExit, match=r"^conformance: .*mine.md has no table to make: none is between <!-- losses:"):
-        main(["page", str(mine)])
-    mine.write_text("<!-- losses: made by page -->\n\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match=r"^conformance: .*No such file.*mine-losses.json"):
+    if text is not None:
+        mine.write_text(text)
+    with pytest.raises(SystemExit, match=rf"^conformance: .*{said}"):
         main(["page", str(mine)])

@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from conformance.__main__ import main
 from conformance.adapter import load, quietly, why_missing
 from conformance.report import installed_version
 
@@ -57,11 +56,6 @@ def test_what_a_package_says_and_sets_while_it_runs_leaves_no_trace(monkeypatch,
     logging.getLogger("package").warning("afterwards")
     assert [record.message for record in caplog.records] == ["an error", "afterwards"]
     assert os.environ["OF_THE_TEST"] == "before"
-
-
-def test_a_page_that_is_not_there_is_an_error_in_one_line(tmp_path):
-    with pytest.raises(SystemExit, match=r"^conformance: .*No such file or directory: '.*none\.md'$"):
-        main(["page", str(tmp_path / "none.md")])
 
 
 def test_the_version_of_a_clone_is_the_one_that_it_says(monkeypatch):

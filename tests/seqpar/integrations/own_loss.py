@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
-from seqpar.integrations.transformers_model import decoder_inputs, lacks_decoder_inputs
-from tests.seqpar.integrations.tiny_models import gradients, relative_error
+from tests.seqpar.integrations.tiny_models import relative_error, taken, without_labels
 
 WAYS = ("labels", "tuple", "function")
 REFUSALS = (TypeError, ValueError, RuntimeError)
@@ -27,23 +26,13 @@ def seeded() -> None:
     random.seed(3)
 
 
-def taken(model: Any, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its gradients."""
-    loss.backward()
-    found = gradients(model)
-    model.zero_grad()
-    return loss.detach(), found
-
-
 def asked(model: Any, batch: dict[str, Tensor], way: str, applied: Any) -> Tensor:
     if way == "labels":
         return model(**batch).loss
     if way == "tuple":
         return model(**batch, return_dict=False)[0]
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    if lacks_decoder_inputs(model, inputs):
-        inputs["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
-    return compute_loss_func(applied)(model(**inputs), batch["labels"])
+    inputs, labels = without_labels(model, batch)
+    return compute_loss_func(applied)(model(**inputs), labels)
 
 
 def outcome(model: Any, batch: dict[str, Tensor], way: str) -> str:

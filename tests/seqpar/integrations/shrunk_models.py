@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers as hf
 from torch import Tensor
+
+from seqpar.integrations.transformers_model import configurations
 
 VOCAB, TIME = 99, 7
 IMAGE = 5
@@ -140,7 +141,7 @@ def batches(model: Any) -> Iterator[dict[str, Tensor]]:
     yield text
     yield {"input_ids": ids, "labels": labels}
     rest = {"decoder_input_ids": ids, "labels": labels} if "decoder_input_ids" in names else text
-    mels = [getattr(c, "num_mel_bins", None) or getattr(c, "feature_size", None) for c in _parts(model.config)]
+    mels = [getattr(c, "num_mel_bins", None) or getattr(c, "feature_size", None) for c in configurations(model.config)]
     for bins in sorted({m for m in mels if m} | {80}):
         for frames in (64, 128):
             features = torch.randn(2, bins, frames, generator=generator)
@@ -152,7 +153,7 @@ def batches(model: Any) -> Iterator[dict[str, Tensor]]:
     patches[..., :2] = 1.0  # row and column
     yield {"flattened_patches": patches, "labels": labels}
     yield rest | {"input_values": torch.randn(2, 2000, generator=generator)}
-    images = [getattr(c, "image_size", None) for c in _parts(model.config)]
+    images = [getattr(c, "image_size", None) for c in configurations(model.config)]
     for size in sorted({s for s in images if isinstance(s, int)} | {32}):
         pixels = torch.randn(2, 3, size, size, generator=generator)
         yield {"pixel_values": pixels} | rest
@@ -163,13 +164,6 @@ def batches(model: Any) -> Iterator[dict[str, Tensor]]:
         seen = {"pixel_values": pixels, "input_ids": shown, "labels": torch.cat([ignored, labels], 1)}
         yield seen
         yield seen | {"qformer_input_ids": ids}
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, hf.PretrainedConfig):
-            yield from _parts(value)
 
 
 def working(

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
-from tests.seqpar.integrations.tiny_models import gradients
+from tests.seqpar.integrations.tiny_models import taken
 
 PAD, VOCAB, WIDTH = 0, 23, 8
 
@@ -64,8 +66,17 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients and mean loss of all micro-batches on one device, the logits written out."""
+def wrapped(model: nn.Module, way: str, *units: nn.Module, **options: Any) -> nn.Module:
+    """A model under DDP, or under FSDP2 with units of its own below it; as it is for any other way."""
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    for unit in (*units, model) if way.startswith("fsdp2") else ():
+        fully_shard(unit, **options)
+    return model
+
+
+def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss and gradients of all micro-batches on one device, the logits written out."""
     model = with_loss()
     generator = model.loss.head["generator"]
     criterion = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1, ignore_index=PAD)
@@ -73,6 +84,4 @@ def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], T
         criterion(generator(model.model(b["source"], b["target_in"])).flatten(0, 1), b["target"].flatten())
         for b in batches
     ]
-    loss = sum(losses) / sum(tokens_of(b) for b in batches)
-    loss.backward()  # type: ignore[union-attr]
-    return gradients(model), loss.detach()  # type: ignore[union-attr]
+    return taken(model, torch.stack(losses).sum() / sum(tokens_of(b) for b in batches))

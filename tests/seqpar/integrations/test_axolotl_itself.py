@@ -9,15 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import PartialState
 from datasets import Dataset
 from transformers import TrainingArguments
 
 from seqpar.integrations import say_once
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import gradients, relative_error, tiny
-from tests.seqpar.integrations.trainer_runs import ONE_STEP, Gradients
+from tests.seqpar.integrations.trainer_runs import ONE_STEP, Gradients, forget_accelerate, take_cpus_for_accelerators
 from tests.seqpar.integrations.trl_runs import Run, made
 
 with warnings.catch_warnings(action="ignore"):
@@ -120,9 +119,7 @@ FSDP2 = {
 
 def stepped(rank, world, smoothing, layout=None):
     """The gradient of a step over four sequences a rank, two at a time; with the plugin if there is smoothing."""
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
+    forget_accelerate()
     model, kept = tiny("llama").double().train(), Gradients()
     options = {"seqpar_label_smoothing": smoothing, "seqpar_chunk_tokens": 4, "rl": None}
     two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "sample_packing": False}
@@ -132,9 +129,8 @@ def stepped(rank, world, smoothing, layout=None):
             PartialState(cpu=True)
         arguments = Arguments(output_dir=folder, **ONE_STEP | two | (layout or {}))
         if layout:
-            # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
             assert arguments.device.type == "cpu"
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            take_cpus_for_accelerators()
         given = {"train_dataset": Dataset.from_list(list(examples(4 * world))), "callbacks": [kept]}
         trainer = AxolotlTrainer(model=model, args=arguments, **given)
         if smoothing:

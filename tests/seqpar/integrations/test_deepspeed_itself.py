@@ -11,10 +11,9 @@ import pytest
 import torch
 import trl
 
-from seqpar.integrations import trl as trl_adapter
+from seqpar.integrations import trl_node
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.trl import apply_seqpar_scores
-from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations import trl_runs
 from tests.seqpar.integrations.tiny_models import gradients, plain_loss, predicted, relative_error, tiny
 from tests.seqpar.integrations.trainer_runs import BATCH, collated, sentences
@@ -75,16 +74,11 @@ def stepped(rank, world, name, ours):
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 @pytest.mark.parametrize("ours", [True, False])
-def test_under_zero_3_a_step_of_two_ranks_has_the_gradients_of_the_whole_batch(name, ours):
+def test_under_zero_3_a_step_of_two_ranks_has_the_gradients_of_the_whole_batch(name, ours, own_ranks):
     model = tiny(name, torch.float32)
     batch = collated(model, sentences(model, 2 * ACCUMULATION * BATCH))
     (plain_loss(model, batch) / predicted(model, batch["labels"])).backward()
-    pool = Pool(2)  # of its own, because DeepSpeed leaves state behind in its process
-    try:
-        results = pool.call(stepped, name, ours)
-    finally:
-        pool.close()
-    for divided, got in results:
+    for divided, got in own_ranks(2, stepped, name, ours):
         assert divided
         assert relative_error(got, gradients(model)) < 1e-5
 
@@ -100,12 +94,8 @@ def refused(rank, world):
     return True
 
 
-def test_a_loss_function_that_is_called_after_the_forward_is_refused():
-    pool = Pool(2)
-    try:
-        assert pool.call(refused) == [True, True]
-    finally:
-        pool.close()
+def test_a_loss_function_that_is_called_after_the_forward_is_refused(own_ranks):
+    assert own_ranks(2, refused) == [True, True]
 
 
 def step_of_trl(rank, world, run):
@@ -121,7 +111,7 @@ def step_of_trl(rank, world, run):
     with (
         launched(rank, world),
         mock.patch.object(deepspeed.DeepSpeedEngine, "step", step),
-        mock.patch.object(trl_adapter, "token_scores", wraps=trl_adapter.token_scores) as scores,
+        mock.patch.object(trl_node, "token_scores", wraps=trl_node.token_scores) as scores,
     ):
         trl_runs.trained(rank, world, run)
     return scores.call_count, found
@@ -139,15 +129,10 @@ def step_of_trl(rank, world, run):
         ("rloo", {"way": "scores"}),
     ],
 )
-def test_under_zero_3_a_step_of_trls_trainers_on_two_ranks_is_that_of_the_whole_batch(kind, changes):
+def test_under_zero_3_a_step_of_trls_trainers_on_two_ranks_is_that_of_the_whole_batch(kind, changes, own_ranks):
     run = trl_runs.Run(kind, **({"way": "callback", "dtype": torch.float32, "layout": "zero3"} | changes))
     plain = trl_runs.trained(0, 1, run._replace(way="plain", layout="whole"))
-    pool = Pool(2)
-    try:
-        results = pool.call(step_of_trl, run)
-    finally:
-        pool.close()
-    for calls, got in results:
+    for calls, got in own_ranks(2, step_of_trl, run):
         assert calls >= run.accumulation
         assert relative_error(got, plain.gradients) < 1e-5
 

@@ -13,7 +13,7 @@ from transformers.loss import loss_utils
 from seqpar.integrations import transformers_loss
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_check import RefusedModelError
-from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, batch_of, gradients, relative_error, tiny
+from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, assert_alike, batch_of, model_of, taken, tiny
 
 
 class WithCriterion(hf.LlamaForCausalLM):
@@ -68,6 +68,7 @@ def scaled_head(model, monkeypatch):
 CHANGES = {
     "a term begins": lambda model, _: setattr(model, "z_factor", 0.1),
     "a term that hardly shows": lambda model, _: setattr(model, "z_factor", 1e-4),
+    "a term that hardly shows in bfloat16": lambda model, _: setattr(model, "z_factor", 1e-4),
     "smoothing": lambda model, _: setattr(model.criterion, "label_smoothing", 0.3),
     "class weights": lambda model, _: setattr(model.criterion, "weight", torch.linspace(0.1, 5, VOCAB).double()),
     "a sum": lambda model, _: setattr(model.criterion, "reduction", "sum"),
@@ -79,7 +80,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("lengths", [[7, 5], [7]])
 def test_a_model_that_computes_another_loss_than_when_it_was_checked_is_refused(name, lengths, monkeypatch):
-    model = made()
+    model = made().bfloat16() if name.endswith("bfloat16") else made()
     model.lm_head.register_forward_hook(Scaling(1))
     batch = batch_of(model, lengths)
     with apply_seqpar_loss(model):
@@ -92,21 +93,85 @@ def test_a_model_that_computes_another_loss_than_when_it_was_checked_is_refused(
             model(**batch)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_loss_function_that_is_replaced_is_refused(own, monkeypatch):
-    model, batch = copy.deepcopy(tiny("llama")), batch_of(tiny("llama"), [7, 5])
+def doubled(function):
+    return lambda *args, **given: 2 * function(*args, **given)
+
+
+def doubled_of_its_type(model, monkeypatch):
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", doubled(loss_utils.LOSS_MAPPING["ForCausalLM"]))
+
+
+def forward_with_doubled_loss(model, monkeypatch):
+    forward = model.forward
+
+    def twice(**given):
+        outputs = forward(**given)
+        outputs.loss = 2 * outputs.loss
+        return outputs
+
+    model.forward = twice
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, hidden):
+        return 1.5 * super().forward(hidden)
+
+
+def add_bias(model, monkeypatch):
+    bias = model.final_logits_bias
+    model.lm_head.register_forward_hook(lambda module, args, output: output + bias)
+
+
+def scale_logits(model, monkeypatch):
+    model.lm_head.register_forward_hook(Scaling(1.5))
+
+
+def scale_gradients(model, monkeypatch):
+    model.lm_head.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 0.1,))
+
+
+def scale_gradients_before(model, monkeypatch):
+    model.lm_head.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 0.1,))
+
+
+def another_head(model, monkeypatch):
+    model.lm_head = nn.Linear(16, 37, bias=False, dtype=torch.float64)
+
+
+LOSS = "own loss of a few tokens is"
+LOGITS = "own logits of a few tokens differ by up to"
+BACKWARD = r"output embeddings of LlamaForCausalLM have backward hooks, .*hidden"
+AFTER_A_STEP = [
+    ("llama", lambda model, _: setattr(model, "loss_function", doubled(model.loss_function)), LOSS),
+    ("llama", doubled_of_its_type, LOSS),
+    ("llama", lambda model, _: setattr(model, "loss_type", "ForMaskedLM"), LOSS),
+    ("llama", forward_with_doubled_loss, LOSS),
+    (
+        "llama",
+        lambda model, _: setattr(model.lm_head, "forward", doubled(model.lm_head.forward)),
+        "do more than multiply",
+    ),
+    ("llama", lambda model, _: setattr(model.lm_head, "__class__", ScaledLinear), r"are a \S+\.ScaledLinear;"),
+    ("llama", scale_gradients, BACKWARD),
+    ("llama", scale_gradients_before, BACKWARD),
+    ("marian", add_bias, LOGITS),
+    ("marian", another_head, "output embeddings were replaced"),
+    ("gemma2", scale_logits, LOGITS),
+    ("granite", scale_logits, LOGITS),
+    ("cohere", scale_logits, LOGITS),
+    ("cohere", lambda model, _: setattr(model, "logit_scale", 2 * model.logit_scale), LOGITS),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), AFTER_A_STEP)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_change_after_the_first_step_is_refused_with_the_reason(name, change, message, monkeypatch):
+    model = copy.deepcopy(model_of(name))
+    batch = batch_of(model, [7, 5])
     with apply_seqpar_loss(model):
         model(**batch)
-        before = loss_utils.LOSS_MAPPING["ForCausalLM"]
-
-        def doubled(*args, **given):
-            return 2 * before(*args, **given)
-
-        if own:
-            model.loss_function = doubled
-        else:
-            monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", doubled)
-        with pytest.raises(RuntimeError, match="own loss of a few tokens is"):
+        change(model, monkeypatch)
+        with pytest.raises((RuntimeError, TypeError), match=message):
             model(**batch)
 
 
@@ -132,25 +197,6 @@ def test_rounding_of_a_models_own_loss_is_no_change(name, dtype):
     with apply_seqpar_loss(model):
         for lengths in ([7, 5], [7], [30, 12, 9]):
             model(**batch_of(model, lengths)).loss.backward()
-
-
-def full(head):
-    head.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 0.1,))
-
-
-def full_before(head):
-    head.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 0.1,))
-
-
-@pytest.mark.parametrize("register", [full, full_before])
-def test_backward_hooks_on_the_output_embeddings_are_refused(register):
-    model = copy.deepcopy(tiny("llama"))
-    with apply_seqpar_loss(model):
-        batch = batch_of(model, [7, 5])
-        model(**batch)
-        register(model.lm_head)
-        with pytest.raises(TypeError, match=r"output embeddings of LlamaForCausalLM have backward hooks, .*hidden"):
-            model(**batch)
 
 
 @pytest.mark.parametrize("register", [register_module_full_backward_hook, register_module_full_backward_pre_hook])
@@ -235,12 +281,10 @@ def test_the_check_leaves_the_state_of_a_model_as_it_was(kind):
         if applied:
             apply_seqpar_loss(model)
         batches = [batch_of(model, [7, 5], seed) for seed in range(3)]
-        losses.append([model(**batch).loss for batch in batches])
-        sum(losses[-1]).backward()
+        losses.append(torch.stack([model(**batch).loss for batch in batches]).double())
+        grads.append(taken(model, losses[-1].sum())[1])
         states.append(state_of(model))
-        grads.append(gradients(model))
-    torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]), rtol=1e-6, atol=0, check_dtype=False)
-    assert relative_error(grads[1], grads[0]) < 1e-5
+    assert_alike((losses[1], grads[1]), (losses[0], grads[0]), 1e-6, of_gradients=1e-5)
     for name, value in states[0].items():
         same = torch.equal(value, states[1][name]) if isinstance(value, torch.Tensor) else value == states[1][name]
         assert same, name
@@ -333,18 +377,12 @@ def test_usual_forms_of_a_model_have_their_own_loss(name):
     batch = batch_of(model, [7, 5])
     given = (batch["input_ids"], batch["attention_mask"]) if name == "*args" else ()
     keywords = {"labels": batch["labels"]} if given else batch
-    own = model(*given, **keywords).loss
-    own.backward()
-    expected = gradients(model)
-    model.zero_grad()
+    own = taken(model, model(*given, **keywords).loss.double())
     calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
     with apply_seqpar_loss(model):
         for _ in range(3):
-            model.zero_grad()
-            loss = model(*given, **keywords).loss
-            loss.backward()
-    torch.testing.assert_close(loss, own, rtol=1e-6, atol=0, check_dtype=False)
-    assert relative_error(gradients(model), expected) < 1e-5
+            found = taken(model, model(*given, **keywords).loss.double())
+    assert_alike(found, own, 1e-6, of_gradients=1e-5)
     # The first call checks once
     assert len(calls) == 4

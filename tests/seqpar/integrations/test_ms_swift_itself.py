@@ -7,12 +7,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.testing.ranks import Pool
-from tests.seqpar.integrations.small_seq2seq import whole_gradients
-from tests.seqpar.integrations.tiny_models import gradients, relative_error, tiny
+from tests.seqpar.integrations.small_seq2seq import whole_gradients, wrapped
+from tests.seqpar.integrations.tiny_models import relative_error, taken, tiny
 
 with warnings.catch_warnings(action="ignore"):
     from swift.loss import loss_map
@@ -43,8 +40,7 @@ def one_batch(batches):
     for b in batches:
         logits, labels = model(b["input_ids"]).logits[:, :-1], b["labels"][:, 1:]
         losses = losses + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="sum")
-    (losses / count(batches)).backward()
-    return (losses / count(batches)).detach(), gradients(model)
+    return taken(model, losses / count(batches))
 
 
 def trainer_of(model, **options):
@@ -68,19 +64,14 @@ def trained(rank, world, wrapping, counted):
     model.model_info = SimpleNamespace(is_moe_model=False)
     trainer = trainer_of(model)
     trainer.compute_loss_func = loss_map["seqpar"](trainer.args, trainer)
-    wrapped = model
-    if wrapping == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif wrapping == "fsdp2":
-        for unit in (*model.model.layers, model):
-            fully_shard(unit)
+    whole = wrapped(model, wrapping, *model.model.layers)
     trainer.accelerator = SimpleNamespace(num_processes=world, unwrap_model=lambda m: model)
     trainer.model_accepts_loss_kwargs = model.accepts_loss_kwargs
     trainer.custom_metrics = MagicMock()
     shares = 0
     for index in range(2):
         inputs = batch(rank, index) | {"compute_loss_func": trainer.compute_loss_func}
-        loss, outputs = trainer.compute_loss(wrapped, inputs, return_outputs=True, num_items_in_batch=counted)
+        loss, outputs = trainer.compute_loss(whole, inputs, return_outputs=True, num_items_in_batch=counted)
         assert outputs.logits is None
         loss.backward()
         shares = shares + loss.detach() / world
@@ -89,13 +80,9 @@ def trained(rank, world, wrapping, counted):
 
 
 @pytest.mark.parametrize(("ranks", "wrapping"), [(1, "alone"), (2, "ddp"), (2, "fsdp2")])
-def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(ranks, wrapping):
+def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(ranks, wrapping, own_ranks):
     batches = [batch(rank, index) for rank in range(ranks) for index in range(2)]
-    pool = Pool(ranks)
-    try:
-        results = pool.call(trained, wrapping, count(batches))
-    finally:
-        pool.close()
+    results = own_ranks(ranks, trained, wrapping, count(batches))
     loss, expected = one_batch(batches)
     torch.testing.assert_close(sum(share for share, _ in results), loss, rtol=1e-12, atol=0)
     for _, got in results:

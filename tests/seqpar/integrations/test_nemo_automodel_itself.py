@@ -10,14 +10,11 @@ from nemo_automodel.components.loss.loss import build_loss_config
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss, prepare_lm_weight
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig
 
 from seqpar.integrations import say_once
 from seqpar.integrations.nemo_automodel import SeqparCrossEntropy
-from seqpar.testing.ranks import Pool
-from tests.seqpar.integrations.small_seq2seq import whole_gradients
+from tests.seqpar.integrations.small_seq2seq import whole_gradients, wrapped
 from tests.seqpar.integrations.tiny_models import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,25 +66,20 @@ def one_batch(ranks, weighted):
 def trained(rank, world, wrapping, weighted, count):
     """Forward and backward of the recipe's step, with two micro-batches."""
     model = decoder()
-    wrapped = model
-    if wrapping == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif wrapping != "alone":
-        if wrapping == "fsdp2, head":
-            fully_shard(model.lm_head)
-        fully_shard(model, reshard_after_forward=True)
+    units = [model.lm_head] if wrapping == "fsdp2, head" else []
+    whole = wrapped(model, wrapping, *units, reshard_after_forward=True)
     loss_fn = build_loss_config(SeqparCrossEntropy, **SETTINGS).build()
     group = None if wrapping == "alone" else dist.group.WORLD
     shares = 0
     for tokens, labels, weights in (batch(rank, index) for index in range(2)):
-        hidden, logits = wrapped(tokens, logits_to_keep=1)
+        hidden, logits = whole(tokens, logits_to_keep=1)
         options = {"loss_weights": weights} if weighted else {}
-        weight = prepare_lm_weight(loss_fn, wrapped, grad_reduce_group=group)
+        weight = prepare_lm_weight(loss_fn, whole, grad_reduce_group=group)
         loss = calculate_loss(
             loss_fn,
             logits=logits,
             labels=labels,
-            model=wrapped,
+            model=whole,
             hidden_states=hidden,
             lm_weight=weight,
             num_label_tokens=count,
@@ -112,13 +104,8 @@ def test_a_step_has_loss_and_gradients_of_the_whole_batch(weighted):
 
 
 @pytest.mark.parametrize(("wrapping", "weighted"), [("ddp", True), ("fsdp2", False), ("fsdp2, head", True)])
-def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, weighted):
-    pool = Pool(2)
-    try:
-        results = pool.call(trained, wrapping, weighted, one_batch(2, weighted)[2])
-    finally:
-        pool.close()
-    check(results, 2, weighted)
+def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, weighted, own_ranks):
+    check(own_ranks(2, trained, wrapping, weighted, one_batch(2, weighted)[2]), 2, weighted)
 
 
 def test_a_batch_without_labels_has_loss_0_and_no_count_leaves_the_sum():

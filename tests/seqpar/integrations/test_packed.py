@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from seqpar.integrations.transformers import apply_seqpar_loss
-from tests.seqpar.integrations.tiny_models import VOCAB, gradients, relative_error, tiny
+from tests.seqpar.integrations.tiny_models import VOCAB, assert_alike, relative_error, taken, tiny
 from tests.seqpar.integrations.trainer_runs import ONE_STEP, Gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -43,27 +43,20 @@ def each_alone(model):
     for sequence in sequences():
         logits = model(input_ids=torch.tensor([sequence["input_ids"]])).logits[0, :-1]
         losses.append(F.cross_entropy(logits, torch.tensor(sequence["labels"][1:]), reduction="none"))
-    loss = torch.cat(losses).sum() / sum(answer for _, answer in PROMPTS_AND_ANSWERS)
-    loss.backward()
-    return loss.detach(), gradients(model)
+    return taken(model, torch.cat(losses).sum() / sum(answer for _, answer in PROMPTS_AND_ANSWERS))
 
 
 def packed(model, **options):
     """The loss of all sequences in one row, and its gradients."""
-    model.zero_grad()
     with apply_seqpar_loss(model, chunk_tokens=3):
-        loss = model(**DataCollatorWithFlattening()(sequences()), **options).loss
-        loss.backward()
-    return loss.detach(), gradients(model)
+        return taken(model, model(**DataCollatorWithFlattening()(sequences()), **options).loss)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gpt2"])
 def test_a_packed_row_has_the_loss_and_the_gradients_of_each_sequence_alone(name):
     model = adapted(name)
-    expected, expected_gradients = each_alone(model)
-    loss, got = packed(model, use_cache=False)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    assert relative_error(got, expected_gradients) < 1e-12
+    expected = each_alone(model)
+    assert_alike(packed(model, use_cache=False), expected)
 
 
 def test_where_a_model_keeps_a_cache_transformers_lets_packed_sequences_attend_to_one_another():
@@ -76,20 +69,11 @@ def test_where_a_model_keeps_a_cache_transformers_lets_packed_sequences_attend_t
 def test_the_trainer_keeps_none_and_a_step_of_two_packed_rows_has_the_gradients_of_each_sequence_alone():
     model = adapted("llama")
     _, expected = each_alone(model)
-    model.zero_grad()
     kept = Gradients()
     with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model, chunk_tokens=3):
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            **ONE_STEP,
-        )
+        given = ONE_STEP | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        collator = DataCollatorWithFlattening()
         Trainer(
-            model,
-            arguments,
-            train_dataset=sequences(),
-            data_collator=DataCollatorWithFlattening(),
-            callbacks=[kept],
+            model, TrainingArguments(folder, **given), collator, train_dataset=sequences(), callbacks=[kept]
         ).train()
     assert relative_error(kept.seen, expected) < 1e-12

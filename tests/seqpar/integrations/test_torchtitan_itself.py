@@ -13,11 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from seqpar.distributed.collectives import group_sum
 from seqpar.testing import Layout, assert_same_step
-from seqpar.testing.ranks import Pool
+from tests.seqpar.integrations.small_seq2seq import whole
 
 with warnings.catch_warnings(action="ignore"):
     import torchtitan.distributed.parallel_dims
@@ -169,10 +168,6 @@ def trained(rank, world, tensor_parallel, backend, tied, replicas=1):
     return data_rank, loss, {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def whole(gradient):
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 def put_together(parts, like):
     """Return the gradient that torchtitan's ranks have, or have the parts of: by rows, else by columns."""
     if parts[0].shape == like.shape:
@@ -192,13 +187,9 @@ def put_together(parts, like):
     ],
 )
 def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(
-    world, tensor_parallel, backend, tied, replicas
+    world, tensor_parallel, backend, tied, replicas, own_ranks
 ):
-    pool = Pool(world)  # of its own, because torchtitan leaves its meshes behind in a process
-    try:
-        results = pool.call(trained, tensor_parallel, backend, tied, replicas)
-    finally:
-        pool.close()
+    results = own_ranks(world, trained, tensor_parallel, backend, tied, replicas)
     loss, expected = whole_batch(world // tensor_parallel, tied)
     shares = {data_rank: share for data_rank, share, _ in results}
     torch.testing.assert_close(sum(shares.values()), loss, rtol=1e-12, atol=0)

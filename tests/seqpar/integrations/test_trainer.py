@@ -5,19 +5,18 @@ import torch
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
-from seqpar.testing.ranks import Pool
-from tests.seqpar.integrations.tiny_models import batch_of, gradients, plain_loss, predicted, relative_error, tiny
+from tests.seqpar.integrations.tiny_models import (
+    batch_of,
+    gradients,
+    plain_loss,
+    predicted,
+    relative_error,
+    tiny,
+    without_labels,
+)
 from tests.seqpar.integrations.trainer_runs import BATCH, Run, collated, sentences, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    """Of their own, because a Trainer leaves state behind in its process."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 def whole_batch(run, world):
@@ -28,95 +27,67 @@ def whole_batch(run, world):
     return gradients(model)
 
 
-@pytest.mark.parametrize("way", ["applied", "function"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_gradient_is_that_of_the_whole_batch(accumulation, smoothing, way):
-    run = Run("marian", accumulation, smoothing, way)
+WAYS = ("applied", "function")
+MARIAN = [Run("marian", steps, eps, way) for steps in (1, 4) for eps in (0.0, 0.1) for way in WAYS]
+# Divided by the labels that they predict
+DECODERS = [Run(name, 4, 0.0, way) for name in ("llama", "gpt2") for way in WAYS]
+# Output embeddings of their own are reduced once
+LLAMA = [Run("llama", 2, 0.0, way) for way in WAYS]
+SHARDED = [
+    Run(name, 2, 0.1, way, "fsdp2")
+    for name, way in zip(("llama", "llama-tied", "gpt2"), (*WAYS, "applied"), strict=True)
+]
+LOADED = [
+    Run("llama", 2, 0.1, "applied", "loaded-fsdp2"),
+    *(Run(name, 2, 0.1, way, "split") for name, way in zip(("llama", "llama-tied"), WAYS, strict=True)),
+]
+
+
+def named(run):
+    return " ".join(map(str, run[:5]))
+
+
+@pytest.mark.parametrize("run", MARIAN + DECODERS, ids=named)
+def test_the_gradient_is_that_of_the_whole_batch(run):
     assert relative_error(trained(0, 1, run), whole_batch(run, 1)) < 1e-12
 
 
-@pytest.mark.parametrize("way", ["applied", "function"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(two_ranks, accumulation, smoothing, way):
-    run = Run("marian", accumulation, smoothing, way)
-    expected = whole_batch(run, 2)
-    for got in two_ranks.call(trained, run):
-        assert relative_error(got, expected) < 1e-12
-
-
-@pytest.mark.parametrize("way", ["applied", "function"])
-def test_output_embeddings_of_their_own_are_reduced_once_over_two_ranks(two_ranks, way):
-    run = Run("llama", 2, 0.0, way)
-    expected = whole_batch(run, 2)
-    for got in two_ranks.call(trained, run):
-        assert relative_error(got, expected) < 1e-12
-
-
-@pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function"), ("gpt2", "applied")])
-def test_under_fsdp2_as_accelerate_wraps_it_the_gradient_is_that_of_the_whole_batch(two_ranks, name, way):
-    run = Run(name, 2, 0.1, way, "fsdp2")
-    expected = whole_batch(run, 2)
+@pytest.mark.parametrize("run", MARIAN + LLAMA + SHARDED + LOADED, ids=named)
+def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(run, two_ranks, tmp_path):
+    """Of the batch of one, if they split a model."""
+    if run in LOADED:
+        run = run._replace(folder=str(tmp_path))
+        run.tiny.save_pretrained(tmp_path)
+    expected = whole_batch(run, 1 if run.layout == "split" else 2)
     for got in two_ranks.call(trained, run):
         assert relative_error(got, expected) < 1e-12
 
 
 @pytest.mark.hf_models
-def test_under_fsdp2_four_ranks_of_which_one_has_no_labels_have_the_gradient_of_the_whole_batch():
+def test_under_fsdp2_four_ranks_of_which_one_has_no_labels_have_the_gradient_of_the_whole_batch(own_ranks):
     run = Run("llama", 2, 0.1, "applied", "fsdp2", ranks=4)
     expected = whole_batch(run, 4)
-    pool = Pool(4)
-    try:
-        results = pool.call(trained, run)
-    finally:
-        pool.close()
-    for got in results:
+    for got in own_ranks(4, trained, run):
         assert relative_error(got, expected) < 1e-12
 
 
-def test_loaded_with_fsdp2_by_transformers_the_gradient_is_that_of_the_whole_batch(two_ranks, tmp_path):
-    run = Run("llama", 2, 0.1, "applied", "loaded-fsdp2", str(tmp_path))
-    run.tiny.save_pretrained(tmp_path)
-    expected = whole_batch(run, 2)
-    for got in two_ranks.call(trained, run):
-        assert relative_error(got, expected) < 1e-12
-
-
-@pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function")])
-def test_with_output_embeddings_that_a_tensor_parallel_plan_splits_the_gradient_is_that_of_one_device(
-    two_ranks, tmp_path, name, way
-):
-    run = Run(name, 2, 0.1, way, "split", str(tmp_path))
-    run.tiny.save_pretrained(tmp_path)
-    expected = whole_batch(run, 1)
-    for got in two_ranks.call(trained, run):
-        assert relative_error(got, expected) < 1e-12
-
-
-@pytest.mark.parametrize("way", ["applied", "function"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_decoder_only_model_is_divided_by_the_labels_it_predicts(name, way):
-    run = Run(name, 4, 0.0, way)
-    assert relative_error(trained(0, 1, run), whole_batch(run, 1)) < 1e-12
+def factor_of(got, expected):
+    """By how much the gradient of the embeddings is too large."""
+    name = "model.shared.weight"
+    return ((got[name] * expected[name]).sum() / expected[name].square().sum()).item()
 
 
 def test_stock_the_gradient_is_too_large_by_the_accumulation_steps():
     """Seen with 5.23 and 5.24: Marian takes the Trainer's divisor as an argument and ignores it."""
     run = Run("marian", 4, 0.0, "stock")
     got, expected = trained(0, 1, run), whole_batch(run, 1)
-    name = "model.shared.weight"
-    factor = ((got[name] * expected[name]).sum() / expected[name].square().sum()).item()
-    assert 3.2 < factor < 4.8  # the accumulation steps, as near as a mean of means comes
+    assert 3.2 < factor_of(got, expected) < 4.8  # the accumulation steps, as near as a mean of means comes
     assert relative_error(got, expected) > 1
 
 
 def test_stock_the_gradient_is_too_large_by_the_world_size_as_well(two_ranks):
     run = Run("marian", 2, 0.0, "stock")
-    got, expected = two_ranks.call(trained, run)[0], whole_batch(run, 2)
-    name = "model.shared.weight"
-    factor = ((got[name] * expected[name]).sum() / expected[name].square().sum()).item()
-    assert 3.2 < factor < 4.8  # 2 steps x 2 ranks
+    assert 3.2 < factor_of(two_ranks.call(trained, run)[0], whole_batch(run, 2)) < 4.8  # 2 steps x 2 ranks
 
 
 def test_stock_label_smoothing_is_exact_and_makes_all_logits():
@@ -135,9 +106,7 @@ def test_where_the_trainer_smooths_labels_itself_one_warning_says_that_it_makes_
 
 def test_without_the_labels_there_are_hidden_states_and_no_logits_only_once_the_function_is_asked_for():
     model = tiny("marian")
-    batch = batch_of(model, [5, 3])
-    labels = batch.pop("labels")
-    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    batch, labels = without_labels(model, batch_of(model, [5, 3]))
     with apply_seqpar_loss(model, label_smoothing=0.1) as applied:
         assert model(**batch).logits.shape == (2, 5, 37)
         function = compute_loss_func(applied)
@@ -153,16 +122,13 @@ def test_without_the_labels_there_are_hidden_states_and_no_logits_only_once_the_
         in_evaluation = function(outputs, labels, num_items_in_batch=7)
     model.train()
     expected = plain_loss(model, batch | {"labels": labels}, 0.1) / 7
-    torch.testing.assert_close(in_training, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(in_a_tuple, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(in_evaluation, expected.detach(), rtol=1e-12, atol=0)
+    for loss in (in_training, in_a_tuple, in_evaluation):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 def test_with_another_forward_in_between_the_loss_function_refuses_the_outputs():
     model = tiny("marian")
-    batch = batch_of(model, [5, 3])
-    labels = batch.pop("labels")
-    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    batch, labels = without_labels(model, batch_of(model, [5, 3]))
     with apply_seqpar_loss(model) as applied:
         function = compute_loss_func(applied)
         trained = model(**batch)

@@ -5,17 +5,35 @@ import logging
 from contextlib import nullcontext
 from itertools import pairwise
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
-from trl import SFTTrainer
+from transformers import Seq2SeqTrainer, Trainer
+from trl import SFTConfig, SFTTrainer
 
 from seqpar.integrations import say_once
 from seqpar.integrations.transformers import SeqparLoss, apply_seqpar_loss, compute_loss_func, remove_seqpar_loss
 from seqpar.integrations.transformers_trainer import Facts, trainer_facts
-from tests.seqpar.integrations.tiny_models import batch_of, gradients, plain_loss, predicted, relative_error, tiny
-from tests.seqpar.integrations.trainer_orders import ORDERS, made, micro_batches, model_last, trained
+from tests.seqpar.integrations.tiny_models import (
+    batch_of,
+    plain_loss,
+    predicted,
+    relative_error,
+    taken,
+    tiny,
+    without_labels,
+)
+from tests.seqpar.integrations.trainer_runs import (
+    ONE_STEP,
+    ORDERS,
+    Gradients,
+    made,
+    micro_batches,
+    model_last,
+    trained_in_order,
+)
+from tests.seqpar.integrations.trl_runs import words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -27,25 +45,24 @@ def without_division(name):
     return model
 
 
+def batches_of(model):
+    return micro_batches(batch_of(model, [7, 5]))
+
+
+def rows_projected(model):
+    """The rows of each call of a model's output embeddings from now on."""
+    rows = []
+    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+    return rows
+
+
 MODELS = {"marian": tiny, "llama": tiny, "gpt2": tiny, "bert": tiny, "qwen2": without_division, "t5": without_division}
 
 
 def expected_of(model, batches):
     """The gradient of the model's own logits over all batches."""
-    loss = 0
-    for batch in batches:
-        if model.config.model_type == "bert":
-            logits = model(batch["input_ids"], batch["attention_mask"]).logits
-            loss = loss + torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-            )
-        else:
-            loss = loss + plain_loss(model, batch)
-    count = predicted if model.config.model_type != "bert" else lambda _, labels: int((labels != -100).sum())
-    (loss / sum(count(model, batch["labels"]) for batch in batches)).backward()
-    found = gradients(model)
-    model.zero_grad()
-    return found
+    loss = sum(plain_loss(model, batch) for batch in batches)
+    return taken(model, loss / sum(predicted(model, batch["labels"]) for batch in batches))[1]
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.hf_models) for name in ("llama", "bert", "t5")]
@@ -55,9 +72,9 @@ SLOWER = [pytest.param(name, marks=pytest.mark.hf_models) for name in ("llama", 
 @pytest.mark.parametrize("name", ["marian", "gpt2", "qwen2", *SLOWER])
 def test_in_every_order_the_gradient_is_that_of_the_whole_step(name, order):
     model = MODELS[name](name)
-    batches = micro_batches(batch_of(model, [7, 5]))
+    batches = batches_of(model)
     expected = expected_of(model, batches)
-    assert relative_error(trained(model, batches, ORDERS[order]), expected) < 1e-12
+    assert relative_error(trained_in_order(model, batches, ORDERS[order]), expected) < 1e-12
     assert not model._forward_hooks
 
 
@@ -75,24 +92,17 @@ def test_in_every_order_the_gradient_is_that_of_the_whole_step(name, order):
 def test_applied_to_the_model_alone_of_a_trainer_that_has_read_otherwise_it_is_refused_in_one_line(name, said):
     model = MODELS[name](name)
     with pytest.raises(RuntimeError, match=said) as raised:
-        trained(model, micro_batches(batch_of(model, [7, 5])), model_last)
+        trained_in_order(model, batches_of(model), model_last)
     assert "apply_seqpar_loss(trainer)" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["marian", "llama", "bert"])
-def test_applied_to_the_model_alone_of_a_trainer_that_has_read_the_same_it_is_exact(name):
-    model = tiny(name)
-    batches = micro_batches(batch_of(model, [7, 5]))
+@pytest.mark.parametrize(("name", "count"), [("marian", 4), ("llama", 4), ("bert", 4), ("qwen2", 1)])
+def test_applied_to_the_model_alone_of_a_trainer_that_has_read_the_same_or_has_one_batch_it_is_exact(name, count):
+    model = MODELS[name](name)
+    batches = batches_of(model)[:count]
     expected = expected_of(model, batches)
-    assert relative_error(trained(model, batches, model_last), expected) < 1e-12
-
-
-def test_a_batch_that_is_the_whole_step_is_not_refused_in_any_order():
-    model = without_division("qwen2")
-    batches = micro_batches(batch_of(model, [7, 5]))[:1]
-    expected = expected_of(model, batches)
-    assert relative_error(trained(model, batches, model_last), expected) < 1e-12
+    assert relative_error(trained_in_order(model, batches, model_last), expected) < 1e-12
 
 
 class Forgetting(Trainer):
@@ -105,7 +115,7 @@ class Forgetting(Trainer):
 
 def test_a_trainer_that_keeps_the_number_of_labels_to_itself_is_refused_where_the_class_would_have_been_right(tmp_path):
     model = without_division("qwen2")
-    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), Forgetting)
+    trainer = made(model, batches_of(model), str(tmp_path), Forgetting)
     with (
         apply_seqpar_loss(trainer),
         pytest.raises(RuntimeError, match=r"Forgetting.compute_loss does not pass num_items"),
@@ -115,7 +125,7 @@ def test_a_trainer_that_keeps_the_number_of_labels_to_itself_is_refused_where_th
 
 def test_after_remove_a_trainer_goes_by_what_the_class_says(tmp_path):
     model = without_division("t5")
-    batches = micro_batches(batch_of(model, [7, 5]))
+    batches = batches_of(model)
     stock = made(copy.deepcopy(model), batches, str(tmp_path))
     before = trainer_facts(stock)
     assert before == Facts(False, False)
@@ -132,7 +142,7 @@ def test_after_remove_a_trainer_goes_by_what_the_class_says(tmp_path):
 def test_a_second_trainer_of_the_same_model_takes_the_callbacks_loss_over(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(say_once, "_said", set())
     model = tiny("gpt2")
-    batches = micro_batches(batch_of(model, [7, 5]))
+    batches = batches_of(model)
     with caplog.at_level(logging.INFO, "seqpar.integrations.transformers"):
         first = made(model, batches, str(tmp_path), callbacks=[SeqparLoss(label_smoothing=0.1, chunk_tokens=6)])
         first.train()
@@ -160,40 +170,18 @@ def test_a_callback_in_a_loop_of_ones_own_and_a_loss_that_is_there_already_are_r
         apply_seqpar_loss(model),
         pytest.raises(ValueError, match=r"has the loss already; remove_seqpar_loss\(model\)"),
     ):
-        made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), callbacks=[SeqparLoss()])
+        made(model, batches_of(model), str(tmp_path), callbacks=[SeqparLoss()])
 
 
 def test_a_model_that_is_made_for_each_run_has_the_callbacks_loss(tmp_path):
-    batches = micro_batches(batch_of(tiny("gpt2"), [7, 5]))
-    expected = expected_of(tiny("gpt2"), batches)
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        gradient_accumulation_steps=4,
-        per_device_train_batch_size=1,
-        learning_rate=0.0,
-        remove_unused_columns=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        max_grad_norm=0.0,
-    )
-    made_models = []
-
-    class Kept(SeqparLoss):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-            made_models.append(gradients(model))
-
-    trainer = Trainer(
-        model_init=lambda: tiny("gpt2"),
-        args=arguments,
-        train_dataset=batches,
-        data_collator=lambda rows: rows[0],
-        callbacks=[Kept(chunk_tokens=5)],
-    )
+    batches = batches_of(tiny("gpt2"))
+    expected, kept = expected_of(tiny("gpt2"), batches), Gradients()
+    callbacks = [SeqparLoss(chunk_tokens=5), kept]
+    trainer = made(None, batches, str(tmp_path), model_init=lambda: tiny("gpt2"), callbacks=callbacks)
     for _ in range(2):
+        kept.seen = {}
         trainer.train()
-        assert relative_error(made_models[-1], expected) < 1e-12
+        assert relative_error(kept.seen, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -209,7 +197,7 @@ def test_a_model_that_is_made_for_each_run_has_the_callbacks_loss(tmp_path):
 )
 def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path, settings, more, said):
     model = tiny("llama")
-    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), settings=settings, **more)
+    trainer = made(model, batches_of(model), str(tmp_path), settings=settings, **more)
     with pytest.raises(ValueError, match=said):
         apply_seqpar_loss(trainer)
     assert not model._forward_hooks
@@ -217,7 +205,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path, settings, more, s
 
 def test_a_trainer_of_trls_is_refused_by_name(tmp_path):
     model = tiny("llama")
-    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path))
+    trainer = made(model, batches_of(model), str(tmp_path))
     trainer.__class__ = SFTTrainer
     with pytest.raises(TypeError, match=r"this SFTTrainer computes its loss itself; use \S+apply_seqpar_scores"):
         apply_seqpar_loss(trainer)
@@ -242,9 +230,9 @@ def test_the_evaluation_loss_is_the_stock_trainers_and_its_logits_are_computed_w
 ):
     # The Trainer's own smoothing leaves an auxiliary loss out
     model = tiny(name, **({"output_router_logits": True} if name == "mixtral" and not smoothing else {}))
-    batches = micro_batches(batch_of(model, [7, 5]))
+    batches = batches_of(model)
     if name == "marian":
-        batches = [b | {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(b["labels"])} for b in batches]
+        batches = [batch | without_labels(model, batch)[0] for batch in batches]
     seen = []
 
     def metrics(prediction):
@@ -261,9 +249,8 @@ def test_the_evaluation_loss_is_the_stock_trainers_and_its_logits_are_computed_w
 
 def test_where_nobody_looks_at_them_evaluation_computes_a_window_of_logits(tmp_path):
     model = tiny("llama")
-    batches = micro_batches(batch_of(model, [7, 5]))
-    rows = []
-    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+    batches = batches_of(model)
+    rows = rows_projected(model)
     for metrics, few in [(None, True), (lambda prediction: {}, False)]:
         trainer = made(model, batches, str(tmp_path), compute_metrics=metrics)
         with apply_seqpar_loss(trainer, label_smoothing=0.1):
@@ -285,7 +272,7 @@ class Looking(Trainer):
 
 def test_a_trainer_whose_own_loss_looks_at_the_logits_gets_them(tmp_path):
     model = tiny("llama")
-    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path), Looking)
+    trainer = made(model, batches_of(model), str(tmp_path), Looking)
     with apply_seqpar_loss(trainer):
         trainer.evaluate()
     assert trainer.looked.shape == (2, 7)
@@ -293,9 +280,8 @@ def test_a_trainer_whose_own_loss_looks_at_the_logits_gets_them(tmp_path):
 
 def test_where_predictions_are_generated_the_loss_is_chunked_and_the_predictions_are_the_models_own(tmp_path):
     model = tiny("marian")
-    batches = micro_batches(batch_of(model, [7, 5]))
-    seen, rows = [], []
-    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+    batches = batches_of(model)
+    seen, rows = [], rows_projected(model)
 
     def metrics(prediction):
         seen.append(prediction.predictions)
@@ -311,9 +297,8 @@ def test_where_predictions_are_generated_the_loss_is_chunked_and_the_predictions
 @pytest.mark.parametrize("with_metrics", [False, True])
 def test_the_evaluation_loss_of_a_loss_function_is_that_of_the_model(with_metrics, tmp_path):
     model = tiny("llama")
-    batches = micro_batches(batch_of(model, [7, 5]))
-    losses, rows = [], []
-    model.lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[:-1].numel()))
+    batches = batches_of(model)
+    losses, rows = [], rows_projected(model)
     for function in (False, True):
         with apply_seqpar_loss(model, label_smoothing=0.1) as applied:
             given = {"compute_loss_func": compute_loss_func(applied)} if function else {}
@@ -329,9 +314,8 @@ def trainer_of(way, folder):
 
     class Plain(make):
         def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=None):
-            return super().forward(
-                input_ids=input_ids, attention_mask=attention_mask, labels=labels, return_dict=return_dict
-            )
+            given = {"input_ids": input_ids, "attention_mask": attention_mask}
+            return super().forward(**given, labels=labels, return_dict=return_dict)
 
     # By the name of the class a stock Trainer with smoothing decides whether to shift the labels
     Plain.__name__ = make.__name__
@@ -340,14 +324,12 @@ def trainer_of(way, folder):
         torch.manual_seed(0)
         return Plain(tiny("gpt2").config).double()
 
-    batches = micro_batches(batch_of(tiny("gpt2"), [7, 5]))
+    batches = batches_of(tiny("gpt2"))
     smoothing = 0.3
     given = {"callbacks": [SeqparLoss(label_smoothing=smoothing)]} if way == "callback" else {}
     settings = {"label_smoothing_factor": smoothing} if way == "stock" else {}
-    trainer = made(
-        None, batches[:1], folder, model_init=model_init, settings=settings | {"learning_rate": 0.1}, **given
-    )
-    return trainer
+    settings["learning_rate"] = 0.1
+    return made(None, batches[:1], folder, model_init=model_init, settings=settings, **given)
 
 
 def test_a_callback_follows_a_trainer_that_makes_its_model_anew(tmp_path):
@@ -370,9 +352,38 @@ def test_applied_to_a_trainer_that_makes_its_model_anew_it_is_refused(tmp_path):
 
 def test_a_trainer_that_got_another_model_meanwhile_has_that_ones_facts(tmp_path):
     model, other = without_division("qwen2"), without_division("t5")
-    trainer = made(model, micro_batches(batch_of(model, [7, 5])), str(tmp_path))
+    trainer = made(model, batches_of(model), str(tmp_path))
     before = trainer_facts(trainer)
     with apply_seqpar_loss(trainer):
         assert trainer_facts(trainer) != before
         trainer.model = other
     assert trainer_facts(trainer) == Facts(divides=False, shifts=False)
+
+
+def trained_by_trl(way, folder):
+    """The gradients of one step of two micro-batches of TRL's SFTTrainer, which takes its loss in chunks of its own."""
+    torch.manual_seed(2)
+    model, kept = tiny("llama", torch.float32), Gradients()
+    applied = None if way == "stock" else apply_seqpar_loss(model)
+    sentences = [{"input_ids": torch.randint(4, 37, (n,)).tolist()} for n in (5, 9, 7, 3)]
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": False}
+    SFTTrainer(
+        model,
+        SFTConfig(str(folder), gradient_checkpointing=False, **ONE_STEP | given),
+        train_dataset=datasets.Dataset.from_list(sentences),
+        processing_class=words(),
+        compute_loss_func=compute_loss_func(applied) if way == "function" else None,
+        callbacks=[kept],
+    ).train()
+    return kept.seen
+
+
+def test_by_trl_with_compute_loss_func_the_gradient_is_the_trainers_own(tmp_path):
+    assert relative_error(trained_by_trl("function", tmp_path), trained_by_trl("stock", tmp_path)) < 1e-5
+
+
+def test_by_trl_the_loss_in_the_model_alone_is_refused_in_one_line(tmp_path):
+    said = r"TRL's trainer computes the loss of LlamaForCausalLM.*compute_loss_func"
+    with pytest.raises(TypeError, match=said) as raised:
+        trained_by_trl("applied", tmp_path)
+    assert "\n" not in str(raised.value)

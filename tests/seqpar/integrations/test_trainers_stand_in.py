@@ -18,9 +18,8 @@ from transformers import GraniteConfig
 
 from seqpar.integrations import say_once
 from seqpar.integrations.trl import has_scores
-from tests.seqpar.integrations.tiny_models import batch_of, gradients, plain_loss, predicted, relative_error, tiny
-from tests.seqpar.integrations.trainer_orders import made, micro_batches
-from tests.seqpar.integrations.trainer_runs import Gradients
+from tests.seqpar.integrations.tiny_models import batch_of, plain_loss, predicted, relative_error, taken, tiny
+from tests.seqpar.integrations.trainer_runs import Gradients, made, micro_batches
 from tests.seqpar.integrations.trl_runs import Run
 from tests.seqpar.integrations.trl_runs import made as made_by_trl
 
@@ -168,10 +167,7 @@ def same(loss, expected, hidden, weight):
 def whole_step(model, batches):
     """The gradient of the smoothed loss of all labels."""
     count = sum(predicted(model, batch["labels"]) for batch in batches)
-    (sum(plain_loss(model, batch, 0.1) for batch in batches) / count).backward()
-    found = gradients(model)
-    model.zero_grad()
-    return found
+    return taken(model, sum(plain_loss(model, batch, 0.1) for batch in batches) / count)[1]
 
 
 @in_file("axolotl")

@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from seqpar.integrations.trl import AppliedScores
 from tests.seqpar.integrations.shrunk_models import working
-from tests.seqpar.integrations.test_hf_models import CHANGES, CLASSES, NOT_TINY
+from tests.seqpar.integrations.test_hf_models import CHANGES, CLASSES, NOT_TINY, by_name
 from tests.seqpar.integrations.trl_runs import plain_outputs
 
 DECODER = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
@@ -20,35 +20,23 @@ DECODER = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
 OTHERS = ("CsmDepthDecoderForCausalLM", "GitForCausalLM")
 NAMES = [name for name in CLASSES if DECODER.fullmatch(name) and name not in (*NOT_TINY, *OTHERS)]
 
-LAYERS = "it has layers between backbone and output embeddings, which TRL's own way leaves out"
-BACKBONE = "its base_model is not the backbone, and TRL's own way raises an error"
 
-REFUSED = {
-    "BertLMHeadModel": LAYERS,
-    "BigBirdForCausalLM": LAYERS,
-    "BlipTextLMHeadModel": LAYERS,
-    "CamembertForCausalLM": LAYERS,
-    "ClvpForCausalLM": "it names no output embeddings",
-    "Data2VecTextForCausalLM": LAYERS,
-    "ElectraForCausalLM": LAYERS,
-    "ErnieForCausalLM": LAYERS,
-    "InklingForCausalLM": LAYERS,
-    "Llama4ForCausalLM": BACKBONE,
-    "MegatronBertForCausalLM": LAYERS,
-    "MiniCPM3ForCausalLM": "it scales its hidden states before the output embeddings",
-    "MllamaForCausalLM": BACKBONE,
-    "ModernBertDecoderForCausalLM": LAYERS,
-    "ProphetNetForCausalLM": "it predicts several tokens at once",
-    "RemBertForCausalLM": LAYERS,
-    "RoCBertForCausalLM": LAYERS,
-    "RoFormerForCausalLM": LAYERS,
-    "RobertaForCausalLM": LAYERS,
-    "RobertaPreLayerNormForCausalLM": LAYERS,
-    "XLMRobertaForCausalLM": LAYERS,
-    "XLMRobertaXLForCausalLM": LAYERS,
-    "XmodForCausalLM": LAYERS,
-    "xLSTMForCausalLM": "made tiny, it takes only texts of certain lengths",
-}
+REFUSED = by_name(
+    {
+        "it has layers between backbone and output embeddings, which TRL's own way leaves out": (
+            "BertLMHeadModel BigBirdForCausalLM BlipTextLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM "
+            "ElectraForCausalLM ErnieForCausalLM InklingForCausalLM MegatronBertForCausalLM "
+            "ModernBertDecoderForCausalLM RemBertForCausalLM RoCBertForCausalLM RoFormerForCausalLM "
+            "RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM "
+            "XmodForCausalLM"
+        ),
+        "it names no output embeddings": "ClvpForCausalLM",
+        "its base_model is not the backbone, and TRL's own way raises an error": "Llama4ForCausalLM MllamaForCausalLM",
+        "it scales its hidden states before the output embeddings": "MiniCPM3ForCausalLM",
+        "it predicts several tokens at once": "ProphetNetForCausalLM",
+        "made tiny, it takes only texts of certain lengths": "xLSTMForCausalLM",
+    }
+)
 """Classes whose scores cannot be computed from the backbone's last hidden states and the output embeddings, and why."""
 
 pytestmark = pytest.mark.hf_models

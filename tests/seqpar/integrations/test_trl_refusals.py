@@ -10,10 +10,10 @@ from torch import nn
 from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
-from seqpar.integrations.transformers_check import RefusedModelError
+from seqpar.integrations.peft_adapters import base_of
 from seqpar.integrations.trl import AppliedScores, allow_head_adapter, apply_seqpar_scores
 from tests.seqpar.integrations.tiny_models import DECODER, tiny
-from tests.seqpar.integrations.trl_forwards import adapted, base_of, batch
+from tests.seqpar.integrations.trl_forwards import adapted, batch
 from tests.seqpar.integrations.trl_runs import Run, examples, made, words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -42,14 +42,6 @@ def between_backbone_and_head(model):
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
 
 
-def behind_the_head(model):
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
-
-
-def in_place(model):
-    model.lm_head.register_forward_hook(lambda module, args, output: output.index_fill_(-1, torch.tensor([5]), -1e9))
-
-
 def in_the_heads_own_forward(model):
     own = model.lm_head.forward
     model.lm_head.forward = lambda hidden: own(hidden) + 0.01
@@ -63,28 +55,57 @@ def twice(model):
     model.forward = types.MethodType(forward, model)
 
 
-def without_a_backbone(model):
-    model.base_model_prefix = "none"
+def failing(error):
+    """A change of a model that makes it fail on text alone."""
+
+    def forward(self, **kwargs):
+        raise error
+
+    return lambda model: setattr(model, "forward", types.MethodType(forward, model))
+
+
+def with_trained_tokens(model):
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [5, 6]}))
+
+
+def hooked(hook):
+    return lambda model: model.lm_head.register_forward_hook(hook)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (twice, r"LlamaForCausalLM calls its output embeddings 2 times in a forward"),
-        (without_a_backbone, r"LlamaForCausalLM changes its hidden states between its backbone and its output"),
+        (
+            lambda model: setattr(model, "base_model_prefix", "none"),
+            r"LlamaForCausalLM changes its hidden states between",
+        ),
+        (
+            lambda model: setattr(model, "get_output_embeddings", lambda: None),
+            "^the output embeddings of LlamaForCausalLM are a",
+        ),
+        (
+            failing(ValueError("pixel_values\nare missing")),
+            r"LlamaForCausalLM fails on a text of a few tokens \(ValueError: pixel",
+        ),
+        (with_trained_tokens, r"are a peft\.utils\.other\.TrainableTokensWrapper; the scores"),
         (without_config_name, r"LlamaForCausalLM's own logits of a few tokens differ by up to 2\.\d+"),
         (
             through_a_subclass,
             r"embeddings of LlamaForCausalLM are a \S+Scaled; the scores need a torch.nn.Linear",
         ),
         (between_backbone_and_head, r"LlamaForCausalLM changes its hidden states between its backbone and its output"),
-        (behind_the_head, r"LlamaForCausalLM's own logits of a few tokens differ by up to"),
-        (in_place, r"LlamaForCausalLM's own logits of a few tokens differ by up to 1e\+09"),
+        (hooked(lambda module, args, output: output * 0.5), r"own logits of a few tokens differ by up to"),
+        # In place
+        (
+            hooked(lambda module, args, output: output.index_fill_(-1, torch.tensor([5]), -1e9)),
+            r"differ by up to 1e\+09",
+        ),
         (in_the_heads_own_forward, r"output embeddings of LlamaForCausalLM do more than multiply and add a bias"),
     ],
 )
 def test_a_model_that_does_something_else_to_its_logits_is_refused_by_name(change, message):
-    model = tiny("llama")
+    model = tiny("llama-tied" if change is with_trained_tokens else "llama")
     change(model)
     with pytest.raises((TypeError, RuntimeError), match=message) as raised:
         AppliedScores([model], None)
@@ -117,48 +138,19 @@ def test_adapters_of_another_kind_are_refused_by_name(settings, change, message)
     assert "\n" not in str(raised.value)
 
 
-def test_a_model_that_fails_on_text_alone_is_refused_in_one_line():
-    model = tiny("llama")
-
-    def forward(self, **kwargs):
-        raise ValueError("pixel_values\nare missing")
-
-    model.forward = types.MethodType(forward, model)
-    with pytest.raises(
-        RefusedModelError, match=r"LlamaForCausalLM fails on a text of a few tokens \(ValueError: pixel"
-    ):
-        AppliedScores([model], None)
-
-
 def test_a_model_that_runs_out_of_memory_says_so_itself():
     model = tiny("llama")
-
-    def forward(self, **kwargs):
-        raise torch.OutOfMemoryError("no memory is left")
-
-    model.forward = types.MethodType(forward, model)
+    failing(torch.OutOfMemoryError("no memory is left"))(model)
     with pytest.raises(torch.OutOfMemoryError, match=r"^no memory is left$"):
         AppliedScores([model], None)
-
-
-def test_a_model_without_output_embeddings_is_refused_by_name():
-    model = tiny("llama")
-    model.get_output_embeddings = lambda: None
-    with pytest.raises(TypeError, match=r"^the output embeddings of LlamaForCausalLM are a"):
-        AppliedScores([model], None)
-
-
-def test_trained_tokens_of_tied_embeddings_are_refused_by_name():
-    model = tiny("llama-tied")
-    tokens = {"embed_tokens": [5, 6]}
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], trainable_token_indices=tokens))
-    with pytest.raises(TypeError, match=r"are a peft\.utils\.other\.TrainableTokensWrapper; the scores"):
-        AppliedScores([base_of(model)], None)
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     return made(Run("sft", ""), str(tmp_path_factory.mktemp("sft")))
+
+
+CONTEXT_PARALLEL = types.SimpleNamespace(cp_enabled=True)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +163,7 @@ def trainer(tmp_path_factory):
         ("", "compute_metrics", len, "compute_metrics", "logits of all tokens"),
         ("", "preprocess_logits_for_metrics", len, "preprocess_logits_for_metrics", "logits of all tokens"),
         ("", "is_fsdp_enabled", True, "FSDP1", "set fsdp_config="),
-        (
-            "accelerator.state",
-            "parallelism_config",
-            types.SimpleNamespace(cp_enabled=True),
-            "cp_size > 1",
-            "not tested",
-        ),
+        ("accelerator.state", "parallelism_config", CONTEXT_PARALLEL, "cp_size > 1", "not tested"),
     ],
 )
 def test_options_that_need_all_logits_or_are_not_supported_are_refused_by_name(
@@ -220,15 +206,6 @@ def test_another_version_of_trl_is_refused(trainer, monkeypatch):
         assert_another_version(trainer, "its log-probabilities", f"_ChunkedLogProbFunction {how}")
     monkeypatch.delattr(trl_utils, "_use_triton")
     assert_another_version(trainer, "its log-probabilities", "trl.trainer.utils has no _use_triton")
-
-
-def test_the_scores_twice_are_refused_and_once_more_after_remove_are_fine(trainer):
-    applied = apply_seqpar_scores(trainer)
-    with pytest.raises(ValueError, match=r"this SFTTrainer has the scores already; remove\(\) it"):
-        apply_seqpar_scores(trainer)
-    applied.remove()
-    applied.remove()
-    apply_seqpar_scores(trainer).remove()
 
 
 def test_a_chunk_size_of_0_is_refused(trainer):
@@ -328,22 +305,6 @@ def distilling(tmp_path_factory):
     return made(Run("distillation", ""), str(tmp_path_factory.mktemp("distillation")))
 
 
-def other_factor(trainer):
-    trainer.teacher_model = tiny("granite")
-
-
-def softcap(trainer):
-    trainer.teacher_model = tiny("gemma2")
-
-
-def adapter_on_the_projection(trainer):
-    trainer.model = adapted(target_modules=["lm_head"])
-
-
-def no_teacher(trainer):
-    trainer.teacher_model = None
-
-
 def loss_of_its_own(trainer):
     trainer.__class__ = type("Subclass", (type(trainer),), {"_compute_loss": lambda self, *_: 0})
 
@@ -351,10 +312,22 @@ def loss_of_its_own(trainer):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (other_factor, r"the student multiplies its logits by 1 and the teacher by 0\.\d+"),
-        (softcap, r"Gemma2ForCausalLM caps its logits at \d+, which distillation does not take"),
-        (adapter_on_the_projection, r"output embeddings of LlamaForCausalLM have an adapter, which .*; leave them out"),
-        (no_teacher, r"this DistillationTrainer has a loss or a teacher of another kind"),
+        (
+            lambda trainer: setattr(trainer, "teacher_model", tiny("granite")),
+            r"the student multiplies its logits by 1 and the teacher by 0\.\d+",
+        ),
+        (
+            lambda trainer: setattr(trainer, "teacher_model", tiny("gemma2")),
+            r"Gemma2ForCausalLM caps its logits at \d+, which distillation does not take",
+        ),
+        (
+            lambda trainer: setattr(trainer, "model", adapted(target_modules=["lm_head"])),
+            r"output embeddings of LlamaForCausalLM have an adapter, which .*; leave them out",
+        ),
+        (
+            lambda trainer: setattr(trainer, "teacher_model", None),
+            r"this DistillationTrainer has a loss or a teacher of another kind",
+        ),
         (loss_of_its_own, r"this Subclass has a loss or a teacher of another kind"),
         (lambda trainer: setattr(trainer.args, "use_liger_kernel", True), r"DistillationTrainer with use_liger_kernel"),
     ],
@@ -392,13 +365,18 @@ def test_another_divergence_of_trl_is_refused(distilling, monkeypatch):
     assert_another_version(distilling, "its divergence", "trl.trainer.distillation_trainer has no _chunked")
 
 
-def test_the_divergence_twice_is_refused_and_once_more_after_remove_is_fine(distilling):
-    applied = apply_seqpar_scores(distilling)
-    with pytest.raises(ValueError, match=r"this DistillationTrainer has the divergence already; remove\(\) it"):
-        apply_seqpar_scores(distilling)
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("trainer", "SFTTrainer has the scores"), ("distilling", "DistillationTrainer has the divergence")],
+)
+def test_what_is_applied_twice_is_refused_and_once_more_after_remove_is_fine(kind, what, request):
+    trainer = request.getfixturevalue(kind)
+    applied = apply_seqpar_scores(trainer)
+    with pytest.raises(ValueError, match=rf"this {what} already; remove\(\) it"):
+        apply_seqpar_scores(trainer)
     applied.remove()
     applied.remove()
-    apply_seqpar_scores(distilling).remove()
+    apply_seqpar_scores(trainer).remove()
 
 
 def test_label_smoothing_that_trl_itself_ignores_is_accepted(trainer, monkeypatch):
@@ -407,20 +385,15 @@ def test_label_smoothing_that_trl_itself_ignores_is_accepted(trainer, monkeypatc
     apply_seqpar_scores(trainer).remove()
 
 
-def test_allow_head_adapter_refuses_an_adapter_of_another_kind_before_trl_accepts_it():
-    model = adapted(target_modules=["lm_head"], use_dora=True)
-    with pytest.raises(TypeError, match="DoraLinearVariant"), allow_head_adapter(model):
-        pass
-
-
-def test_allow_head_adapter_refuses_models_that_need_it_not():
-    with (
-        pytest.raises(TypeError, match="allow_head_adapter got a LlamaForCausalLM; it needs a PEFT model"),
-        allow_head_adapter(tiny("llama")),
-    ):
-        pass
-    with (
-        pytest.raises(TypeError, match="output embeddings of this LlamaForCausalLM have no adapter"),
-        allow_head_adapter(adapted(target_modules=["q_proj"])),
-    ):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: adapted(target_modules=["lm_head"], use_dora=True), "DoraLinearVariant"),
+        (lambda: tiny("llama"), "allow_head_adapter got a LlamaForCausalLM; it needs a PEFT model"),
+        (lambda: adapted(target_modules=["q_proj"]), "output embeddings of this LlamaForCausalLM have no adapter"),
+    ],
+)
+def test_allow_head_adapter_refuses_models_that_need_it_not_or_that_trl_would_then_train_wrongly(make, message):
+    model = make()
+    with pytest.raises(TypeError, match=message), allow_head_adapter(model):
         pass

@@ -11,9 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer import utils as trl_utils
 
+from seqpar.integrations.peft_adapters import base_of
 from seqpar.integrations.trl import AppliedScores
 from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, gradients, relative_error, tiny
-from tests.seqpar.integrations.trl_forwards import adapted, base_of, batch, biased, compared, fused
+from tests.seqpar.integrations.trl_forwards import adapted, batch, biased, compared, fused
 from tests.seqpar.integrations.trl_runs import plain_outputs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

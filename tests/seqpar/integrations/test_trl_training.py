@@ -4,6 +4,7 @@ The comparison is in float64, to 1e-12; TRL's own log-probabilities have float32
 """
 
 import math
+from contextlib import closing
 
 import pytest
 import torch
@@ -42,9 +43,54 @@ def check(run, error=1e-12):
     same(trained(0, 1, run._replace(way="scores")), trained(0, 1, run._replace(way="plain")), error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_steps_are_those_of_the_models_own_logits(kind):
-    check(Run(kind, "", steps=2))
+CHECKPOINTED = {"lora": TRUNK, "options": {"gradient_checkpointing": True}, "accumulation": 2}
+MIXTRAL = {"router_aux_loss_coef": 0.1, "experts_implementation": "eager"}
+RUNS = {
+    "two steps": [Run(kind, "", steps=2) for kind in KINDS],
+    "an adapter on the projection": [Run(kind, "", lora=HEAD) for kind in SCORES],
+    "a trained copy of the projection": [Run("dpo", "", lora=COPY)],
+    "accumulated and checkpointed": [Run(kind, "", **CHECKPOINTED) for kind in KINDS],
+    "batches without padding, and dft": [
+        Run("sft", "", options=options, accumulation=2)
+        for options in (
+            {"packing": True, "max_length": 12},
+            {"padding_free": True, "max_length": None},
+            {"loss_type": "dft"},
+        )
+    ],
+    "options of DPO": [
+        Run("dpo", "", options=options)
+        for options in (
+            {"use_weighting": True},
+            {"precompute_ref_log_probs": True},
+            {"loss_type": ["sigmoid", "sft", "bco_pair"], "ld_alpha": 0.5},
+        )
+    ],
+    "options of GRPO": [
+        Run("grpo", "", options=options, steps=2)
+        for options in (
+            {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+            {"num_iterations": 2, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        )
+    ],
+    "divergences of Kullback and Leibler": [
+        Run("distillation", "", options={"beta": beta, "temperature": 1.3}) for beta in (0.0, 1.0)
+    ],
+    "softcaps, factors and router losses": [
+        Run("dpo", "", "gemma2"),
+        Run("kto", "", "cohere"),
+        Run("grpo", "", "granite"),
+        Run("distillation", "", "granite"),
+        Run("sft", "", "mixtral", changes=MIXTRAL),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=f"{name}: {run.kind}") for name, runs in RUNS.items() for run in runs]
+)
+def test_a_step_is_that_of_the_models_own_logits(run):
+    check(run)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,70 +128,12 @@ def test_in_float32_a_step_is_trls_own(kind, lora):
     same(trained(0, 1, run), trained(0, 1, run._replace(way="stock")), 5e-6)
 
 
-@pytest.mark.parametrize("kind", SCORES)
-def test_with_an_adapter_on_the_projection_a_step_is_that_of_the_models_own_logits(kind):
-    check(Run(kind, "", lora=HEAD))
-
-
-def test_with_a_trained_copy_of_the_projection_a_step_is_that_of_the_models_own_logits():
-    check(Run("dpo", "", lora=COPY))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_accumulated_and_checkpointed_steps_are_those_of_the_models_own_logits(kind):
-    options = {"gradient_checkpointing": True}
-    check(Run(kind, "", lora=TRUNK, options=options, accumulation=2))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"packing": True, "max_length": 12},
-        {"padding_free": True, "max_length": None},
-        {"loss_type": "dft"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_sft_batches_without_padding_and_dft_are_those_of_the_models_own_logits(options):
-    check(Run("sft", "", options=options, accumulation=2))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_weighting": True},
-        {"precompute_ref_log_probs": True},
-        {"loss_type": ["sigmoid", "sft", "bco_pair"], "ld_alpha": 0.5},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_dpo_are_those_of_the_models_own_logits(options):
-    check(Run("dpo", "", options=options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
-        {"num_iterations": 2, "loss_type": "grpo", "importance_sampling_level": "sequence"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_grpo_are_those_of_the_models_own_logits(options):
-    check(Run("grpo", "", options=options, steps=2))
-
-
 def test_grpo_with_a_projection_in_float32_is_trls_own():
     run = Run("grpo", "scores", dtype=torch.bfloat16, options={"cast_lm_head_to_fp32": True})
     got, expected = trained(0, 1, run), trained(0, 1, run._replace(way="stock"))
     assert got.metrics[0]["entropy"] == pytest.approx(expected.metrics[0]["entropy"], rel=1e-6)
     assert got.losses == pytest.approx(expected.losses, rel=1e-5)
     assert relative_error(got.gradients, expected.gradients) < 1e-2
-
-
-@pytest.mark.parametrize("beta", [0.0, 1.0])
-def test_both_divergences_of_kullback_and_leibler_are_those_of_the_models_own_logits(beta):
-    check(Run("distillation", "", options={"beta": beta, "temperature": 1.3}))
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "distillation"])
@@ -161,28 +149,6 @@ def test_under_autocast_a_step_is_trls_own_in_the_precision_of_bfloat16(kind):
     got, expected = trained(0, 1, run), trained(0, 1, run._replace(way="stock"))
     assert got.losses == pytest.approx(expected.losses, rel=1e-5)
     assert relative_error(got.gradients, expected.gradients) < 2e-2
-
-
-@pytest.mark.parametrize(
-    ("kind", "model", "changes"),
-    [
-        ("dpo", "gemma2", {}),
-        ("kto", "cohere", {}),
-        ("grpo", "granite", {}),
-        ("distillation", "granite", {}),
-        ("sft", "mixtral", {"router_aux_loss_coef": 0.1, "experts_implementation": "eager"}),
-    ],
-)
-def test_softcaps_factors_and_router_losses_are_those_of_the_model(kind, model, changes):
-    check(Run(kind, "", model=model, changes=changes))
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    """Of their own, because a Trainer leaves state behind in its process."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("kind", "lora"), [*((kind, {}) for kind in KINDS), *((kind, HEAD) for kind in SCORES)])
@@ -218,14 +184,14 @@ def whole(run):
 )
 def test_on_two_ranks_accumulated_steps_are_those_of_one_process_with_the_whole_batch(two_ranks, layout, kind, lora):
     run = Run(kind, "scores", lora=lora, accumulation=2, layout=layout)
-    got = same_as_whole(two_ranks, run)
+    got = same_as_whole(two_ranks.call, run)
     # Else the gradient of one rank's tokens could be that of all
     assert got[0].losses != pytest.approx(got[1].losses, rel=1e-3) or (kind, lora) in [("dpo", HEAD), ("dpo", COPY)]
 
 
-def same_as_whole(pool, run):
+def same_as_whole(call, run):
     """What the ranks have computed, together the loss and gradients of one process."""
-    got, expected = pool.call(trained, run), whole(run)
+    got, expected = call(trained, run), whole(run)
     losses = [sum(ranks) / len(got) for ranks in zip(*(each.losses for each in got), strict=True)]
     # Micro-batches may have gone to other ranks; their sum is the step's loss
     assert sum(losses) == pytest.approx(sum(expected.losses), rel=1e-12, abs=1e-12)
@@ -235,15 +201,12 @@ def same_as_whole(pool, run):
 
 
 def test_on_four_ranks_a_step_is_that_of_one_process_with_the_whole_batch():
-    pool = Pool(4)
-    try:
+    with closing(Pool(4)) as four_ranks:
         for layout in ("ddp", "fsdp2"):  # which leaves state behind, too
             for kind in KINDS:
-                got = same_as_whole(pool, Run(kind, "scores", layout=layout, ranks=4))
+                got = same_as_whole(four_ranks.call, Run(kind, "scores", layout=layout, ranks=4))
                 # The first loss of RLOO is 0 on every rank
                 assert kind == "rloo" or len({each.losses[0] for each in got}) > 1
-    finally:
-        pool.close()
 
 
 def test_without_the_scores_trl_loses_gradients_of_a_trained_copy_of_the_projection_under_fsdp2(two_ranks):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqpar.integrations.transformers import apply_seqpar_loss
 from seqpar.integrations.transformers_model import IGNORED
 from seqpar.integrations.transformers_window import made_up_labels, window_rows
-from tests.seqpar.integrations.tiny_models import batch_of, model_of
+from tests.seqpar.integrations.tiny_models import VOCAB, batch_of, model_of
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.sets(st.integers(0, 98), max_size=40), st.integers(0, 9))
@@ -73,22 +73,37 @@ def late_positions(logits, labels):
 
 
 LOSSES = {
-    mean_of_sequences: [7, 5],
-    class_weight: [7, 5],
-    halved_for_many: [7, 5, 2],
-    halved_for_one: [7],
-    late_positions: [30, 12],
+    "another number": (lambda logits, labels: logits.square().mean(), [6]),
+    "a mean of sequences": (mean_of_sequences, [7, 5]),
+    "a class weight": (class_weight, [7, 5]),
+    "half for many": (halved_for_many, [7, 5, 2]),
+    "half for one": (halved_for_one, [7]),
+    "late positions": (late_positions, [30, 12]),
 }
+ADDED = {
+    "a factor of the loss": lambda loss, logits, labels, norm: loss * (1 + norm - norm.detach()),
+    "a factor of what is added": lambda loss, logits, labels, norm: loss + norm * logits.square().mean(),
+    "the labels": lambda loss, logits, labels, norm: loss + norm * labels.float().mean() / 100,
+    "the logits": lambda loss, logits, labels, norm: loss + 0.01 * logits.logsumexp(-1).mean(),
+}
+"""What a loss has besides the cross-entropy, some of it of a weight in one of the layers."""
 
 
-@pytest.mark.parametrize("function", LOSSES, ids=lambda function: function.__name__)
-def test_a_loss_of_ones_own_that_is_not_the_cross_entropy_is_refused(function):
+@pytest.mark.parametrize("name", [*LOSSES, *ADDED])
+def test_a_loss_of_ones_own_that_is_not_the_cross_entropy_is_refused(name):
     model = copy.deepcopy(model_of("llama"))
-    batch = batch_of(model, LOSSES[function])
+    own, weight = model.loss_function, model.model.layers[0].mlp.up_proj.weight
+
+    def added(logits, labels):
+        return ADDED[name](own(logits, labels, VOCAB), logits, labels, weight.square().mean())
+
+    function, lengths = LOSSES.get(name, (added, [6]))
+    batch = batch_of(model, lengths)
     if function is class_weight:
         batch["labels"][0, 3] = 23
     model.loss_function = lambda logits, labels, vocab_size=None, **_: function(logits, labels)
-    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="own loss of a few tokens is"):
+    said = "own loss of a few tokens is .* or adds something to the cross-entropy that depends on labels or logits"
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match=said):
         model(**batch)
 
 

@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.testing.ranks import Pool
-from tests.seqpar.integrations.small_seq2seq import whole_gradients
-from tests.seqpar.integrations.tiny_models import relative_error
+from tests.seqpar.integrations.small_seq2seq import whole_gradients, wrapped
+from tests.seqpar.integrations.tiny_models import assert_alike
 
 with warnings.catch_warnings(action="ignore"):
     from xtuner.v1.module.lm_head import LMHead
@@ -62,12 +59,7 @@ def one_batch(ranks, reduction):
 def trained(rank, world, wrapping, reduction):
     """Two micro-batches: contexts of all, then a forward and a backward of each."""
     model = decoder()
-    wrapped = model
-    if wrapping == "ddp":
-        wrapped = DistributedDataParallel(model)
-    elif wrapping == "fsdp2":
-        fully_shard(model.lm_head)
-        fully_shard(model)
+    whole = wrapped(model, wrapping, model.lm_head)
     config = SeqparCrossEntropyConfig(label_smoothing=0.1, chunk_tokens=3, loss_reduction=reduction)
     batches = [batch(rank, index) for index in range(2)]
     contexts = [config.build({"shifted_labels": labels}) for _, labels in batches]
@@ -75,7 +67,7 @@ def trained(rank, world, wrapping, reduction):
     contexts = config.loss_ctx_cls.build_batches(contexts, cu_seq_lens_list=[bounds, bounds])
     total = 0
     for (tokens, _), context in zip(batches, contexts, strict=True):
-        loss, (logits, _) = wrapped(tokens, context)
+        loss, (logits, _) = whole(tokens, context)
         assert logits is None
         loss.backward()
         total = total + loss.detach()
@@ -84,17 +76,10 @@ def trained(rank, world, wrapping, reduction):
 
 @pytest.mark.parametrize("reduction", ["token", "sample", "square"])
 @pytest.mark.parametrize("wrapping", ["ddp", "fsdp2"])
-def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, reduction):
+def test_a_step_on_two_ranks_has_loss_and_gradients_of_the_whole_batch(wrapping, reduction, own_ranks):
     """The weights of tokens are xtuner's, in float32."""
-    pool = Pool(2)
-    try:
-        results = pool.call(trained, wrapping, reduction)
-    finally:
-        pool.close()
-    expected_loss, expected = one_batch(2, reduction)
-    for loss, got in results:
-        torch.testing.assert_close(loss, expected_loss, rtol=3e-7, atol=0)
-        assert relative_error(got, expected) < 3e-7
+    for got in own_ranks(2, trained, wrapping, reduction):
+        assert_alike(got, one_batch(2, reduction), 3e-7)
 
 
 def test_a_mode_in_which_xtuner_cuts_the_loss_itself_is_refused():

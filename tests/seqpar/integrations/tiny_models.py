@@ -9,39 +9,24 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor
 
+from seqpar.integrations.transformers_model import decoder_inputs, lacks_decoder_inputs
+
 VOCAB, PAD, START = 37, 1, 2
 
+SIDES = ("encoder", "decoder")
+ENDS = {"bos_token_id": 0, "eos_token_id": 3}
+SEQ2SEQ = {"vocab_size": VOCAB, "d_model": 16, "pad_token_id": PAD, "decoder_start_token_id": START}
 ENCODER_DECODER = {
-    "vocab_size": VOCAB,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
+    **SEQ2SEQ,
+    **ENDS,
     "max_position_embeddings": 32,
-    "pad_token_id": PAD,
-    "bos_token_id": 0,
-    "eos_token_id": 3,
-    "decoder_start_token_id": START,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
+    **{f"{side}_layers": 1 for side in SIDES},
+    **{f"{side}_attention_heads": 2 for side in SIDES},
+    **{f"{side}_ffn_dim": 24 for side in SIDES},
+    **{f"{side}_layerdrop": 0.0 for side in SIDES},
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
 }
-T5 = {
-    "vocab_size": VOCAB,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 24,
-    "num_layers": 1,
-    "num_heads": 2,
-    "pad_token_id": PAD,
-    "decoder_start_token_id": START,
-    "dropout_rate": 0.0,
-}
+T5 = SEQ2SEQ | {"d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
 DECODER = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -54,16 +39,9 @@ DECODER = {
     "attention_dropout": 0.0,
 }
 GPT2 = {
-    "vocab_size": VOCAB,
-    "n_positions": 32,
-    "n_embd": 16,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 3,
+    **ENDS,
+    **{"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
 GEMMA2 = DECODER | {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}
 
@@ -129,6 +107,11 @@ def is_seq2seq(model: Any) -> bool:
     return bool(model.config.is_encoder_decoder)
 
 
+def shifts(model: Any) -> bool:
+    """Whether a model is meant to predict the label after each position."""
+    return not is_seq2seq(model) and model.config.model_type != "bert"
+
+
 def batch_of(model: Any, lengths: list[int], seed: int = 0, source: int = 5) -> dict[str, Tensor]:
     """Sentences of so many labels each, padded to the longest, and for a model with an encoder their sources."""
     g = torch.Generator().manual_seed(seed)
@@ -153,19 +136,35 @@ def plain_loss(model: Any, batch: dict[str, Tensor], smoothing: float = 0.0) -> 
     if is_seq2seq(model):
         own = getattr(model, "prepare_decoder_input_ids_from_labels", shifted_right)
         inputs["decoder_input_ids"] = own(labels)
-        logits, target = model(**inputs).logits, labels
-    else:
-        logits, target = model(**inputs).logits[:, :-1], labels[:, 1:]
+    logits, target = model(**inputs).logits, labels
+    if shifts(model):
+        logits, target = logits[:, :-1], labels[:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="sum")
 
 
 def predicted(model: Any, labels: Tensor) -> int:
     """How many labels are predicted."""
-    return int(((labels if is_seq2seq(model) else labels[:, 1:]) != -100).sum())
+    return int((labels[:, shifts(model) :] != -100).sum())
+
+
+def without_labels(model: Any, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """What a Trainer with a loss function passes to the model, and the labels that it keeps."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if lacks_decoder_inputs(model, inputs):
+        inputs["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
+    return inputs, batch["labels"]
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def taken(model: Any, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss, and its gradients, which the model no longer has."""
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    return loss.detach(), found
 
 
 def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -176,6 +175,17 @@ def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     assert got.keys() == expected.keys()
     least = max(g.abs().max().item() for g in expected.values()) / 1000
     return max((got[n] - g).abs().max().item() / max(least, g.abs().max().item()) for n, g in expected.items())
+
+
+def assert_alike(
+    got: tuple[Tensor, dict[str, Tensor]],
+    expected: tuple[Tensor, dict[str, Tensor]],
+    error: float = 1e-12,
+    of_gradients: float | None = None,
+) -> None:
+    """Losses and their gradients differ by no more than relative errors."""
+    torch.testing.assert_close(got[0], expected[0], rtol=error, atol=0)
+    assert relative_error(got[1], expected[1]) < (of_gradients or error)
 
 
 cache = {}

@@ -5,6 +5,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
+from seqpar.integrations.peft_adapters import base_of
 from seqpar.integrations.trl import AppliedScores
 from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, gradients, relative_error, tiny
 from tests.seqpar.integrations.trl_runs import plain_outputs
@@ -13,7 +14,7 @@ FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def fused(model, temperature=1.0):
-    add_fused_lm_head(model.get_base_model() if hasattr(model, "peft_config") else model, temperature, outputs=FIELDS)
+    add_fused_lm_head(base_of(model), temperature, outputs=FIELDS)
     return model
 
 
@@ -36,10 +37,6 @@ def batch(rows=2, time=5, seed=0, ignored=0.3, model=None):
     return ids, labels.masked_fill(torch.rand(rows, time, generator=g) < ignored, -100)
 
 
-def base_of(model):
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 def compared(model, ids, labels, temperature=1.0, chunk_tokens=None):
     """Assert that all fields, and the gradients of log-probabilities and entropies, are those of the logits."""
     base = base_of(model)
@@ -51,8 +48,7 @@ def compared(model, ids, labels, temperature=1.0, chunk_tokens=None):
         if plain:
             outputs = plain_outputs(model, temperature, input_ids=ids, labels=labels)
         else:
-            applied = AppliedScores([base], chunk_tokens)
-            with applied:
+            with AppliedScores([base], chunk_tokens):
                 outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
         (up[0] * outputs.log_probs + up[1] * outputs.entropy).sum().backward()
         results.append((outputs, gradients(model)))

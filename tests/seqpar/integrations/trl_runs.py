@@ -16,12 +16,10 @@ from unittest import mock
 
 import datasets
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from transformers.distributed import DistributedConfig
 from trl import (
     DistillationConfig,
@@ -42,7 +40,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from seqpar.integrations.peft_adapters import base_of
 from seqpar.integrations.trl import SeqparScores, allow_head_adapter, apply_seqpar_scores, has_scores
-from tests.seqpar.integrations.tiny_models import VOCAB, gradients, tiny
+from tests.seqpar.integrations.tiny_models import VOCAB, tiny
+from tests.seqpar.integrations.trainer_runs import ONE_STEP, Gradients, forget_accelerate, take_cpus_for_accelerators
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTTrainer, SFTConfig),
@@ -133,17 +132,6 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(i % 2) for i in range(len(completions))]
 
 
-class Kept(TrainerCallback):
-    """The gradients that the optimizer is about to use."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        found = {name.removeprefix("module."): g for name, g in gradients(model).items()}
-        self.seen = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items()}
-
-
 def policy(run: Run) -> Any:
     return tiny(run.model, run.dtype, bos_token_id=2, eos_token_id=3, **run.changes)
 
@@ -185,20 +173,14 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
         torch.manual_seed(1)
         settings = LoraConfig(r=2, task_type="CAUSAL_LM", **({"init_lora_weights": False} | run.lora))
         model = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    options: dict[str, Any] = {
+    options = ONE_STEP | {
         "per_device_train_batch_size": BATCH if run.kind == "kto" else BATCH * ranks // world,
         "gradient_accumulation_steps": run.accumulation,
         "max_steps": run.steps,
         "learning_rate": 0.01,
-        "max_grad_norm": 0.0,
         "logging_steps": 1,
-        "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
     }
     if "eval_strategy" in run.options:
         keywords["eval_dataset"] = examples(run.kind, 3)
@@ -217,9 +199,8 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
     options |= LAYOUTS.get(run.layout, {})
     arguments = config_class(folder, **(options | OF_KIND.get(run.kind, {}) | run.options))
     if run.layout in ("fsdp2", "split"):
-        # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
         assert arguments.device.type == "cpu"
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        take_cpus_for_accelerators()
     head = model.get_output_embeddings() if run.lora else None
     allowed = allow_head_adapter(model) if hasattr(head, "lora_A") else contextlib.nullcontext()
     with allowed:
@@ -245,8 +226,7 @@ def completed(prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
 def use_plain_logits(trainer: Any) -> None:
     """Replace TRL's forward by one that takes everything from the model's own logits, all of them."""
     references = [getattr(trainer, "ref_model", None), trainer.model]
-    for model in filter(None, references):
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for base in map(base_of, filter(None, references)):
         base._forward_pre_hooks.clear()  # that of `allow_head_adapter`
         own = base.forward
         temperature = getattr(trainer, "temperature", 1.0)
@@ -306,10 +286,8 @@ def plain_outputs(own: Any, temperature: float, *args: Any, labels: Tensor, **kw
 
 
 def trained(rank: int, world: int, run: Run) -> Outcome:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
-    kept = Kept()
+    forget_accelerate()
+    kept = Gradients()
     losses: list[float] = []
     gc.freeze()  # the Trainer collects garbage at the start; going through all imported packages is most of its time
     # The Trainer leaves settings of FSDP behind in the environment

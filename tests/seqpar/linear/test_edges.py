@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import objectives as o
-from seqpar.integrations.trl_statistics import LogitStatistics
+from seqpar.integrations.trl_node import LogitStatistics
 from seqpar.kernels import row_kernel
 from seqpar.linear.lora import adapter_rows
 from seqpar.testing.ranks import ranks
