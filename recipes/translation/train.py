@@ -39,8 +39,9 @@ from recipes.translation.training.beginning import (
 from recipes.translation.training.dry_run import cost
 from recipes.translation.training.half_precision import check_autocast, loss_scale
 from recipes.translation.training.journal import Journal
-from recipes.translation.training.layout import Layout, axes_of, devices_of
+from recipes.translation.training.layout import Layout, axes_of
 from recipes.translation.training.log_file import LOG, log_to, note_in
+from recipes.translation.training.machine import devices_of
 from recipes.translation.training.optimizer import learning_rate
 from recipes.translation.training.progress import Progress, read_step
 from recipes.translation.training.summary import Summary, announce, size_of, summarize

@@ -111,8 +111,6 @@ HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to 1,000; got"),
     "layers": (TRANSLATES, setting("model", "encoder_layers", 10**9), f"{DOES_NOT_FIT}: 1,000,000,00"),
     "layers to train on": (RESUMES, setting("model", "decoder_layers", 10**9), f"{DOES_NOT_FIT}: 1,000,000,00"),
-    "step": (RESUMES, state("step", -5), "training.json: step is -5, and must be a whole number from 0 up"),
-    "seconds": (RESUMES, state("seconds", math.nan), "training.json: seconds is NaN, and must be a number of seconds"),
     "moment": (
         RESUMES,
         state_with_another_moment,

@@ -16,8 +16,7 @@ import torch
 
 from recipes.translation.commands import arguments, main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
-from recipes.translation.files.atomic_folder import MANIFEST, sha256, verified_folder
-from recipes.translation.files.pointers import pointer_to
+from recipes.translation.files.atomic_folder import MANIFEST, pointer_to, sha256, verified_folder
 from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder import resume
 from recipes.translation.run_folder.checkpoint import (

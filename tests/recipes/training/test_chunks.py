@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from models import EncoderDecoder
 from recipes.translation.settings.training import TrainingConfig
-from recipes.translation.training.distillation import Teacher
-from recipes.translation.training.objective import Objective
+from recipes.translation.training.objective import Objective, Teacher
 from tests.models.examples import EOS, random_batch, small_transformer
 
 CHUNK, VOCAB = 9, 41

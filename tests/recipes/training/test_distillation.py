@@ -25,8 +25,8 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.beginning import first_model
-from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Layout
+from recipes.translation.training.objective import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.parts import local_of, open_model
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
