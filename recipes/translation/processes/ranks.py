@@ -79,7 +79,7 @@ class Ranks:
         return self.share(make, lambda made: made)
 
     def share(self, make: Callable[[], T], portable: Callable[[T], T]) -> T:
-        """Return what rank 0 makes and, on other ranks, what `portable` leaves of it; if it fails, every rank raises."""
+        """Return what rank 0 makes and, on other ranks, what `portable` leaves of it; if it fails, all ranks raise."""
         # First all ranks learn whether it failed: a rank waiting in the broadcast could not hear of an error
         made = self.run_on_all(lambda: make() if self.is_main else None)
         if self.is_main:

@@ -41,8 +41,7 @@ from recipes.translation.train import train
 from recipes.translation.training import training
 from tests.recipes.files.watching import Event, not_on_the_disk
 from tests.recipes.random_translator import random_translator
-from tests.recipes.run_folder.made import resealed
-from tests.recipes.saved import model_in, saved_file
+from tests.recipes.saved import model_in, resealed, saved_file
 from tests.recipes.tiny import tiny
 
 

@@ -20,13 +20,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from recipes.translation.commands import main
-from recipes.translation.files.atomic_folder import MANIFEST, sha256
+from recipes.translation.files.atomic_folder import sha256
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.sentencepiece_file import NOTES, model_of
 from tests.recipes.command_line import refusal
 from tests.recipes.export.translators import as_saved
 from tests.recipes.random_translator import random_translator
+from tests.recipes.saved import resealed
 
 pytestmark = pytest.mark.faults
 
@@ -41,14 +42,11 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(found))
 
 
-def resealed(folder: Path) -> None:
-    """Write the hashes of a folder of a model, or of a state whose model is resealed, as its files are."""
-    if (folder / "training.json").exists():
-        weights = folder.with_name(folder.name.replace("state", "step")) / "model.safetensors"
-        changed(folder / "training.json", lambda found: found.update({"of": {weights.name: sha256(weights)}}))
-    (folder / MANIFEST).unlink()
-    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+def reseal_state(folder: Path) -> None:
+    """Write the hashes of a state, and that of the weights it belongs to, as the files are."""
+    weights = folder.with_name(folder.name.replace("state", "step")) / "model.safetensors"
+    changed(folder / "training.json", lambda found: found.update({"of": {weights.name: sha256(weights)}}))
+    resealed(folder)
 
 
 def setting(section: str, name: str, value: Any) -> Change:
@@ -154,7 +152,7 @@ def test_a_hostile_file_under_hashes_that_fit_is_refused_in_one_line(
         change(folder)
         resealed(folder)
     for folder in (run / "checkpoints").glob("state-*"):
-        resealed(folder)
+        reseal_state(folder)
     (tmp_path / "text").write_text("Two trains.\n")
     places = {"RUN": str(run), "TEXT": str(tmp_path / "text")}
     capsys.readouterr()

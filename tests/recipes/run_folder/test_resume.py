@@ -16,7 +16,7 @@ import torch
 
 from recipes.translation.commands import arguments, main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
-from recipes.translation.files.atomic_folder import MANIFEST, pointer_to, sha256, verified_folder
+from recipes.translation.files.atomic_folder import MANIFEST, pointer_to, verified_folder
 from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder import resume
 from recipes.translation.run_folder.checkpoint import (
@@ -31,7 +31,7 @@ from recipes.translation.settings.config import SCHEMA, CorpusConfig, DecodingCo
 from recipes.translation.train import begin, train
 from recipes.translation.training import training
 from tests.recipes.run_folder.made import MADE, contents, refused
-from tests.recipes.saved import load_weights, model_in, saved_file
+from tests.recipes.saved import load_weights, model_in, resealed, saved_file
 from tests.recipes.tiny import options, tiny
 
 SHORT: dict[str, Any] = {**MADE, "training.validate_every": 2, "training.keep_checkpoints": 0}
@@ -327,9 +327,7 @@ def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validat
     assert said.startswith(f"training.steps is 3, but {run} has made 4 steps: set training.steps to 5 or more to go on")
     assert train(tiny(run, SHORT)).state.step == 4  # a finished run, which was validated at its end
     saved_file(run, "last", "model.json").write_text(json.dumps({"step": 4}))  # as Ctrl-C leaves it
-    listed = json.loads(saved_file(run, "last", MANIFEST).read_text())
-    listed["files"]["model.json"]["sha256"] = sha256(saved_file(run, "last", "model.json"))
-    saved_file(run, "last", MANIFEST).write_text(json.dumps(listed))
+    resealed(model_in(run, "last"))
     assert "training.steps is 4" in refused(run, SHORT)
     assert train(tiny(run, {**SHORT, "training.steps": 5})).state.step == 5
 

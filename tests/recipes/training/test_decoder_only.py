@@ -13,7 +13,6 @@ from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.settings.model import DECODER_ONLY
@@ -22,7 +21,7 @@ from recipes.translation.train import train
 from recipes.translation.training.trained_weights import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
-from tests.recipes.saved import load_weights
+from tests.recipes.saved import load_weights, steps_of
 from tests.recipes.tiny import tiny_decoder_only
 
 
@@ -31,7 +30,7 @@ def trained(rank: int, world: int, config: RunConfig) -> None:
 
 
 def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "gradient_norm" in record]
+    return [record["loss"] for record in steps_of(run)]
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,9 @@ from recipes.translation.training.layout import Layout
 from recipes.translation.training.objective import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.parts import local_of, open_model
 from seqpar.testing.ranks import ranks
+from tests.recipes.plain_scores import plain_logits, plain_sums
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import assert_same_last
 from tests.recipes.tiny import tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 300, "training.steps": 2}
@@ -138,8 +139,7 @@ def test_a_step_follows_the_gradient_of_the_teacher_without_and_the_student_with
     theirs = load_translator(teacher / "best").model.double()
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
     torch.manual_seed(dropout_seed(config.training.seed, 0, 0))
-    logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-    wanted = theirs.generator(theirs(batch.src, batch.tgt_in)).flatten(0, 1)
+    logits, wanted = plain_logits(model, batch), plain_logits(theirs, batch)
     loss = plain(logits, wanted, batch.tgt_out.flatten(), 0.7, 2.0, 0.1) / batch.tokens
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -148,11 +148,8 @@ def test_a_step_follows_the_gradient_of_the_teacher_without_and_the_student_with
     assert records[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-10)
     # Validation has the usual loss, with the references
     made = load_translator(tmp_path / "run" / "best").model
-    held_out = [corpus.valid[0].batches.batch(rows) for rows in corpus.valid[0].batches.epoch(0)]
-    logits = torch.cat([made.generator(made(each.src, each.tgt_in)).flatten(0, 1) for each in held_out])
-    target = torch.cat([each.tgt_out.flatten() for each in held_out])
-    usual = F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=0.1)
-    assert records[1]["valid_loss"] == pytest.approx(usual.item(), rel=1e-5)
+    usual, _, _, tokens = plain_sums(made, corpus.valid[0].batches)
+    assert records[1]["valid_loss"] == pytest.approx(usual / tokens, rel=1e-5)
 
 
 def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path: Path) -> None:
@@ -197,9 +194,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_though_its_teacher_w
     train(tiny(tmp_path / "resumed", {**distilled(teacher), **changes, "training.steps": 1}))
     moved = shutil.copytree(teacher, tmp_path / "moved")
     train(tiny(tmp_path / "resumed", {**distilled(moved), **changes, "training.steps": 3}))
-    for name in ("model.safetensors", "training.safetensors", "joint.model"):
-        one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
-        assert one == other, name
+    assert_same_last(tmp_path / "through", tmp_path / "resumed", "joint.model")
 
 
 def test_a_resumed_run_refuses_another_teacher_or_none(teacher: Path, tmp_path: Path) -> None:
