@@ -33,14 +33,6 @@ TOKENS = st.lists(st.integers(3, 6), max_size=3)
 SOURCES = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=5), min_size=1, max_size=3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """Each block of logits has one sentence or two, so that a rule must know which."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.candidates.LOGITS_BYTES", 500)
-        yield
-
-
 def keeps(minimum: int, size: int, start: list[int]) -> Allowed:
     """What the rules allow, from their description."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -46,15 +45,6 @@ MODELS = [
     small_transformer(11, vocab=7, spread=1.2, norm="post", d_model=8, d_ff=12, heads=2),
     small_decoder_only(12),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """What is done piece by piece for speed has several pieces here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.cache.FIRST_ROOM", 1)
-        patch.setattr("models.candidates.LOGITS_BYTES", 500)
-        yield
 
 
 @settings(deadline=None, max_examples=12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -20,14 +19,6 @@ from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sm
 from tests.models.plain_search import next_log_probabilities
 
 MODEL = small_transformer(2, vocab=7, spread=1.2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """The logits of a step come in several blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.candidates.LOGITS_BYTES", 200)
-        yield
 
 
 def truncated(logp: list[float], temperature: float, top_k: int | None, top_p: float) -> list[float]:

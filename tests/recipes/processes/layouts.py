@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.train import train
 from tests.recipes.saved import saved_file
 
 EXACT: dict[str, Any] = {
@@ -23,6 +25,11 @@ EXACT: dict[str, Any] = {
     "model.dropout": 0,
     "model.tie": "all",
 }
+
+
+def trained(rank: int, world: int, config: RunConfig) -> int:
+    """Train in one of several processes; the number of steps made."""
+    return train(config).state.step
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -14,19 +14,16 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.translator import Translator, model_sizes
-from recipes.translation.settings.config import ModelConfig, RunConfig
+from recipes.translation.settings.config import ModelConfig
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.training.trained_weights import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
+from tests.recipes.processes.layouts import trained
 from tests.recipes.saved import load_weights, steps_of
 from tests.recipes.tiny import tiny_decoder_only
-
-
-def trained(rank: int, world: int, config: RunConfig) -> None:
-    train(config)
 
 
 def losses(run: Path) -> list[float]:

@@ -36,7 +36,7 @@ from recipes.translation.translating.translate import Translation, translate
 from tests.recipes.plain_scores import plain_sums
 from tests.recipes.saved import load_weights, validations_of
 from tests.recipes.scores.scored import score
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import tiny, write_pairs
 
 FORWARD = {"train": ["train.en", "train.de"]}
 BACK = {"train": ["train.de", "train.en"], "source": "de", "target": "en", "tag": "<back>"}
@@ -65,12 +65,7 @@ def given(folder: Path, corpora: Any, **changes: Any) -> RunConfig:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of both directions, whose validation sets are unequal."""
     folder = tmp_path_factory.mktemp("several")
-    every = builtin_pairs(150, 3)
-    for name, start, end in (("train", 0, 120), ("a", 120, 131), ("b", 131, 136), ("c", 136, 142), ("d", 142, 150)):
-        for side in ("source", "target"):
-            lines = [f"{getattr(pair, side)}\n" for pair in every[start:end]]
-            file = f"{name}.{'en' if side == 'source' else 'de'}"
-            (folder / file).write_text("".join(lines))
+    write_pairs(folder, {"train": (0, 120), "a": (120, 131), "b": (131, 136), "c": (136, 142), "d": (142, 150)})
     return folder
 
 

@@ -32,7 +32,7 @@ from recipes.translation.training.validation import Validation
 from tests.recipes.plain_scores import plain_loss, plain_sums
 from tests.recipes.saved import assert_same_run, saved_file, state_in, steps_of, validations_of
 from tests.recipes.scores.scored import score
-from tests.recipes.tiny import options, tiny
+from tests.recipes.tiny import OF_FILES, options, tiny, write_pairs
 
 DROPOUT = {
     "model.dropout": 0.2,
@@ -294,19 +294,10 @@ def test_resuming_with_a_setting_that_makes_it_another_run_names_it(
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
-    for split, numbers in (("train", range(60)), ("valid", range(60, 70))):
-        lines = "".join(f"{word} {number} houses\n" for number in numbers for word in ("red", "blue"))
-        (tmp_path / f"{split}.en").write_text(lines)
-        (tmp_path / f"{split}.de").write_text(lines.replace("houses", "shoes"))
-    text = {
-        "data.format": "text",
-        "data.path": str(tmp_path),
-        "data.train": "[train.en, train.de]",
-        "data.valid": "[valid.en, valid.de]",
-        "subwords.vocab_size": 280,
-    }
+    write_pairs(tmp_path, {"train": (0, 60), "valid": (60, 70)})
+    text = {**OF_FILES, "data.path": str(tmp_path)}
     train(tiny(tmp_path / "run", {**text, "training.steps": 1}))
-    (tmp_path / "valid.de").write_text((tmp_path / "valid.de").read_text().replace("blue", "green"))
+    (tmp_path / "valid.de").write_text((tmp_path / "valid.de").read_text().replace("e", "i"))
     with pytest.raises(ConfigError, match=r"data is not what .* was trained on"):
         train(tiny(tmp_path / "run", {**text, "training.steps": 2}))
 
