@@ -61,7 +61,9 @@ class Saver:
         self._saved_at = time.monotonic()
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        # Now: if memory for it is lacking later on, starting a thread waits forever. A daemon, so that it does not hold
+        # up a process that is told to end at once
+        threading.Thread(target=self._work, name="saving", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
         """Return whether `training.save_every` asks for a checkpoint at this step; all ranks get the same answer."""
@@ -103,15 +105,7 @@ class Saver:
             point_at(self.run, state.step, better=better, keep=keep)
 
         self._saved_at = time.monotonic()
-        self._start()
         self._saves.put(lambda: self._run(write, (weights, moments)))
-
-    def _start(self) -> None:
-        """Start the thread, once, and early: if memory for it is lacking later on, starting it waits forever."""
-        if self._thread is None:
-            # A daemon, so that it does not hold up a process that is told to end at once
-            self._thread = threading.Thread(target=self._work, name="saving", daemon=True)
-            self._thread.start()
 
     def _work(self) -> None:
         """Carry out the saves that are put into the queue, until a None."""
@@ -151,8 +145,6 @@ class Saver:
         return last if whole_folder(last) else None
 
     def __enter__(self) -> Self:
-        if self.writes:
-            self._start()
         return self
 
     def __exit__(
