@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from models import (
     EncoderDecoder,
-    Hypothesis,
     Phrase,
     beam_search,
     constrained_beam_search,
@@ -29,7 +28,7 @@ from models.attention import KeyValues
 from models.cache import LayerCache
 from models.hypotheses import LengthNorm
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
-from tests.models.plain_search import best_first, every_total, plain_beam_search, same
+from tests.models.plain_search import best_first, every_total, plain_beam_search, same, total_of
 
 LENGTH_NORMS: list[LengthNorm] = ["gnmt", "length"]
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
@@ -216,16 +215,8 @@ def test_n_best_are_that_many_distinct_and_scored_as_the_model_scores_them(
         finished = [hypothesis.score for hypothesis in hypotheses if len(hypothesis.tokens) < limit]
         assert finished == sorted(finished, reverse=True)
         for hypothesis in hypotheses:
-            assert hypothesis.score == pytest.approx(rescore(model, one, hypothesis, limit, alpha), rel=1e-11)
-
-
-@torch.no_grad()
-def rescore(model: EncoderDecoder, src: list[int], hypothesis: Hypothesis, limit: int, alpha: float) -> float:
-    outputs = [*hypothesis.tokens, EOS][:limit]
-    hidden = model(torch.tensor([src]), torch.tensor([[BOS, *hypothesis.tokens][: len(outputs)]]))
-    logp = model.generator(hidden)[0].log_softmax(-1)
-    total = logp[torch.arange(len(outputs)), outputs].sum().item()
-    return total / length_normaliser(len(outputs), alpha)
+            norm = length_normaliser(min(len(hypothesis.tokens) + 1, limit), alpha)
+            assert hypothesis.score == pytest.approx(total_of([model], one, hypothesis, limit) / norm, rel=1e-11)
 
 
 def never_ending() -> EncoderDecoder:

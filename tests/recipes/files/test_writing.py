@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,7 @@ from recipes.translation.files.writing import (
     replace_files,
 )
 from recipes.translation.run_folder.outputs import write_output
-from tests.recipes.files.watching import Event, watched
+from tests.recipes.files.watching import Event, done_by_two, watched
 from tests.recipes.report.made import make_run
 
 Killing = Callable[[int, Callable[[], None]], bool]
@@ -63,20 +61,16 @@ def test_what_a_killed_process_has_left_is_not_written_into(tmp_path: Path) -> N
 
 
 def test_files_that_two_processes_replace_at_once_are_all_of_one(tmp_path: Path) -> None:
-    both = threading.Barrier(2)
     files = [tmp_path / name for name in ("first", "second", "third")]
 
     def write(number: int) -> None:
-        for _ in range(100):
-            both.wait(20)
-            replace_files(dict.fromkeys(files, str(number).encode() * 10_000 * number))
-            both.wait(20)
-            assert len({path.read_bytes() for path in files}) == 1
-            assert sorted(tmp_path.iterdir()) == files
+        replace_files(dict.fromkeys(files, str(number).encode() * 10_000 * number))
 
-    with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(write, number) for number in (1, 2)]:
-            done.result()
+    def check() -> None:
+        assert len({path.read_bytes() for path in files}) == 1
+        assert sorted(tmp_path.iterdir()) == files
+
+    done_by_two(100, write, check)
 
 
 def test_the_first_file_is_the_lock_of_all_until_they_have_their_names(tmp_path: Path) -> None:

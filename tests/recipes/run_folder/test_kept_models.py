@@ -186,18 +186,6 @@ def test_a_step_folder_that_is_not_ours_is_refused_before_anything_is_trained(ru
             assert f"{run / 'checkpoints' / 'step-00000005'} has no {MANIFEST}" in said
 
 
-def test_a_file_in_the_folders_place_is_refused_before_anything_is_trained(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").write_text("mine")
-    assert f"{run / 'checkpoints'} is not a folder" in refused(run, LONGER)
-
-
-def test_kept_models_without_a_state_are_not_overwritten(run: Path) -> None:
-    (run / "last").unlink()
-    (run / "best").unlink()
-    assert "step-00000002 is the model of step 2, but there is no" in refused(run, LONGER)
-
-
 def test_kept_models_of_another_run_are_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "other", {**MADE, "training.seed": 2}))
     shutil.rmtree(run / "checkpoints")

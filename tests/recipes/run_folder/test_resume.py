@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -134,16 +135,31 @@ def test_a_pointer_to_a_folder_that_is_gone_is_one_line(name: str, run: Path) ->
         assert f"names {run / 'checkpoints' / 'step-00000009'}, which is missing" in refused(run, LONGER)
 
 
-def test_a_state_that_is_gone_is_one_line(run: Path) -> None:
-    shutil.rmtree(saved_file(run, "last", "training.json").parent)
-    assert f"{run / 'checkpoints' / 'state-00000004'}, the state that belongs to {run / 'last'}, is missing" in refused(
-        run, LONGER
-    )
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the state is gone": (
+        lambda run: shutil.rmtree(saved_file(run, "last", "training.json").parent),
+        "{run}/checkpoints/state-00000004, the state that belongs to {run}/last, is missing",
+    ),
+    "best is damaged": (
+        lambda run: saved_file(run, "best", "model.json").write_text("{}"),
+        "model.json is damaged",
+    ),
+    "only kept models are left": (
+        lambda run: [(run / name).unlink() for name in ("last", "best")],
+        "step-00000002 is the model of step 2, but there is no {run}/last",
+    ),
+    "a file is in the place of all models": (
+        lambda run: (shutil.rmtree(run / "checkpoints"), (run / "checkpoints").write_text("mine")),
+        "{run}/checkpoints is not a folder",
+    ),
+}
 
 
-def test_a_damaged_best_is_named_before_anything_is_trained(run: Path) -> None:
-    saved_file(run, "best", "model.json").write_text("{}")
-    assert "model.json is damaged" in refused(run, LONGER)
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_is_wrong_is_named_before_anything_is_trained(name: str, run: Path) -> None:
+    spoil, said = SPOILED[name]
+    spoil(run)
+    assert said.format(run=run) in refused(run, LONGER)
 
 
 def test_the_best_of_another_run_is_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
