@@ -147,25 +147,27 @@ def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
     return folder
 
 
-def read_consistently(target: Path, read: Callable[[], Found]) -> Found:
-    """Return what `read` reads in `target`, reading again if another process replaces the folder in the meantime."""
-    while True:
-        before = _manifest_of(target)
-        try:
-            found = read()
-        except (CheckpointError, OSError, ValueError):
-            if _manifest_of(target) == before:
-                raise
-            continue
-        if _manifest_of(target) == before:
-            return found
-
-
-def _manifest_of(target: Path) -> bytes:
+def manifest_of(target: Path) -> bytes:
     """Return the complete folder's manifest, which distinguishes it from others; empty if it cannot be read."""
     with suppress(OSError):
         return ((whole_folder(target) or target) / MANIFEST).read_bytes()
     return b""
+
+
+def read_consistently(
+    target: Path, read: Callable[[], Found], state_of: Callable[[Path], object] = manifest_of
+) -> Found:
+    """Return what `read` reads in `target`, reading again if another process changes its state in the meantime."""
+    while True:
+        before = state_of(target)
+        try:
+            found = read()
+        except (CheckpointError, OSError, ValueError):
+            if state_of(target) == before:
+                raise
+            continue
+        if state_of(target) == before:
+            return found
 
 
 def check_removable(target: Path) -> None:

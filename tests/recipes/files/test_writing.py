@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Callable
@@ -71,6 +72,23 @@ def test_files_that_two_processes_replace_at_once_are_all_of_one(tmp_path: Path)
         assert sorted(tmp_path.iterdir()) == files
 
     done_by_two(100, write, check)
+
+
+def test_a_file_that_another_process_renames_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, flock, locked = beside(tmp_path / "file", "new"), fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not locked:
+            new.rename(tmp_path / "file")
+        flock(descriptor, operation)
+        locked.append(descriptor)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    replace_file(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+    assert len(locked) == 2
 
 
 def test_the_first_file_is_the_lock_of_all_until_they_have_their_names(tmp_path: Path) -> None:
