@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from recipes.translation.files.atomic_folder import MANIFEST, sha256, whole_folder
@@ -14,6 +15,18 @@ from recipes.translation.run_folder.checkpoint import load_saved, save_model
 from recipes.translation.run_folder.numbered import model_at, point_at, state_of
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.train import train
+from tests.recipes.tiny import tiny
+
+
+def trained_run(
+    folders: pytest.TempPathFactory, changes: dict[str, Any], make: Callable[..., RunConfig] = tiny
+) -> Path:
+    """A run that is trained with these settings in a folder of its own."""
+    run = folders.mktemp("trained") / "run"
+    train(make(run, changes))
+    return run
 
 
 def model_in(run: Path, name: str) -> Path:

@@ -30,8 +30,8 @@ from recipes.translation.training.optimizer import update
 from recipes.translation.training.parts import Parts, local_of
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records, trained, weights
-from tests.recipes.saved import assert_same_last, state_in
+from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records, train_in, trained, weights
+from tests.recipes.saved import assert_same_last, state_in, trained_run
 from tests.recipes.tiny import OF_FILES, tiny, write_pairs
 from tests.seqpar.published import Smoothing
 
@@ -41,9 +41,7 @@ pytestmark = pytest.mark.launched
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve steps on one device, each of two batches one after the other, across the end of an epoch."""
-    run = tmp_path_factory.mktemp("layouts") / "one"
-    train(tiny(run, {**EXACT, "training.devices": "[cpu]"}))
-    return run
+    return trained_run(tmp_path_factory, {**EXACT, "training.devices": "[cpu]"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,15 +67,11 @@ def test_twelve_steps_over_the_devices_of_one_process_give_the_same_weights(
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: str, layout: str, tmp_path: Path) -> None:
     """Against the published equation, on the weights that a run begins with."""
-    world, changes = (1, {"training.devices": "[cpu]"}) if layout == "one" else LAYOUTS[layout]
-    changes = {**EXACT, "training.label_smoothing": 0.3, "training.smoothing_convention": convention, **changes}
-    config = tiny(
-        tmp_path / "run", {**changes, "training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
-    )
-    if world == 1:
-        train(config)
-    else:
-        ranks(world, trained, config)
+    smoothing = {"training.label_smoothing": 0.3, "training.smoothing_convention": convention}
+    one_step = {"training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
+    settings = {**EXACT, **smoothing, **one_step}
+    train_in(layout, tmp_path / "run", settings)
+    config = tiny(tmp_path / "run", settings)
     corpus = load_corpus(config)
     torch.manual_seed(config.training.seed)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target).double()
@@ -110,12 +104,7 @@ def test_a_run_goes_on_in_other_layouts_as_if_it_had_not_changed(
 ) -> None:
     run = tmp_path / "run"
     for layout, steps in zip(layouts, (3, 6, 11, 12), strict=True):
-        world, changes = (1, {}) if layout == "one" else LAYOUTS[layout]
-        config = tiny(run, {**EXACT, **changes, "training.steps": steps})
-        if world == 1:
-            train(config)
-        else:
-            ranks(world, trained, config)
+        train_in(layout, run, {**EXACT, "training.steps": steps})
     assert_same_weights(run, one_process, 1e-10)
     assert records(run, "loss") == pytest.approx(records(one_process, "loss"), rel=1e-10)
 

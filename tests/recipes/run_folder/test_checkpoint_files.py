@@ -39,24 +39,20 @@ from recipes.translation.train import train
 from recipes.translation.training import training
 from tests.recipes.files.watching import Event, done_by_two, not_on_the_disk
 from tests.recipes.random_translator import random_translator
-from tests.recipes.saved import model_in, resealed, saved_file
+from tests.recipes.saved import model_in, resealed, saved_file, trained_run
 from tests.recipes.tiny import tiny
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run."""
-    folder = tmp_path_factory.mktemp("files") / "run"
-    train(tiny(folder, {"training.validate_every": 2}))
-    return folder
+    return trained_run(tmp_path_factory, {"training.validate_every": 2})
 
 
 @pytest.fixture(scope="module")
 def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same settings with other first weights, other subwords of the same number, and another width of a layer."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "other"
-    train(tiny(folder, {"training.seed": 2, "data.builtin_pairs": 240, "model.heads": 1}))
-    return folder
+    return trained_run(tmp_path_factory, {"training.seed": 2, "data.builtin_pairs": 240, "model.heads": 1})
 
 
 FILES = ("config.yaml", "joint.model", "model.safetensors", "model.json", "training.safetensors", "training.json")

@@ -173,37 +173,39 @@ def test_settings_of_subwords_that_are_nested_too_deeply_are_made_again(
     assert f"[prepare] written to {run / 'subwords'}" in capsys.readouterr().out
 
 
-@pytest.mark.formats
-def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """An export to CTranslate2."""
     from recipes.translation.export import ctranslate2_model
 
     folder = tmp_path / "run" / "ctranslate2"
     ctranslate2_model.write(as_saved(random_translator(tmp_path)), folder, None)
-    model = (folder / "model.bin").read_bytes()
+    return folder
+
+
+@pytest.mark.formats
+def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = (exported / "model.bin").read_bytes()
     # A variable begins with its name, which a length precedes and NUL ends: under another name it is missing
     name = b"encoder/layer_0/ffn/linear_0/weight\0"
     assert model.count(struct.pack("<H", len(name)) + name) == 1
-    (folder / "model.bin").write_bytes(model.replace(name, name.swapcase()))
-    resealed(folder)
-    line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
+    (exported / "model.bin").write_bytes(model.replace(name, name.swapcase()))
+    resealed(exported)
+    line = refusal(capsys, "translate", "--run", str(exported), "--engine", "ctranslate2", "Two trains.")
     assert "cannot be opened by CTranslate2: variable encoder/layer_0/ffn/linear_0/weight not found" in line
 
 
 @pytest.mark.formats
 def test_an_export_to_ctranslate2_with_another_vocabulary_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes.translation.export import ctranslate2_model
-
-    folder = tmp_path / "run" / "ctranslate2"
-    ctranslate2_model.write(as_saved(random_translator(tmp_path)), folder, None)
-    pieces = json.loads((folder / "shared_vocabulary.json").read_text())
+    pieces = json.loads((exported / "shared_vocabulary.json").read_text())
     for others in ([*pieces[:-1], "another"], [*pieces[:-2], *pieces[:-3:-1]]):
-        (folder / "shared_vocabulary.json").write_text(json.dumps(others))
-        resealed(folder)
-        line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
+        (exported / "shared_vocabulary.json").write_text(json.dumps(others))
+        resealed(exported)
+        line = refusal(capsys, "translate", "--run", str(exported), "--engine", "ctranslate2", "Two trains.")
         assert "CTranslate2's source vocabulary is not that of its subwords" in line
 
 

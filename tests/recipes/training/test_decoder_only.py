@@ -22,7 +22,7 @@ from recipes.translation.training.trained_weights import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import trained
-from tests.recipes.saved import load_weights, steps_of
+from tests.recipes.saved import load_weights, steps_of, trained_run
 from tests.recipes.tiny import tiny_decoder_only
 
 
@@ -32,9 +32,11 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("decoder_only") / "run"
-    train(tiny_decoder_only(run, {"training.steps": 20, "training.learning_rate": 0.02, "training.precision": "bf16"}))
-    return run
+    return trained_run(
+        tmp_path_factory,
+        {"training.steps": 20, "training.learning_rate": 0.02, "training.precision": "bf16"},
+        tiny_decoder_only,
+    )
 
 
 def plain_greedy(translator: Translator, ids: list[int], steps: int) -> list[int]:
@@ -82,9 +84,7 @@ def test_every_word_of_its_translations_is_linked(
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("one") / "run"
-    train(tiny_decoder_only(run, EXACT))
-    return run
+    return trained_run(tmp_path_factory, EXACT, tiny_decoder_only)
 
 
 EXACT: dict[str, Any] = {

@@ -18,7 +18,15 @@ from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.translator import build_model, model_sizes, tensors_of
 from recipes.translation.train import train
 from tests.recipes.plain_scores import plain_sums
-from tests.recipes.saved import assert_same_last, load_weights, saved_file, state_in, steps_of, validations_of
+from tests.recipes.saved import (
+    assert_same_last,
+    load_weights,
+    saved_file,
+    state_in,
+    steps_of,
+    trained_run,
+    validations_of,
+)
 from tests.recipes.tiny import tiny
 
 STEPS = 6
@@ -35,9 +43,7 @@ CHANGES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that keeps the weights after each of its steps."""
-    run = tmp_path_factory.mktemp("ema") / "plain"
-    train(tiny(run, CHANGES))
-    return run
+    return trained_run(tmp_path_factory, CHANGES)
 
 
 def averages_by_hand(plain: Path, decay: float) -> list[dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from recipes.translation.run_folder.other_model import run_subwords
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
 from tests.recipes.plain_scores import plain_loss
-from tests.recipes.saved import assert_same_last, load_weights, saved_file, steps_of
+from tests.recipes.saved import assert_same_last, load_weights, saved_file, steps_of, trained_run
 from tests.recipes.tiny import options, tiny, tiny_decoder_only
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
@@ -29,9 +29,7 @@ OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("base") / "run"
-    train(tiny(run, BASE))
-    return run
+    return trained_run(tmp_path_factory, BASE)
 
 
 def test_it_begins_with_the_weights_and_subwords_of_the_other_run(base: Path, tmp_path: Path) -> None:
@@ -136,9 +134,9 @@ def test_a_shallower_model_begins_with_spaced_layers_of_the_other_run(
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("deep") / "run"
-    train(tiny(run, {**BASE, "training.steps": 1, "model.encoder_layers": 3, "model.decoder_layers": 5}))
-    return run
+    return trained_run(
+        tmp_path_factory, {**BASE, "training.steps": 1, "model.encoder_layers": 3, "model.decoder_layers": 5}
+    )
 
 
 def test_a_deeper_model_is_refused(deep: Path, tmp_path: Path) -> None:

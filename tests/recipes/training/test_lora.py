@@ -25,7 +25,7 @@ from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
 from tests.recipes.plain_scores import plain_sums
-from tests.recipes.saved import assert_same_run, load_weights, saved_file, steps_of, validations_of
+from tests.recipes.saved import assert_same_run, load_weights, saved_file, steps_of, trained_run, validations_of
 from tests.recipes.tiny import options, tiny
 
 BASE: dict[str, Any] = {
@@ -48,9 +48,7 @@ LORA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("lora") / "base"
-    train(tiny(run, BASE))
-    return run
+    return trained_run(tmp_path_factory, BASE)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation
 from tests.recipes.plain_scores import plain_loss, plain_sums
-from tests.recipes.saved import assert_same_run, saved_file, state_in, steps_of, validations_of
+from tests.recipes.saved import assert_same_run, saved_file, state_in, steps_of, trained_run, validations_of
 from tests.recipes.scores.scored import score
 from tests.recipes.tiny import OF_FILES, options, tiny, write_pairs
 
@@ -47,9 +47,7 @@ DROPOUT = {
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven steps with dropout, across the end of an epoch."""
-    run = tmp_path_factory.mktemp("train") / "uninterrupted"
-    train(tiny(run, DROPOUT))
-    return run
+    return trained_run(tmp_path_factory, DROPOUT)
 
 
 @pytest.fixture
