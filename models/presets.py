@@ -59,7 +59,9 @@ class TransformerConfig:
     """Tokens of the longest source or target if positions are learned; other positions have no limit."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "max_positions")
+        for name in ("d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1: choose 1 or more")
         if self.d_model % 2:
             raise ValueError(
                 f"d_model {self.d_model} is odd, and positions are pairs of sine and cosine: "
@@ -73,7 +75,8 @@ class TransformerConfig:
                 f"d_model {self.d_model} is not divisible by heads {self.heads}: choose d_model "
                 f"{' or '.join(map(str, near or [2 * self.heads]))}, or other heads"
             )
-        check_dropout(self.dropout)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}, outside [0, 1): choose, say, 0.1")
         check_choice("norm", self.norm, get_args(Norm))
         check_choice("tie", self.tie, get_args(Tie))
         check_choice("activation", self.activation, get_args(Activation))
@@ -114,19 +117,6 @@ class DecoderOnlyConfig:
 
 
 Sizes = TransformerConfig | DecoderOnlyConfig
-
-
-def check_sizes(config: TransformerConfig, *names: str) -> None:
-    """Raise ValueError for a size below 1."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}, below 1: choose 1 or more")
-
-
-def check_dropout(dropout: float) -> None:
-    """Raise ValueError for a probability outside [0, 1)."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}, outside [0, 1): choose, say, 0.1")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

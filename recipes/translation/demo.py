@@ -7,8 +7,7 @@ from pathlib import Path
 
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.processes.status_line import duration
-from recipes.translation.processes.terminal import print_text
+from recipes.translation.processes.status_line import duration, print_text
 from recipes.translation.run_folder.checkpoint import load_saved
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.scores.scores import scores_in_words

@@ -36,17 +36,17 @@ from recipes.translation.training.beginning import (
     opened_teacher,
     share_checkpoint,
 )
-from recipes.translation.training.dry_run import cost
+from recipes.translation.training.costs import cost, share_of_peak
 from recipes.translation.training.half_precision import check_autocast, loss_scale
 from recipes.translation.training.journal import Journal
-from recipes.translation.training.layout import Layout, axes_of, devices_of
+from recipes.translation.training.layout import Layout, axes_of
 from recipes.translation.training.log_file import LOG, log_to, note_in
+from recipes.translation.training.machine import devices_of
 from recipes.translation.training.optimizer import learning_rate
 from recipes.translation.training.progress import Progress, read_step
 from recipes.translation.training.summary import Summary, announce, size_of, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.training import Training
-from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import check_tags, out_of_patience
 
 
@@ -115,9 +115,7 @@ def train_on(
         needed = cost(layout, settings, corpus, next(batches)[1], settings.steps - state.step, ranks)
         return Summary(run, state, settings.steps, None, None, (), cost=needed)
     resumed_at = state.step if saved else None
-    trackers = ranks.run_on_all(
-        lambda: open_trackers(run, settings.trackers, values, resumed_at) if ranks.is_main else []
-    )
+    trackers = ranks.share(lambda: open_trackers(run, settings.trackers, values, resumed_at), lambda opened: [])
     if fresh:
         # Last, so that no error before the first step costs the earlier run
         ranks.run_on_main(lambda: remove_run(run, settings))

@@ -1,6 +1,6 @@
 """The batch script of `deploy/`, as Slurm runs and signals it: which jobs are queued again, with which exit status.
 
-The launcher is a stand-in here; tests/recipes/processes/test_sbatch.py trains.
+The launcher is a stand-in here; tests/recipes/processes/test_torchrun.py trains.
 """
 
 from __future__ import annotations

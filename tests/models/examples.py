@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
-from models import EncoderDecoder, TransformerConfig, make_transformer
+from models import DecoderOnlyConfig, EncoderDecoder, TransformerConfig, make_decoder_only, make_transformer
+from models.decoder_only import DecoderOnly
 
 PAD, BOS, EOS = 0, 1, 2
 TINY = TransformerConfig(
     d_model=16, d_ff=24, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0, norm="pre", tie="all"
+)
+TINY_DECODER_ONLY = DecoderOnlyConfig(
+    d_model=16, d_ff=24, heads=4, decoder_layers=2, dropout=0.0, norm="pre", tie="all"
 )
 
 
@@ -26,12 +30,25 @@ def small_transformer(seed: int = 0, vocab: int = 11, spread: float = 1.0, **cha
     """
     torch.manual_seed(seed)
     model = make_transformer(replace(TINY, **changes), vocab, vocab, PAD).double()  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            parameter.mul_(spread)
+    scatter(model, spread)
     return model
+
+
+def small_decoder_only(seed: int = 0, vocab: int = 11, spread: float = 1.0, **changes: object) -> DecoderOnly:
+    """The same for a decoder-only model, its config `TINY_DECODER_ONLY` with `changes`."""
+    torch.manual_seed(seed)
+    model = make_decoder_only(replace(TINY_DECODER_ONLY, **changes), vocab, PAD).double()  # type: ignore[arg-type]
+    scatter(model, spread)
+    return model
+
+
+@torch.no_grad()
+def scatter(model: EncoderDecoder, spread: float) -> None:
+    """Make biases and norm weights random, and scale every parameter."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        parameter.mul_(spread)
 
 
 def pad_to(sentences: list[list[int]], width: int) -> Tensor:

@@ -28,6 +28,12 @@ def next_log_probabilities(models: Sequence[EncoderDecoder], src: list[int], pre
     return (sum(found) / len(found)).log().tolist()
 
 
+def total_of(models: Sequence[EncoderDecoder], src: list[int], found: Hypothesis, limit: int) -> float:
+    """The sum of a translation's log-probabilities, with that of its end unless it has `limit` tokens."""
+    ids = [*found.tokens, EOS][:limit]
+    return sum(next_log_probabilities(models, src, ids[:step])[token] for step, token in enumerate(ids))
+
+
 def divisor(length: int, alpha: float, norm: LengthNorm) -> float:
     """The definition, once more."""
     return float(({"gnmt": (5 + length) / 6, "length": length}[norm]) ** alpha)

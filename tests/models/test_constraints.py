@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -26,15 +26,6 @@ from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
 MODELS = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
 search = partial(constrained_beam_search, bos=BOS, eos=EOS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """Caches grow, and the logits of a step come in several blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.cache.FIRST_ROOM", 1)
-        patch.setattr("models.candidates.LOGITS_BYTES", 500)
-        yield
 
 
 def contains(tokens: Sequence[int], phrase: Phrase, boundaries: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch.func import functional_call
 
 import seqpar
 from models import (
-    DecoderOnlyConfig,
     ForcedPrefixes,
     MinimumLength,
     NoRepeatedNgrams,
@@ -31,23 +31,19 @@ from models.alignment import attention_weights
 from models.decoder_only import DecoderOnly
 from models.sequence_packing import fill_rows, own_cells_mask, pack
 from seqpar.testing import assert_same_results
-from tests.models.examples import BOS, EOS, PAD, assert_loss_over_replicas_is_plain, small_transformer
+from tests.models.examples import (
+    BOS,
+    EOS,
+    PAD,
+    TINY_DECODER_ONLY,
+    assert_loss_over_replicas_is_plain,
+    small_decoder_only,
+    small_transformer,
+)
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
-TINY = DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, decoder_layers=2, dropout=0.0, norm="pre", tie="all")
 VOCAB = 9
-
-
-def model_of(seed: int = 0, spread: float = 1.0, vocab: int = VOCAB, **changes: object) -> DecoderOnly:
-    """A float64 model; biases and norms are random, since at their initial values they would hide mistakes."""
-    torch.manual_seed(seed)
-    model = make_decoder_only(replace(TINY, **changes), vocab, PAD).double()  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            parameter.mul_(spread)
-    return model
+model_of = partial(small_decoder_only, vocab=VOCAB)
 
 
 def padded(rows: list[list[int]], more: int = 0, left: bool = False) -> Tensor:
@@ -385,11 +381,11 @@ def test_what_it_cannot_obey_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer is 2, outside \[0, 1\]: the decoder has 2 layers"):
         attention_weights(model, src, tgt, 2)
     with pytest.raises(ValueError, match="heads 3"):
-        replace(TINY, heads=3)
+        replace(TINY_DECODER_ONLY, heads=3)
     with pytest.raises(ValueError, match="decoder_layers is 0, below 1"):
-        replace(TINY, decoder_layers=0)
+        replace(TINY_DECODER_ONLY, decoder_layers=0)
     with pytest.raises(ValueError, match=r"pad is 9, outside \[0, 9\)"):
-        make_decoder_only(TINY, 9, 9)
+        make_decoder_only(TINY_DECODER_ONLY, 9, 9)
 
 
 def test_a_target_without_steps_has_an_empty_attention() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from models import (
     EncoderDecoder,
-    Hypothesis,
     Phrase,
     beam_search,
     constrained_beam_search,
@@ -25,23 +24,16 @@ from models import (
     length_normaliser,
     padding_mask,
 )
+from models.attention import KeyValues
+from models.cache import LayerCache
 from models.hypotheses import LengthNorm
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
-from tests.models.plain_search import best_first, every_total, plain_beam_search, same
+from tests.models.plain_search import best_first, every_total, plain_beam_search, same, total_of
 
 LENGTH_NORMS: list[LengthNorm] = ["gnmt", "length"]
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
 ENDING = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
 model_index = st.integers(0, len(MODELS) - 1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """What is done piece by piece for speed has several pieces here: caches grow, two sentences go together."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.cache.FIRST_ROOM", 1)
-        patch.setattr("models.candidates.LOGITS_BYTES", 600)
-        yield
 
 
 @pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 5], [2, 3, 5], [4], [1, 3]])
@@ -223,16 +215,8 @@ def test_n_best_are_that_many_distinct_and_scored_as_the_model_scores_them(
         finished = [hypothesis.score for hypothesis in hypotheses if len(hypothesis.tokens) < limit]
         assert finished == sorted(finished, reverse=True)
         for hypothesis in hypotheses:
-            assert hypothesis.score == pytest.approx(rescore(model, one, hypothesis, limit, alpha), rel=1e-11)
-
-
-@torch.no_grad()
-def rescore(model: EncoderDecoder, src: list[int], hypothesis: Hypothesis, limit: int, alpha: float) -> float:
-    outputs = [*hypothesis.tokens, EOS][:limit]
-    hidden = model(torch.tensor([src]), torch.tensor([[BOS, *hypothesis.tokens][: len(outputs)]]))
-    logp = model.generator(hidden)[0].log_softmax(-1)
-    total = logp[torch.arange(len(outputs)), outputs].sum().item()
-    return total / length_normaliser(len(outputs), alpha)
+            norm = length_normaliser(min(len(hypothesis.tokens) + 1, limit), alpha)
+            assert hypothesis.score == pytest.approx(total_of([model], one, hypothesis, limit) / norm, rel=1e-11)
 
 
 def never_ending() -> EncoderDecoder:
@@ -368,3 +352,49 @@ def test_sources_without_tokens_are_decoded_in_a_batch_of_any_size(sentences: in
     src = torch.zeros(sentences, 0, dtype=torch.long)
     alone = greedy(ENDING[0], src[:1], bos=BOS, eos=EOS, max_length=4)
     assert greedy(ENDING[0], src, bos=BOS, eos=EOS, max_length=4) == alone * sentences
+
+
+def test_with_a_cache_the_memory_is_read_at_the_first_step_alone() -> None:
+    model, src, tgt = small_transformer(), random_batch(1), random_batch(2)
+    memory, mask, cache = model.encode(src), padding_mask(src, PAD), model.decoder.empty_cache()
+    expected = model.decode(memory, mask, tgt)
+    found = [model.decode(memory, mask, tgt[:, :1], cache=cache)]
+    found += [model.decode(torch.full_like(memory, 7.0), mask, tgt[:, [step]], cache=cache) for step in range(1, 6)]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-12, atol=1e-12)
+    assert all(layer.memory is not None and layer.memory.keys.is_contiguous() for layer in cache.layers)
+
+
+def test_a_thousand_steps_move_what_is_kept_ten_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.cache.FIRST_ROOM", 2)
+    layer, places = LayerCache(), set()
+    steps = torch.randn(1_000, 2, 1, 3, 1, 4).unbind()
+    for keys, values in steps:
+        kept = layer.extend(KeyValues(keys, values))
+        places.add(kept.keys.data_ptr())
+    assert len(places) <= 10
+    assert torch.equal(kept.keys, torch.cat([keys for keys, _ in steps], 2))
+    assert torch.equal(kept.values, torch.cat([values for _, values in steps], 2))
+
+
+def test_no_steps_leave_a_cache_as_it_was() -> None:
+    model, src, tgt = small_transformer(), random_batch(1), random_batch(2)
+    memory, mask, cache = model.encode(src), padding_mask(src, PAD), model.decoder.empty_cache()
+    parts = (tgt[:, :0], tgt[:, :2], tgt[:, :0], tgt[:, 2:])
+    found = [model.decode(memory, mask, steps, cache=cache) for steps in parts]
+    torch.testing.assert_close(torch.cat(found, 1), model.decode(memory, mask, tgt), rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_through_earlier_steps_of_a_cache_is_refused_by_torch_and_that_of_one_call_is_right() -> None:
+    model, src, tgt = small_transformer(), random_batch(1), random_batch(2)
+    parameters = [each for name, each in model.named_parameters() if name.startswith("decoder")]
+    memory, mask = model.encode(src).detach(), padding_mask(src, PAD)
+    expected = torch.autograd.grad(model.decode(memory, mask, tgt).square().sum(), parameters)
+    cache = model.decoder.empty_cache()
+    hidden = model.decode(memory, mask, tgt, cache=cache)
+    for one, other in zip(
+        torch.autograd.grad(hidden.square().sum(), parameters, retain_graph=True), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    model.decode(memory, mask, tgt[:, :1], cache=cache)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(hidden.square().sum(), parameters)

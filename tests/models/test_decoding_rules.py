@@ -33,14 +33,6 @@ TOKENS = st.lists(st.integers(3, 6), max_size=3)
 SOURCES = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=5), min_size=1, max_size=3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """Each block of logits has one sentence or two, so that a rule must know which."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.candidates.LOGITS_BYTES", 500)
-        yield
-
-
 def keeps(minimum: int, size: int, start: list[int]) -> Allowed:
     """What the rules allow, from their description."""
 
@@ -237,22 +229,23 @@ def logits_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("weight", "row", "value", "sentence"),
+    [
+        ("generator.bias", 140, math.nan, 0),
+        ("generator.bias", 140, math.inf, 0),
+        ("src_embed.lookup.weight", 7, math.nan, 1),  # only the second sentence has this token
+    ],
+)
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_logit_that_is_not_finite_is_an_error(name: str, value: float) -> None:
+def test_a_logit_that_is_not_finite_is_an_error_that_names_the_sentence(
+    name: str, weight: str, row: int, value: float, sentence: int
+) -> None:
     model = small_transformer(vocab=150, tie="none")
     with torch.no_grad():
-        model.generator.bias[140] = value
-    with pytest.raises(FloatingPointError, match=r"^src\[0\]: the model's logits are nan or inf: .* or try float32$"):
-        SEARCHES[name](model, SRC, bos=BOS, eos=EOS)
-
-
-@pytest.mark.parametrize("name", SEARCHES)
-def test_the_error_names_the_sentence(name: str) -> None:
-    model = small_transformer(vocab=150, tie="none")
-    with torch.no_grad():
-        model.src_embed.lookup.weight[7] = math.nan  # only the second sentence has this token
-    with pytest.raises(FloatingPointError, match=r"^src\[1\]: "):
+        model.get_parameter(weight)[row] = value
+    said = rf"^src\[{sentence}\]: the model's logits are nan or inf: .* or try float32$"
+    with pytest.raises(FloatingPointError, match=said):
         SEARCHES[name](model, SRC, bos=BOS, eos=EOS)
 
 

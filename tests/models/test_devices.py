@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from models import (
     ForcedPrefixes,
@@ -17,12 +16,10 @@ from models import (
     beam_search,
     constrained_beam_search,
     greedy,
-    make_decoder_only,
     sample,
 )
 from models.alignment import attention_weights
-from tests.models.examples import BOS, EOS, PAD, random_batch, small_transformer
-from tests.models.test_decoder_only import TINY
+from tests.models.examples import BOS, EOS, random_batch, small_decoder_only, small_transformer
 
 SRC, TGT = random_batch(1), random_batch(2)
 LIMIT = {"max_length": 5}
@@ -30,15 +27,10 @@ PHRASES = [[Phrase([4, 3], whole=True)], [], [], [Phrase([7])], []]
 RULES = [MinimumLength(2, EOS), NoRepeatedNgrams(2), ForcedPrefixes([[4], [], [5, 6], [], []])]
 
 
-def decoder_only() -> nn.Module:
-    torch.manual_seed(0)
-    return make_decoder_only(TINY, 11, PAD).double()
-
-
 MODELS = {
     "vaswani": small_transformer(1, spread=2.0),
     "marian": small_transformer(1, spread=2.0, architecture="marian"),
-    "decoder-only": decoder_only(),
+    "decoder-only": small_decoder_only(),
 }
 SEARCHES: dict[str, Callable[[Any], object]] = {
     "forward": lambda model: model(SRC, TGT).tolist(),

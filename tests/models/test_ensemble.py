@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -14,47 +13,25 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import (
-    DecoderOnlyConfig,
     EncoderDecoder,
     Phrase,
     beam_search,
     constrained_beam_search,
     evaluating,
     greedy,
-    make_decoder_only,
     make_transformer,
     sample,
 )
 from models.ensemble import logits_of
-from tests.models.examples import BOS, EOS, TINY, batch, pad_to, random_batch, small_transformer
-from tests.models.plain_search import next_log_probabilities, plain_beam_search, same
-
-
-def small_decoder_only(seed: int) -> EncoderDecoder:
-    torch.manual_seed(seed)
-    sizes = DecoderOnlyConfig(d_model=8, d_ff=8, heads=2, decoder_layers=1, dropout=0.0)
-    model = make_decoder_only(sizes, 7).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0).add_(torch.randn_like(parameter) * 0.3)
-    return model
-
+from tests.models.examples import BOS, EOS, TINY, batch, pad_to, random_batch, small_decoder_only, small_transformer
+from tests.models.plain_search import plain_beam_search, same, total_of
 
 # Models of different sizes and kinds: they share the vocabulary and nothing else
 MODELS = [
     small_transformer(10, vocab=7, spread=1.2),
     small_transformer(11, vocab=7, spread=1.2, norm="post", d_model=8, d_ff=12, heads=2),
-    small_decoder_only(12),
+    small_decoder_only(12, vocab=7, spread=2.0, d_model=8, d_ff=8, heads=2, decoder_layers=1),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """What is done piece by piece for speed has several pieces here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.cache.FIRST_ROOM", 1)
-        patch.setattr("models.candidates.LOGITS_BYTES", 500)
-        yield
 
 
 @settings(deadline=None, max_examples=12)
@@ -100,9 +77,7 @@ def test_logits_are_in_float32_or_wider_and_not_rounded_again(dtype: torch.dtype
 def test_samples_of_an_ensemble_are_scored_by_the_ensemble() -> None:
     (found,) = sample(MODELS, torch.tensor([[3, 4]]), bos=BOS, eos=EOS, seeds=[5], samples=6, max_length=4)
     for hypothesis in found:
-        ids = [*hypothesis.tokens, EOS][:4]
-        steps = [next_log_probabilities(MODELS, [3, 4], ids[:step])[token] for step, token in enumerate(ids)]
-        assert hypothesis.score == pytest.approx(sum(steps), rel=1e-12)
+        assert hypothesis.score == pytest.approx(total_of(MODELS, [3, 4], hypothesis, 4), rel=1e-12)
 
 
 def test_sentences_with_phrases_and_without_share_a_batch_of_an_ensemble_of_two_kinds() -> None:
@@ -113,9 +88,7 @@ def test_sentences_with_phrases_and_without_share_a_batch_of_an_ensemble_of_two_
         (alone,) = search(torch.tensor([one]), [some], max_length=8)
         assert [(h.tokens, h.unmet) for h in found] == [(h.tokens, h.unmet) for h in alone]
         for hypothesis in found:
-            ids = [*hypothesis.tokens, EOS][:8]
-            steps = [next_log_probabilities(MODELS[1:], one, ids[:step])[token] for step, token in enumerate(ids)]
-            assert hypothesis.log_probability == pytest.approx(sum(steps), rel=1e-12)
+            assert hypothesis.log_probability == pytest.approx(total_of(MODELS[1:], one, hypothesis, 8), rel=1e-12)
 
 
 def test_one_model_in_a_list_and_a_model_beside_itself_search_as_it_does_alone() -> None:

@@ -1,8 +1,7 @@
-"""The random weights with which a model begins: their distributions, and that one is drawn at a time."""
+"""The random weights with which a model begins: one is drawn at a time, and they are those of the built model."""
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -76,37 +75,6 @@ def test_one_weight_exists_at_a_time() -> None:
 
 
 D = 64
-UNIFORM = {
-    "encoder.layers.0.self_attention.query.weight": math.sqrt(6 / (D + D)),
-    # Keys and values are drawn as two matrices of D outputs each
-    "encoder.layers.0.self_attention.key_value.weight": math.sqrt(6 / (D + D)),
-    "decoder.layers.0.feed_forward.inner.weight": math.sqrt(6 / (D + 256)),
-    "generator.weight": math.sqrt(6 / (D + 30)),
-}
-
-
-def test_matrices_are_uniform_within_the_bounds_of_glorot_and_bengio() -> None:
-    torch.manual_seed(1)
-    found = dict(first_weights(made("tiny", d_model=D, d_ff=256, tie="none")))
-    for name, bound in UNIFORM.items():
-        most = found[name].abs().max().item()
-        assert 0.97 * bound < most <= bound, name
-        assert found[name].std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
-
-
-def test_embeddings_are_normal_also_where_the_generator_is_one() -> None:
-    torch.manual_seed(1)
-    found = dict(first_weights(made("tiny", vocab=300, d_model=D, tie="all")))
-    (shared,) = (name for name, weight in found.items() if weight.shape == (300, D))
-    assert found[shared].std().item() == pytest.approx(D**-0.5, rel=0.03)
-    assert found[shared].abs().max().item() > 3 * D**-0.5  # no uniform distribution
-
-
-def test_norms_are_the_identity_and_biases_nothing() -> None:
-    for name, weight in first_weights(made("tiny")):
-        if weight.dim() == 1:
-            expected = float("norm.weight" in name)
-            assert (weight == expected).all(), name
 
 
 def test_lora_begins_as_where_it_comes_from() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import seqpar
-from models import PRESETS, DecoderOnlyConfig, EncoderDecoder, make_decoder_only
+from models import EncoderDecoder
 from models.lora import LoraLinear, add_lora, merged_tensors, without_lora
-from tests.models.examples import PAD, batch, pad_to, random_batch, small_transformer
+from tests.models.examples import PAD, batch, pad_to, random_batch, small_decoder_only, small_transformer
 
 PROJECTIONS = ("query", "key_value", "output", "inner", "outer")
 
@@ -24,15 +23,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * float(expected.detach().abs().max()))
 
 
-def decoder_only() -> EncoderDecoder:
-    torch.manual_seed(3)
-    preset = PRESETS["decoder_only"]
-    assert isinstance(preset, DecoderOnlyConfig)
-    sizes = replace(preset, d_model=16, d_ff=24, heads=4, decoder_layers=2, dropout=0.0)
-    return make_decoder_only(sizes, 11, pad=PAD).double()
-
-
-MADE = {"encoder-decoder": lambda: small_transformer(norm="post", tie="target"), "decoder-only": decoder_only}
+MADE = {"encoder-decoder": lambda: small_transformer(norm="post", tie="target"), "decoder-only": small_decoder_only}
 
 
 def with_lora(model: EncoderDecoder, rank: int, alpha: float, seed: int = 5) -> EncoderDecoder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -17,17 +16,9 @@ from hypothesis import strategies as st
 from models import MinimumLength, greedy, sample
 from models.sampling import BELOW_ONE, NUCLEUS, draw, find_quantile, first_exceeding, most_probable
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
-from tests.models.plain_search import next_log_probabilities
+from tests.models.plain_search import next_log_probabilities, total_of
 
 MODEL = small_transformer(2, vocab=7, spread=1.2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pieces() -> Iterator[None]:
-    """The logits of a step come in several blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.candidates.LOGITS_BYTES", 200)
-        yield
 
 
 def truncated(logp: list[float], temperature: float, top_k: int | None, top_p: float) -> list[float]:
@@ -166,9 +157,7 @@ def test_scores_are_log_probabilities_under_the_model_whatever_was_truncated(tru
     )
     for one, row in zip(src, found, strict=True):
         for hypothesis in row:
-            ids = [*hypothesis.tokens, EOS][:limit]
-            steps = [next_log_probabilities([MODEL], one, ids[:step])[token] for step, token in enumerate(ids)]
-            assert hypothesis.log_probability == pytest.approx(sum(steps), rel=1e-12)
+            assert hypothesis.log_probability == pytest.approx(total_of([MODEL], one, hypothesis, limit), rel=1e-12)
             assert hypothesis.score == hypothesis.log_probability
             assert len(hypothesis.tokens) >= 2
 

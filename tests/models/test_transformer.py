@@ -393,13 +393,6 @@ def test_autocast_to_bfloat16_stays_near_float32_with_gradients_in_float32() -> 
     assert {parameter.grad.dtype for parameter in inner(model) if parameter.grad is not None} == {torch.float32}
 
 
-def test_dropout_is_off_in_eval_mode_and_on_in_training() -> None:
-    model, src, tgt = small_transformer(dropout=0.5), random_batch(1), random_batch(2)
-    assert not torch.equal(model(src, tgt), model(src, tgt))
-    model.eval()
-    assert torch.equal(model(src, tgt), model(src, tgt))
-
-
 def test_an_empty_batch_has_empty_hidden_states() -> None:
     nothing = torch.zeros(0, 4, dtype=torch.long)
     assert MODELS["post"](nothing, nothing).shape == (0, 4, 16)

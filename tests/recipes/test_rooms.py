@@ -2,6 +2,8 @@
 
 Functions are given the sections of the settings that they need, and few the whole.
 
+The training loop stays one that is read at a glance.
+
 A room is a folder of `recipes/translation`, or one of its files. An arrow goes from one that imports to one that is
 imported, whatever the number of imports.
 """
@@ -9,12 +11,15 @@ imported, whatever the number of imports.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
+
+from recipes.translation import train as training
 
 RECIPE = "recipes.translation"
 MOST_ROOMS = 20
@@ -94,3 +99,37 @@ def test_a_function_that_takes_all_settings_is_found_however_it_is_written() -> 
     written = "def a(x: RunConfig): ...\nasync def b(*, y: 'list[RunConfig] | None'): ...\n"
     methods = "class C:\n    def c(self, z: config.RunConfig): ...\n    def d(self, z: DataConfig) -> RunConfig: ...\n"
     assert list(taking_the_whole(written + methods)) == ["a", "b", "c"]
+
+
+LINES = 25
+NAMES = 30
+
+
+def loop_of(source: str) -> ast.While:
+    """Return the one `while` of a module."""
+    (found,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While)]
+    return found
+
+
+def lines_of(loop: ast.While) -> int:
+    """Count the lines of the loop's body, those of comments between statements included."""
+    end = loop.body[-1].end_lineno
+    assert end is not None
+    return end - loop.lineno
+
+
+def names_of(loop: ast.While) -> set[str]:
+    """Return every name that the condition and the body read or set; an attribute belongs to the name before it."""
+    return {node.id for node in ast.walk(loop) if isinstance(node, ast.Name)}
+
+
+def test_lines_and_names_are_counted_as_a_reader_counts_them() -> None:
+    loop = loop_of("while a.b < c:\n    # why\n    d = a.f(\n        1,\n    )\n    e(d)\n")
+    assert lines_of(loop) == 5
+    assert names_of(loop) == {"a", "c", "d", "e"}
+
+
+def test_the_loop_fits_on_a_page() -> None:
+    loop = loop_of(inspect.getsource(training))
+    assert lines_of(loop) <= LINES
+    assert len(names_of(loop)) <= NAMES, sorted(names_of(loop))

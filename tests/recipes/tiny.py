@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.settings.config import RunConfig, load_config
 
 SETTINGS: dict[str, Any] = {
@@ -34,6 +35,24 @@ LEARNS: dict[str, Any] = {
     "decoding.max_length": 30,
 }
 """Changes with which a run learns enough for sentences to differ in their translations."""
+
+OF_FILES: dict[str, Any] = {
+    "data.format": "text",
+    "data.train": "[train.en, train.de]",
+    "data.valid": "[valid.en, valid.de]",
+    "subwords.vocab_size": 320,
+}
+"""Changes with which a run is trained on files in `data.path`."""
+
+
+def write_pairs(folder: Path, parts: dict[str, tuple[int, int]]) -> None:
+    """Write `<name>.en` and `<name>.de` with pairs of the built-in corpus from one number up to another, by name."""
+    folder.mkdir(exist_ok=True)
+    every = pairs(max(end for _, end in parts.values()), 3)
+    for name, (start, end) in parts.items():
+        for language, side in (("en", "source"), ("de", "target")):
+            lines = [f"{getattr(pair, side)}\n" for pair in every[start:end]]
+            (folder / f"{name}.{language}").write_text("".join(lines))
 
 
 def tiny(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:

@@ -31,7 +31,7 @@ from recipes.translation.errors import (
     missing_package,
 )
 from recipes.translation.processes.launch import automatic, launch
-from recipes.translation.processes.terminal import escape
+from recipes.translation.processes.status_line import escape
 from recipes.translation.settings.options import StoreOnce, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import model_folder, read_consistently, whole_folder
+from recipes.translation.files.atomic_folder import model_folder, read_consistently, through_pointer, whole_folder
 from recipes.translation.files.json_fields import field_in
-from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, add_setting, overrides

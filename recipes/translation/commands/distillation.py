@@ -17,8 +17,7 @@ from recipes.translation.commands.arguments import (
 )
 from recipes.translation.commands.training import exit_status
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.files.pointers import through_pointer
+from recipes.translation.files.atomic_folder import through_pointer, whole_folder
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
 

@@ -18,7 +18,7 @@ from recipes.translation.commands.arguments import (
     path,
 )
 from recipes.translation.commands.searching import loaded_ensemble
-from recipes.translation.processes.terminal import print_text
+from recipes.translation.processes.status_line import print_text
 from recipes.translation.run_folder.outputs import results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser

@@ -16,7 +16,7 @@ from recipes.translation.commands.arguments import (
 )
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.processes.terminal import print_text
+from recipes.translation.processes.status_line import print_text
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import LayoutConfig, load_config
 from recipes.translation.settings.metrics import METRICS

@@ -24,7 +24,7 @@ from recipes.translation.commands.arguments import (
 from recipes.translation.commands.searching import add_search_options, clashing, loaded_ensemble, search_options
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import is_plain, lines_of, read_lines
-from recipes.translation.processes.terminal import print_text
+from recipes.translation.processes.status_line import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
 from recipes.translation.settings.config import DataConfig, LayoutConfig, RunConfig
 from recipes.translation.translating.search_options import SearchOptions

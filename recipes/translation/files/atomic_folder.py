@@ -4,13 +4,20 @@ The files are written to a temporary folder next to the target, flushed to the d
 `manifest.json`; only then is the folder renamed to the target. A process that is killed at any moment leaves the old
 folder or the new one. Files that the manifest does not list belong to someone else, and are never deleted.
 
-A folder can also be named by a pointer (see `pointers`): functions that read it accept either.
+A folder can also be named by a pointer, a small file that is replaced as a whole; functions that read a folder accept
+either:
+
+    $ cat runs/mine/best
+    checkpoints/step-00000200
+
+A pointer is a file rather than a symbolic link, since a link could lead out of the folder, not every file system has
+links, and programs that copy folders disagree on whether to follow them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,8 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.json_fields import TEXT, fields, read_json
-from recipes.translation.files.pointers import named_folder
+from recipes.translation.files.json_fields import TEXT, fields, read_json, write_json
 from recipes.translation.files.writing import beside, by_name, claim, flush, move_into_place
 
 MANIFEST = "manifest.json"
@@ -27,7 +33,11 @@ LISTED = fields({"files": fields({"*": fields({"sha256": TEXT})}, bool, "the nam
 """The required form of the manifest."""
 MODELS = ("best", "last", "averaged")
 """The models of a run that results can come from."""
-
+NUMBERED = "checkpoints"
+"""The folder that contains the numbered folders that a pointer can name."""
+_NAME = re.compile(rf"{NUMBERED}/step-\d{{8,20}}")
+_LONGEST = 1_000_000
+"""The most bytes of a pointer that are read; each name has about thirty."""
 
 Found = TypeVar("Found")
 
@@ -137,25 +147,27 @@ def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
     return folder
 
 
-def read_consistently(target: Path, read: Callable[[], Found]) -> Found:
-    """Return what `read` reads in `target`, reading again if another process replaces the folder in the meantime."""
-    while True:
-        before = _manifest_of(target)
-        try:
-            found = read()
-        except (CheckpointError, OSError, ValueError):
-            if _manifest_of(target) == before:
-                raise
-            continue
-        if _manifest_of(target) == before:
-            return found
-
-
-def _manifest_of(target: Path) -> bytes:
+def manifest_of(target: Path) -> bytes:
     """Return the complete folder's manifest, which distinguishes it from others; empty if it cannot be read."""
     with suppress(OSError):
         return ((whole_folder(target) or target) / MANIFEST).read_bytes()
     return b""
+
+
+def read_consistently(
+    target: Path, read: Callable[[], Found], state_of: Callable[[Path], object] = manifest_of
+) -> Found:
+    """Return what `read` reads in `target`, reading again if another process changes its state in the meantime."""
+    while True:
+        before = state_of(target)
+        try:
+            found = read()
+        except (CheckpointError, OSError, ValueError):
+            if state_of(target) == before:
+                raise
+            continue
+        if state_of(target) == before:
+            return found
 
 
 def check_removable(target: Path) -> None:
@@ -234,8 +246,52 @@ def _write_manifest(folder: Path, known: Mapping[str, str]) -> None:
         path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)} for path in paths
     }
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+    write_json(manifest, {"files": files})
     usual = manifest.stat().st_mode  # set by the umask; some libraries write files that only their owner can read
     for path in paths:
         if path.stat().st_mode != usual:
             path.chmod(usual)
+
+
+def pointer_to(folders: list[Path]) -> bytes:
+    """Return the contents of a pointer to numbered folders."""
+    return "".join(f"{NUMBERED}/{folder.name}\n" for folder in folders).encode()
+
+
+def named_folder(pointer: Path) -> Path | None:
+    """Return the folder that a pointer names, None if there is no file; raise CheckpointError for any other file."""
+    if not pointer.is_file():
+        return None
+    folders = named_folders(pointer)
+    if len(folders) != 1:
+        raise damaged_pointer_error(pointer)
+    return folders[0]
+
+
+def named_folders(pointer: Path) -> list[Path]:
+    """Return the folders that a pointer to any number of folders names, in its order; none if there is no file."""
+    if not pointer.is_file():
+        return []
+    if pointer.is_symlink():  # reading through a link is allowed, as for any file of the user's
+        pointer = pointer.resolve()
+    with pointer.open("rb") as file:
+        names = file.read(_LONGEST).decode(errors="replace").splitlines()
+    if not all(map(_NAME.fullmatch, names)):
+        raise damaged_pointer_error(pointer)
+    return [pointer.parent / name for name in names]
+
+
+def damaged_pointer_error(pointer: Path) -> CheckpointError:
+    """Return the error for a pointer that names anything other than folders."""
+    return CheckpointError(
+        f"{pointer} is damaged: its lines should name folders such as {NUMBERED}/step-00000200; restore it from a "
+        f"copy, or write there the name of a folder that is in {pointer.parent / NUMBERED}"
+    )
+
+
+def through_pointer(path: Path) -> Path:
+    """Resolve a path that leads through a pointer, as `best/config.yaml` does; return any other path unchanged."""
+    with suppress(CheckpointError):
+        if folder := named_folder(path.parent):
+            return folder / path.name
+    return path

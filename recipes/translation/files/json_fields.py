@@ -29,6 +29,11 @@ def read_json(path: Path, check: Check = lambda found, field: None) -> Any:
     return found
 
 
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Write a new JSON file, indented for people."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def field_in(path: Path, *names: str | int) -> Any:
     """Return the field of a JSON file at a path of nested keys; None if it cannot be read, for any reason."""
     try:

@@ -72,43 +72,27 @@ def adding_to(path: Path) -> IO[bytes]:
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, unless it exists."""
-    check_no_link(path)
-    while True:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            return
-        except FileExistsError:
-            # Either another process has renamed the folder since, or a file is in its place
-            if (mode := _mode_of(path)) is not None and not stat.S_ISDIR(mode):
-                raise
+    check_regular(path)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def open_regular(path: Path, flags: int) -> int:
     """Open a file as `os.open` does, but never a link; return its descriptor."""
-    check_regular(path, bool(flags & os.O_DIRECTORY))
+    check_regular(path)
     # A link that is put there after the check is not followed either
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def check_regular(path: Path, folder: bool = False) -> None:
+def check_regular(path: Path) -> None:
     """Raise OSError for a symbolic link, and for a pipe or a device, which would be waited for forever."""
-    check_no_link(path)
-    mode = None if folder else _mode_of(path)
-    if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
-
-
-def _mode_of(path: Path) -> int | None:
-    """Return what is at a path, by a single look, since another process may rename it between two; None for nothing."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return path.lstat().st_mode
-    return None
-
-
-def check_no_link(path: Path) -> None:
-    """Raise OSError for a symbolic link where something is to be written."""
-    if path.is_symlink():
+    try:
+        mode = path.lstat().st_mode  # a single look, since another process may rename it between two
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "is a symbolic link, and nothing is written through one here: remove it", str(path))
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
 
 
 @contextmanager
@@ -154,8 +138,9 @@ def _make(new: Path, folder: bool) -> int:
     if not folder:
         return open_regular(new, os.O_RDWR | os.O_CREAT)
     while True:
-        make_folder(new)
-        with suppress(FileNotFoundError):  # renamed since
+        with suppress(FileExistsError):
+            new.mkdir(parents=True)
+        with suppress(FileNotFoundError):  # another process has renamed it since
             return open_regular(new, os.O_RDONLY | os.O_DIRECTORY)
 
 

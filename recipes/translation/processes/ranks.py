@@ -76,9 +76,16 @@ class Ranks:
 
     def run_on_main(self, make: Callable[[], T]) -> T:
         """Return, on every rank, what rank 0 makes; if that fails, every rank raises."""
+        return self.share(make, lambda made: made)
+
+    def share(self, make: Callable[[], T], portable: Callable[[T], T]) -> T:
+        """Return what rank 0 makes and, on other ranks, what `portable` leaves of it; if it fails, all ranks raise."""
         # First all ranks learn whether it failed: a rank waiting in the broadcast could not hear of an error
         made = self.run_on_all(lambda: make() if self.is_main else None)
-        return broadcast_object(made, 0, self.group)  # type: ignore[no-any-return]
+        if self.is_main:
+            broadcast_object(portable(made), 0, self.group)  # type: ignore[arg-type]
+            return made  # type: ignore[return-value]
+        return broadcast_object(None, 0, self.group)  # type: ignore[no-any-return]
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what this rank makes; if any rank fails, every rank raises an error that names it."""

@@ -1,8 +1,9 @@
-"""A line that shows the progress of work: redrawn on a terminal, printed every ten seconds elsewhere."""
+"""What is printed while work goes on: text that a terminal does not obey, and a line that shows the progress."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,14 +13,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from recipes.translation.processes.terminal import escape
-
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
+"""All control characters except the tab and the line break: a terminal would obey those in names or translations."""
 PLAIN_SECONDS = 10.0
 """Seconds between two lines if the output is not a terminal."""
 
 
 class StatusLine:
-    """The last line of a stream, which changes while the work goes on and is gone at its end."""
+    """The last line of a stream, which changes while the work goes on and is gone at its end.
+
+    It is redrawn on a terminal, and printed every ten seconds elsewhere.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -107,3 +111,15 @@ def duration(seconds: float) -> str:
     if hours == 0:
         return f"{minutes}:{rest:02}"
     return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def escape(text: str) -> str:
+    r"""Return a text with its control characters written as in Python: \x1b."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def print_text(text: str, *, flush: bool = False) -> None:
+    """Print a text: escaped on a terminal, and unchanged to a file or a pipe."""
+    if sys.stdout.isatty():
+        text = escape(text)
+    print(text, flush=flush)

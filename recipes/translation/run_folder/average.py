@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import read_consistently
 from recipes.translation.files.tensors import OneByOne, describe_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, write_model
 from recipes.translation.run_folder.numbered import kept_models, step_of
@@ -24,17 +25,15 @@ def average(run: Path, last: int | None = None) -> list[int]:
     The models belong to one run, since a run refuses to resume next to kept models of another. Raises CheckpointError
     if fewer are kept than asked for.
     """
-    while True:
+
+    def read() -> list[SavedModel]:
         kept = kept_models(run)
         count = last or len(kept)
         check_enough(kept, count, run)
-        try:
-            models = [load_saved(folder) for folder in kept[-count:]]
-            break
-        except (CheckpointError, OSError):
-            if kept_models(run) == kept:
-                raise
-            # Otherwise training has meanwhile kept a later model, and removed the earliest
+        return [load_saved(folder) for folder in kept[-count:]]
+
+    # Training may meanwhile keep a later model, and remove the earliest
+    models = read_consistently(run, read, kept_models)
     steps = [step_of(model.folder) for model in models]
     write_model(run / "averaged", models[-1], mean_of_weights(models), {"step": steps[-1], "averaged_steps": steps})
     return steps

@@ -22,10 +22,9 @@ never runs code from it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
@@ -42,16 +41,7 @@ from recipes.translation.files.atomic_folder import (
     replaced_folder,
     verified_folder,
 )
-from recipes.translation.files.json_fields import (
-    OBJECT,
-    TEXT,
-    WrongFieldError,
-    fields,
-    is_whole,
-    maybe,
-    read_json,
-    value,
-)
+from recipes.translation.files.json_fields import OBJECT, read_json, write_json
 from recipes.translation.files.tensors import MIXED, OneByOne, read_tensors, rename, write_tensors
 from recipes.translation.run_folder.numbered import state_of
 from recipes.translation.run_folder.translator import (
@@ -116,7 +106,7 @@ def write_model(
     with replaced_folder(folder, digests) as new:
         save_belongings(new, model)
         digests[WEIGHTS_FILE] = write_tensors(new / WEIGHTS_FILE, weights)
-        _write_json(new / "model.json", facts)
+        write_json(new / "model.json", facts)
     return digests[WEIGHTS_FILE]
 
 
@@ -125,7 +115,7 @@ def write_state(folder: Path, weights: str, moments: Mapping[str, Tensor], state
     digests: dict[str, str] = {}
     with replaced_folder(folder, digests) as new:
         digests[MOMENTS_FILE] = write_tensors(new / MOMENTS_FILE, moments)
-        _write_json(new / "training.json", {**asdict(state), "of": {WEIGHTS_FILE: weights}})
+        write_json(new / "training.json", {**asdict(state), "of": {WEIGHTS_FILE: weights}})
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -136,11 +126,14 @@ MOMENTS_FILE = "training.safetensors"
 class SavedTraining:
     """A checkpoint that training resumes from."""
 
+    config: RunConfig
+    facts: Mapping[str, Any]
+    """Those of the model: its step and its validation."""
+    state: TrainingState
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
-    state: TrainingState
-    averages: Mapping[str, Tensor] = field(default_factory=dict)
-    """The moving averages of the weights, with `training.ema`."""
+    averages: Mapping[str, Tensor]
+    """The moving averages of the weights, with `training.ema`; otherwise empty."""
 
 
 def load_training(folder: Path) -> SavedTraining:
@@ -161,31 +154,16 @@ def load_training(folder: Path) -> SavedTraining:
         raise CheckpointError(f"{there / 'training.json'} belongs to other weights than those beside it; {MIXED}")
     if record.keys() != {field.name for field in fields_of(TrainingState)}:
         raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
-    try:
-        STATE(record, "")
-    except WrongFieldError as error:
-        raise CheckpointError(f"{there / 'training.json'}: {error}; {MIXED}") from None
-    state = TrainingState(**record)
+    saved = SavedTraining(
+        load_config(whole / "config.yaml"), _facts_in(whole), TrainingState(**record), weights, moments, averages={}
+    )
     trained = rename(moments, {name.removeprefix(TRAINED): name for name in moments if name.startswith(TRAINED)})
     if not trained:
-        return SavedTraining(weights, moments, state)
+        return saved
     moments = rename(moments, {name: name for name in moments if not name.startswith(TRAINED)})
-    return SavedTraining(trained, moments, state, averages=weights)
+    return replace(saved, weights=trained, moments=moments, averages=weights)
 
 
-COUNT = value("a whole number from 0 up", lambda found: is_whole(found) and found >= 0)
-TIME = value("a number of seconds", lambda found: isinstance(found, (int, float)) and 0 <= found < math.inf)
-SCALE = value("a number above 0", lambda found: isinstance(found, (int, float)) and 0 < found < math.inf)
-SCORE = maybe(value("a number", lambda found: isinstance(found, (int, float))))
-STATE = fields(
-    dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale"), COUNT)
-    | dict.fromkeys(("reductions", "steps_of_scale", "skipped"), COUNT)
-    | dict.fromkeys(("train_seconds", "seconds"), TIME)
-    | dict.fromkeys(("best_loss", "best_score"), SCORE)
-    | {"loss_scale": SCALE}
-    | dict.fromkeys(("data", "teacher"), TEXT)
-)
-"""The required form of training.json."""
 TRAINED = "weights/"
 """The prefix of weights' names in `training.safetensors`."""
 
@@ -247,7 +225,11 @@ def _merge_lora(weights: OneByOne, alpha: float) -> OneByOne:
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
-    facts = read_consistently(folder, lambda: _read_json(verified_folder(folder, ["model.json"]) / "model.json"))
+    return read_consistently(folder, lambda: _facts_in(verified_folder(folder, ["model.json"])))
+
+
+def _facts_in(whole: Path) -> dict[str, Any]:
+    facts = _read_json(whole / "model.json")
     facts.pop("of", None)  # the hashes of the other files, which earlier versions wrote
     return facts
 
@@ -320,15 +302,9 @@ def usable(name: str, weight: Tensor) -> bool:
 OUTPUT_BIAS = "generator.bias"
 
 
-def _write_json(path: Path, values: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = read_json(path, OBJECT)
-    except WrongFieldError:
-        raise CheckpointError(f"{path} is not what this version writes; {MIXED}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
     return values

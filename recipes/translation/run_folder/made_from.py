@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.translation.files.atomic_folder import MANIFEST, MODELS, whole_folder
-from recipes.translation.files.json_fields import field_in
+from recipes.translation.files.json_fields import field_in, write_json
 from recipes.translation.run_folder.checkpoint import WEIGHTS_FILE
 
 NOTE = "made_from.json"
@@ -42,7 +41,7 @@ def origin_digest(folder: Path) -> str:
 
 def note_origin(folder: Path, digest: str) -> None:
     """Write the SHA-256 of the weights that a new export is made from into the export."""
-    (folder / NOTE).write_text(json.dumps({"weights": digest}, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / NOTE, {"weights": digest})
 
 
 def weights_digest(folder: Path) -> str:

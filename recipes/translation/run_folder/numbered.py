@@ -1,4 +1,4 @@
-"""The numbered folders of a run, and the pointers to them (see `pointers`): `best`, `last` and `kept`.
+"""The numbered folders of a run, and the pointers to them (see `atomic_folder`): `best`, `last` and `kept`.
 
     <run>/checkpoints/step-00000200     the model after step 200 (see `checkpoint`)
     <run>/checkpoints/state-00000200    the state that belongs to it; only for the newest model
@@ -18,13 +18,16 @@ from pathlib import Path
 
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
+    NUMBERED,
     check_itself,
     check_replaceable,
+    named_folder,
+    named_folders,
+    pointer_to,
     remove_folder,
     whole_folder,
 )
-from recipes.translation.files.pointers import NUMBERED, named_folder, named_folders, pointer_to
-from recipes.translation.files.writing import check_no_link, replace_files
+from recipes.translation.files.writing import check_regular, replace_files
 
 POINTERS = ("last", "best", "kept")
 """Read and removed in this order, but written in reverse: a model is best, or kept, before a run can resume from it."""
@@ -35,7 +38,7 @@ NAME = re.compile(r"\.?(step|state)-(\d{8,20})(\.new|\.previous)?")
 def numbered_root(run: Path) -> Path:
     """Return the folder of a run's numbered folders; raise OSError for a link, which could lead out of the run."""
     folder = run / NUMBERED
-    check_no_link(folder)
+    check_regular(folder)
     return folder
 
 

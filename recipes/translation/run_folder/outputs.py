@@ -10,9 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.atomic_folder import MANIFEST, MODELS, whole_folder
+from recipes.translation.files.atomic_folder import MANIFEST, MODELS, NUMBERED, whole_folder
 from recipes.translation.files.json_fields import field_in
-from recipes.translation.files.pointers import NUMBERED
 from recipes.translation.files.writing import by_name, replace_file, writing_to
 
 RECORDS = ("metrics.jsonl", "resources.jsonl")

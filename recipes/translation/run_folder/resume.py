@@ -13,11 +13,12 @@ from recipes.translation.files.atomic_folder import (
     check_removable,
     check_replaceable,
     model_folder,
+    named_folder,
+    pointer_to,
     remove_folder,
     verified_folder,
     whole_folder,
 )
-from recipes.translation.files.pointers import named_folder, pointer_to
 from recipes.translation.files.writing import replace_file
 from recipes.translation.run_folder.checkpoint import (
     SavedTraining,
@@ -92,9 +93,9 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     check_same_settings(values, run / "last")
     saved = load_training(run / "last")
     if config.training.steps:
-        check_steps(run, config.training.steps, saved.state.step)
+        check_steps(run, config.training.steps, saved)
     check_best(saved, run, values)
-    check_saved_with_models(run, values, saved.state.step)
+    check_saved_with_models(run, values, saved)
     for folder in kept_models(run):
         check_same_settings(values, folder)
     return saved
@@ -133,33 +134,34 @@ def check_nothing_to_lose(run: Path, values: Values) -> None:
         check_same_settings(values, folder)
 
 
-def check_steps(run: Path, steps: int, made: int) -> None:
+def check_steps(run: Path, steps: int, saved: SavedTraining) -> None:
     """Raise ConfigError if no steps are left to make, unless the run has ended as asked, with a validation."""
-    validated = "valid_loss" in load_facts(run / "last")
-    if made > steps or (made == steps and not validated):
+    made = saved.state.step
+    if made > steps or (made == steps and "valid_loss" not in saved.facts):
         raise ConfigError(
             f"training.steps is {steps:,}, but {run} has made {made:,} steps: set training.steps to "
             f"{made + 1:,} or more to go on, choose another --run, or start over with --fresh"
         )
 
 
-def check_saved_with_models(run: Path, values: Values, made: int) -> None:
+def check_saved_with_models(run: Path, values: Values, saved: SavedTraining) -> None:
     """Print which new settings `best` lacks; raise ConfigError if no steps are left, so that no model would get them.
 
     Decoding settings and the test set have no effect on training, but a model is saved and used with them.
     """
-    was = _model_values(flat(saved_config(run / "last")))
+    made = saved.state.step
+    before = _model_values(flat(saved.config))
     for key, value in _model_values(values).items():
-        if value == was[key]:
+        if value == before[key]:
             continue
+        now, was = spell(value), spell(before[key])
         if made == values["training.steps"]:
             raise ConfigError(
-                f"{key} is {spell(value)}, but {run} has made its {made:,} steps, and its models keep "
-                f"{spell(was[key])}: set training.steps to {made + 1:,} or more, or give test files and search options "
-                "to evaluate and translate"
+                f"{key} is {now}, but {run} has made its {made:,} steps, and its models keep {was}: set "
+                f"training.steps to {made + 1:,} or more, or give test files and search options to evaluate and "
+                "translate"
             )
-        now = spell(value)
-        print(f"[train] {key} is now {now}; {run / 'best'} keeps {spell(was[key])} until there is a better model")
+        print(f"[train] {key} is now {now}; {run / 'best'} keeps {was} until there is a better model")
 
 
 def _model_values(values: Values) -> dict[str, object]:
@@ -308,18 +310,18 @@ def jumps(
             f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "
             "weights and losses are rounded differently"
         )
-    if was.patience and will_be.patience and was.validate_every != will_be.validate_every:
-        yield (
-            f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: training.patience "
-            f"{will_be.patience} counts validations, and would end the run after a different number of steps"
-        )
-    schedule = SCHEDULES[will_be.schedule]
-    if schedule.by_validations and was.validate_every != will_be.validate_every:
-        yield (
-            f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: with "
-            f"training.schedule {will_be.schedule} validations reduce the learning rate, and would do so after a "
-            "different number of steps"
-        )
+    if was.validate_every != will_be.validate_every:
+        changed_to = f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}"
+        if was.patience and will_be.patience:
+            yield (
+                f"{changed_to}: training.patience {will_be.patience} counts validations, and would end the run after "
+                "a different number of steps"
+            )
+        if SCHEDULES[will_be.schedule].by_validations:
+            yield (
+                f"{changed_to}: with training.schedule {will_be.schedule} validations reduce the learning rate, and "
+                "would do so after a different number of steps"
+            )
     asked = [(each.patience, each.steps, each.epochs) for each in (was, will_be)]
     if asked[0] != asked[1] and 0 < will_be.patience <= state.stale:
         yield (

@@ -59,12 +59,11 @@ class Saver:
         """The step whose checkpoint was last passed to `save`, or resumed from."""
         self._interval = save_interval(settings.save_every)
         self._saved_at = time.monotonic()
-        self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended = threading.Semaphore(0)
-        self._running = False
-        """Whether a save has started that nobody has waited for yet."""
+        self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        # Now: if memory for it is lacking later on, starting a thread waits forever. A daemon, so that it does not hold
+        # up a process that is told to end at once
+        threading.Thread(target=self._work, name="saving", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
         """Return whether `training.save_every` asks for a checkpoint at this step; all ranks get the same answer."""
@@ -106,23 +105,15 @@ class Saver:
             point_at(self.run, state.step, better=better, keep=keep)
 
         self._saved_at = time.monotonic()
-        self._start()
-        self._running = True
         self._saves.put(lambda: self._run(write, (weights, moments)))
-
-    def _start(self) -> None:
-        """Start the thread, once, and early: if memory for it is lacking later on, starting it waits forever."""
-        if self._thread is None:
-            # A daemon, so that it does not hold up a process that is told to end at once
-            self._thread = threading.Thread(target=self._work, name="saving", daemon=True)
-            self._thread.start()
 
     def _work(self) -> None:
         """Carry out the saves that are put into the queue, until a None."""
         while (save := self._saves.get()) is not None:
             save()
             save = None  # which frees the copies
-            self._ended.release()
+            self._saves.task_done()
+        self._saves.task_done()
 
     def _run(self, write: Callable[[], None], tensors: Sequence[Mapping[str, Tensor]]) -> None:
         try:
@@ -144,24 +135,16 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the current save is on the disk; raise its error."""
-        self._wait()
+        self._saves.join()
         self.check()
-
-    def _wait(self) -> None:
-        if self._running:
-            self._ended.acquire()
-            self._running = False
 
     def last(self) -> Path | None:
         """Return `<run>/last` if it exists once the current save has ended, successfully or not."""
-        self._wait()
-        if whole_folder(self.run / "last") is None:
-            return None
-        return self.run / "last"
+        self._saves.join()
+        last = self.run / "last"
+        return last if whole_folder(last) else None
 
     def __enter__(self) -> Self:
-        if self.writes:
-            self._start()
         return self
 
     def __exit__(

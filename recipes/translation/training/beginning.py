@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from models.transformer import first_weights
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.data.positions import check_length, check_positions, most_subwords
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState, saved_config
+from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState
 from recipes.translation.run_folder.other_model import check_same_teacher, load_teacher, starting_weights
 from recipes.translation.run_folder.resume import changed_scoring, check_jumps, check_same_data, check_steps, flat
 from recipes.translation.run_folder.translator import (
@@ -36,11 +37,7 @@ from recipes.translation.training.trained_weights import adapt, freeze
 
 def share_checkpoint(read: Callable[[], SavedTraining | None], ranks: Ranks) -> SavedTraining | None:
     """Return the checkpoint to resume from, whose tensors only rank 0 has; None for a new run."""
-    saved = ranks.run_on_all(lambda: read() if ranks.is_main else None)
-    state = ranks.run_on_main(lambda: saved.state if saved else None)
-    if state is None:
-        return None
-    return saved or SavedTraining({}, {}, state)
+    return ranks.share(read, lambda saved: saved and replace(saved, weights={}, moments={}, averages={}))
 
 
 def fit_to_corpus(settings: TrainingConfig, longest: int, sizes: Sizes, corpus: Corpus, ranks: Ranks) -> TrainingConfig:
@@ -72,13 +69,11 @@ def check_end(
         return
     run = Path(config.run)
     if settings.epochs:
-        check_steps(run, settings.steps, saved.state.step)
+        check_steps(run, settings.steps, saved)
     if not insist:
-        before = saved_config(run / "last")
-        changed = changed_scoring(flat(before), flat(config))
-        check_jumps(run, before.training, config.training, changed, saved.state)
-        was = with_steps(before.training, corpus.train)
-        check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
+        before = saved.config.training
+        check_jumps(run, before, config.training, changed_scoring(flat(saved.config), flat(config)), saved.state)
+        check_rate(with_steps(before, corpus.train), settings, saved.state.step, model_sizes(config.model).d_model)
 
 
 def opened_teacher(settings: TrainingConfig, language_tags: bool, corpus: Corpus, ranks: Ranks) -> OpenedModel | None:

@@ -114,14 +114,17 @@ class Journal:
         """
         self.metrics.write(**found.as_dict())
         if self.ranks.is_main and found.translations:
-            sources = [pair.source for pair in found.sentences]
-            references = [pair.target for pair in found.sentences]
+            pairs = found.sentences
             samples = [
-                {"source": sources[row], "reference": references[row], "translation": found.translations[row]}
-                for row in sample_rows(len(sources))
+                {"source": pairs[row].source, "reference": pairs[row].target, "translation": found.translations[row]}
+                for row in sample_rows(len(pairs))
             ]
             self.samples.write(step=found.step, samples=samples)
-            newest = {"sources": sources, "references": references, "translations": found.translations}
+            newest = {
+                "sources": [pair.source for pair in pairs],
+                "references": [pair.target for pair in pairs],
+                "translations": found.translations,
+            }
             text = json.dumps({"step": found.step, **newest}, ensure_ascii=False) + "\n"
             replace_file(self.run / "validation.json", text.encode())
         self.flush()

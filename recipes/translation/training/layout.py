@@ -35,13 +35,18 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD, UNK
 from recipes.translation.training.compilation import check_compiler, explain_compile_errors
-from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.half_precision import AUTOCAST
-from recipes.translation.training.objective import Objective
-from recipes.translation.training.parts import Axes, OpenedModel, Parts
-from recipes.translation.training.shards import fill, gather_together, shard_layers, shard_module
+from recipes.translation.training.objective import Objective, Teacher
+from recipes.translation.training.parts import (
+    Axes,
+    OpenedModel,
+    Parts,
+    fill,
+    gather_together,
+    shard_layers,
+    shard_module,
+)
 from seqpar.distributed.collectives import group_sum, whole_tensor
-from seqpar.multi_device.devices import check_devices
 
 
 def axes_of(layout: LayoutConfig, world: int) -> Axes:
@@ -58,38 +63,6 @@ def axes_of(layout: LayoutConfig, world: int) -> Axes:
             f"--nproc-per-node {prod(axes)}, or change the layout"
         )
     return axes
-
-
-def device_of(ranks: Ranks) -> torch.device:
-    """Return this process's own GPU or, without one, the CPU."""
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        return torch.device("cpu")
-    return torch.device("cuda", ranks.local_rank % gpus)
-
-
-def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
-    """Return this process's devices: all GPUs, or two replicas on the CPU; one device if there are several ranks."""
-    if settings.devices == "auto":
-        if ranks.world > 1:
-            return [device_of(ranks)]
-        gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        return gpus or [torch.device("cpu")] * 2
-    given = settings.devices
-    if isinstance(given, str):
-        given = (given,)
-    try:
-        devices = list(check_devices(given))
-    except ValueError as error:
-        raise ConfigError(f"training.devices: {error}") from error
-    if ranks.world == 1:
-        return devices
-    if len(devices) != ranks.local_world:
-        raise ConfigError(
-            f"training.devices names {len(devices)} and {ranks.local_world} processes run on this machine: name one "
-            "for each, or auto"
-        )
-    return [devices[ranks.local_rank]]
 
 
 class Groups(NamedTuple):
@@ -151,7 +124,7 @@ class Layout:
             is in place.
         settings: those of the training.
         layout: how the processes share the work.
-        devices: from `devices_of`.
+        devices: from `machine.devices_of`.
         ranks: the processes.
         teacher: the model to learn from, which is sharded as `model` is.
 

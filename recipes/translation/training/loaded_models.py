@@ -13,9 +13,9 @@ from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.text.subwords import EOS
-from recipes.translation.training.layout import Groups, device_of
-from recipes.translation.training.parts import Axes, open_model
-from recipes.translation.training.shards import fill, gather_together, reshard
+from recipes.translation.training.layout import Groups
+from recipes.translation.training.machine import device_of
+from recipes.translation.training.parts import Axes, fill, gather_together, open_model, reshard
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `resources.jsonl` says about a run: the machine it runs on, the seconds of its steps and the memory they take.
+"""The machine that a run is on: the devices it uses, and what `resources.jsonl` says of hardware, software and memory.
 
 These numbers differ between two runs that are otherwise identical, which is why they are not in `metrics.jsonl`.
 """
@@ -16,7 +16,44 @@ from pathlib import Path
 
 import torch
 
+from recipes.translation.errors import ConfigError
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.settings.config import TrainingConfig
+from seqpar.multi_device.devices import check_devices
+
 PACKAGES = ("seqpar", "torch", "numpy", "sentencepiece", "sacrebleu")
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """Return this process's own GPU or, without one, the CPU."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank % gpus)
+
+
+def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
+    """Return this process's devices: all GPUs, or two replicas on the CPU; one device if there are several ranks."""
+    if settings.devices == "auto":
+        if ranks.world > 1:
+            return [device_of(ranks)]
+        gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return gpus or [torch.device("cpu")] * 2
+    given = settings.devices
+    if isinstance(given, str):
+        given = (given,)
+    try:
+        devices = list(check_devices(given))
+    except ValueError as error:
+        raise ConfigError(f"training.devices: {error}") from error
+    if ranks.world == 1:
+        return devices
+    if len(devices) != ranks.local_world:
+        raise ConfigError(
+            f"training.devices names {len(devices)} and {ranks.local_world} processes run on this machine: name one "
+            "for each, or auto"
+        )
+    return [devices[ranks.local_rank]]
 
 
 def hardware(devices: Sequence[torch.device], processes: int) -> dict[str, object]:

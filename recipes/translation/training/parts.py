@@ -4,26 +4,42 @@ The vocabulary ranks cut a weight by the table in `models.sharding`; FSDP2 then 
 ranks that shard. Only one whole tensor exists at a time: when a run begins, every rank draws it, or receives it from
 rank 0, and keeps its part; when a run is saved, rank 0 receives the parts and writes the tensor to a file. A saved run
 therefore fits any layout, and no rank needs room for all of it.
+
+FSDP2's units are each layer and everything outside them. In training every rank calls every layer equally often. In a
+validation it does not: one rank may have more batches than another, and one search more steps. So before each layer the
+ranks tell each other which one they need next. All of them gather the earliest of these, even those that then drop it;
+a rank that needs a later one asks again. A rank that has finished keeps helping until all have. As the earliest layer
+goes first, ranks in different places soon fall into step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from models import EncoderDecoder
 from models.sharding import cut, cut_of, join
+from models.transformer import Layer, allocate
 from recipes.translation.files.tensors import AskedOnce
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.saving import copies
 from recipes.translation.run_folder.translator import model_on_meta, model_sizes, tensors_of
 from seqpar.core.checks import is_dtensor
+from seqpar.distributed.collectives import gather_numbers
+from seqpar.distributed.torch_private import forget_forwards, take_for_root
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class Axes(NamedTuple):
@@ -144,10 +160,7 @@ class OpenedModel(NamedTuple):
 
 def open_model(read: Callable[[], SavedModel], ranks: Ranks, dtype: torch.dtype = torch.float32) -> OpenedModel:
     """Return the model that `read` opens on rank 0, with weights in this dtype."""
-    mine = ranks.run_on_all(lambda: read() if ranks.is_main else None)
-    shared = ranks.run_on_main(lambda: mine and replace(mine, weights={}))
-    saved = mine or shared
-    assert saved is not None
+    saved = ranks.share(read, lambda saved: replace(saved, weights={}))
     model = model_on_meta(model_sizes(saved.config.model), saved.source, saved.target).to(dtype)
     return OpenedModel(saved, model, ranks.tensors_of_main(saved.weights, tensors_of(model)))
 
@@ -164,3 +177,82 @@ def _parameter_of(key: str) -> str:
     """Return the parameter that a key in a file of weights or moments refers to."""
     first, *rest = key.split("/")
     return rest[0] if rest else first
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a module a unit of FSDP2, over a mesh."""
+    # Importing FSDP2 takes a second, which most runs need not spend
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=mesh)
+
+
+def unshard(unit: nn.Module) -> None:
+    """Gather the weights of a unit."""
+    cast("FSDPModule", unit).unshard()
+
+
+def reshard(unit: nn.Module) -> None:
+    """Free the weights of a unit, except this rank's rows."""
+    cast("FSDPModule", unit).reshard()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of encoder and decoder, in the order in which they are called."""
+    return [module for module in model.modules() if isinstance(module, Layer)]
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Shard the layers of a model that is on "meta", and give memory to this rank's rows."""
+    for layer in layers_of(model):
+        allocate(layer, device)  # the next line frees all but this rank's rows
+        shard_module(layer, mesh)
+
+
+def fill(opened: OpenedModel, axes: Axes, ranks: Ranks, mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Allocate a model and fill it with its weights: all of it or, over a mesh, only this rank's rows."""
+    parts = Parts(axes, ranks, opened.model)
+    if mesh is not None:
+        shard_layers(opened.model, mesh, device)
+    allocate(opened.model, device)
+    if mesh is not None:
+        shard_module(opened.model, mesh)
+    parts.fill_model(opened.model, opened.weights)
+
+
+@contextmanager
+def gather_together(roots: Sequence[nn.Module], group: ProcessGroup) -> Iterator[Callable[[], None]]:
+    """Within the block, let each rank call the layers of one or several models as often as it needs them.
+
+    There are no gradients. `roots` has one module for each model; whatever is in it but in none of the layers stays
+    gathered throughout: the embeddings and the generator, which every step needs. Every rank of the group must enter
+    and leave the block, and call the function that it yields before any other collective; it returns when all have
+    called it. If one rank leaves because of an error, the others wait until they hear that it has ended.
+    """
+    layers = [layer for root in roots for layer in layers_of(root)]
+
+    def wait_for_turn(number: int) -> None:
+        """Help to gather the layers that others need first, until layer `number` is the next to be gathered."""
+        while (turn := min(wanted for (wanted,) in gather_numbers([number], group))) != number:
+            unshard(layers[turn])
+            reshard(layers[turn])
+
+    with torch.no_grad():
+        for root in roots:
+            take_for_root(root)
+            unshard(root)
+        hooks = []
+        for number, layer in enumerate(layers):
+            turn = partial(wait_for_turn, number)
+            # Before the layer's own hook, which gathers it
+            hooks.append(layer.register_forward_pre_hook(lambda *_, turn=turn: turn(), prepend=True))
+        try:
+            yield partial(wait_for_turn, len(layers))
+            wait_for_turn(len(layers))
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for root in roots:
+                reshard(root)
+                # In backward, FSDP2 prefetches by the order of forward calls, which differ between the ranks here
+                forget_forwards(root)

@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.json_fields import field_in
-from recipes.translation.files.writing import check_no_link, replace_file
+from recipes.translation.files.writing import check_regular, replace_file
 
 
 @dataclass
@@ -76,7 +76,7 @@ def open_trackers(
         note.unlink(missing_ok=True)
     found: list[Tracker] = []
     for name in dict.fromkeys(names):
-        check_no_link(run / name)
+        check_regular(run / name)
         id_there = field_in(note, "id") or uuid.uuid4().hex[:12]
         replace_file(note, (json.dumps({"id": id_there}) + "\n").encode())
         try:

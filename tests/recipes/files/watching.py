@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +111,24 @@ def not_on_the_disk(events: list[Event]) -> list[str]:
         if not flushed & {event.to.parent, event.to.parent.resolve()}:
             wrong.append(f"the name {event.to} was not flushed")
     return wrong
+
+
+def done_by_two(rounds: int, work: Callable[[int], None], check: Callable[[], None]) -> None:
+    """Let two threads, 1 and 2, do something at the same moment, again and again, and look at what is left."""
+    both = threading.Barrier(2)
+
+    def repeat(number: int) -> None:
+        for _ in range(rounds):
+            both.wait(60)
+            work(number)
+            both.wait(60)
+            check()
+
+    with ThreadPoolExecutor() as pool:
+        # Both have ended then: an error of one leaves the other waiting for it, whose own error is not the reason
+        raised = [done.exception() for done in [pool.submit(repeat, number) for number in (1, 2)]]
+    for error in sorted(filter(None, raised), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
 
 
 @contextmanager

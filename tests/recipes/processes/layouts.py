@@ -9,7 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.train import train
+from seqpar.testing.ranks import ranks
 from tests.recipes.saved import saved_file
+from tests.recipes.tiny import tiny
 
 EXACT: dict[str, Any] = {
     "data.builtin_pairs": 120,
@@ -25,6 +29,11 @@ EXACT: dict[str, Any] = {
 }
 
 
+def trained(rank: int, world: int, config: RunConfig) -> int:
+    """Train in one of several processes; the number of steps made."""
+    return train(config).state.step
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
     "data 3": (3, {}),
@@ -34,6 +43,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2 x vocab 2": (4, {"layout.vocab": 2}),
     "shard 2 x vocab 2": (4, {"layout.shard": 2, "layout.vocab": 2}),
 }
+
+
+def train_in(layout: str, run: Path, settings: dict[str, Any]) -> None:
+    """Train in one of LAYOUTS, or in "one" process."""
+    world, changes = LAYOUTS.get(layout, (1, {}))
+    config = tiny(run, {**settings, **changes})
+    if world == 1:
+        train(config)
+    else:
+        ranks(world, trained, config)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,9 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.processes import launch
-from recipes.translation.run_folder.step_records import read_metrics
 from tests.recipes.processes import started
 from tests.recipes.processes.started import ended, wait_for_steps, workers_of
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import state_in, steps_of
 from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.launched
@@ -49,7 +47,7 @@ def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp
     changes = {"training.devices": "auto", "training.steps": 100_000, "training.validate_every": 7}
     process = recipe("train", *options(tmp_path / "run", changes), "--processes", "2")
     wait_for_steps(tmp_path / "run", process, 10)
-    workers = [worker for rank in (0, 1) for worker in workers_of(process, rank)]
+    workers = ranks_of(process)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
@@ -62,8 +60,7 @@ def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp
     assert "2 processes (data 2), here cpu" in output
     assert output.count("stopping after this step and saving") == 1
     assert f" -m recipes.translation train --run {tmp_path / 'run'} --processes 2\n" in output
-    steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
-    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == steps[-1]
+    assert state_in(tmp_path / "run")["step"] == steps_of(tmp_path / "run")[-1]["step"]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
@@ -100,8 +97,7 @@ def test_a_launcher_that_is_killed_in_training_ends_its_processes_which_save(tmp
     process.kill()
     wait_for_end(ranks)
     ended(process)
-    steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
-    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == steps[-1]
+    assert state_in(tmp_path / "run")["step"] == steps_of(tmp_path / "run")[-1]["step"]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import load_facts, save_model
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from tests.recipes.processes.layouts import assert_same_weights
 from tests.recipes.processes.started import ended, recipe, wait_for_steps, workers_of
 from tests.recipes.random_translator import random_translator
-from tests.recipes.tiny import options, tiny
+from tests.recipes.tiny import OF_FILES, options, tiny, write_pairs
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
@@ -34,16 +33,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": s
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Layers of 95 MiB in float64, hardly any vocabulary, and few words."""
     folder = tmp_path_factory.mktemp("data")
-    for name, start, end in (("train", 0, 60), ("valid", 60, 65)):
-        for side, language in (("source", "en"), ("target", "de")):
-            (folder / f"{name}.{language}").write_text(
-                "".join(f"{getattr(pair, side)}\n" for pair in pairs(65, 3)[start:end])
-            )
+    write_pairs(folder, {"train": (0, 60), "valid": (60, 65)})
     return {
-        "data.format": "text",
+        **OF_FILES,
         "data.path": str(folder),
-        "data.train": "[train.en, train.de]",
-        "data.valid": "[valid.en, valid.de]",
         "subwords.vocab_size": 340,
         "model.d_model": 384,
         "model.d_ff": 1536,
@@ -137,9 +130,8 @@ def test_a_model_that_fits_no_process_is_evaluated_by_four(base: int, tmp_path: 
     model = build_model(model_sizes(config.model), subwords, subwords)
     assert sum(weight.nbytes for weight in model.parameters()) > 390 * MIB
     save_model(run / "best", Translator(config, model, subwords, subwords), {"step": 1})
-    for side in ("source", "target"):
-        (tmp_path / side).write_text("".join(f"{getattr(pair, side)}\n" for pair in pairs(5, 3)))
-    words = ["--run", str(run), "--sources", str(tmp_path / "source"), "--references", str(tmp_path / "target")]
+    write_pairs(tmp_path, {"five": (0, 5)})
+    words = ["--run", str(run), "--sources", str(tmp_path / "five.en"), "--references", str(tmp_path / "five.de")]
     # One process needs 390 MiB and more; each of four has 100, a few layers of 9, and what it needs to talk to the
     # others
     limit = base + 360 * MIB
@@ -148,7 +140,7 @@ def test_a_model_that_fits_no_process_is_evaluated_by_four(base: int, tmp_path: 
     status, output, errors = ended(limited(limit, "evaluate", *words, "--processes", "4"))
     assert status == 0, errors
     assert output.count("chrF") == 1
-    results = [run / "source.translations.txt", run / "source.scores.json"]
+    results = [run / "five.en.translations.txt", run / "five.en.scores.json"]
     found = [path.read_text() for path in results]
     assert main(["evaluate", *words]) == 0
     assert found == [path.read_text() for path in results]

@@ -25,8 +25,7 @@ from recipes.translation.run_folder.translator import Translator, build_model, m
 from recipes.translation.settings.config import DecodingConfig, LayoutConfig, RunConfig, load_config
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.loaded_models import loaded_models
-from recipes.translation.training.parts import local_of
-from recipes.translation.training.shards import layers_of
+from recipes.translation.training.parts import layers_of, local_of
 from recipes.translation.training.student_data import FOLDER, translations_of
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import Translation, alternatives

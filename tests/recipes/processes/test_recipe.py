@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 import weakref
@@ -31,24 +30,18 @@ from recipes.translation.training.optimizer import update
 from recipes.translation.training.parts import Parts, local_of
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records, weights
-from tests.recipes.saved import saved_file
-from tests.recipes.tiny import tiny
+from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records, train_in, trained, weights
+from tests.recipes.saved import assert_same_last, state_in, trained_run
+from tests.recipes.tiny import OF_FILES, tiny, write_pairs
 from tests.seqpar.published import Smoothing
 
 pytestmark = pytest.mark.launched
 
 
-def trained(rank: int, world: int, config: RunConfig) -> int:
-    return train(config).state.step
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve steps on one device, each of two batches one after the other, across the end of an epoch."""
-    run = tmp_path_factory.mktemp("layouts") / "one"
-    train(tiny(run, {**EXACT, "training.devices": "[cpu]"}))
-    return run
+    return trained_run(tmp_path_factory, {**EXACT, "training.devices": "[cpu]"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,15 +67,11 @@ def test_twelve_steps_over_the_devices_of_one_process_give_the_same_weights(
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: str, layout: str, tmp_path: Path) -> None:
     """Against the published equation, on the weights that a run begins with."""
-    world, changes = (1, {"training.devices": "[cpu]"}) if layout == "one" else LAYOUTS[layout]
-    changes = {**EXACT, "training.label_smoothing": 0.3, "training.smoothing_convention": convention, **changes}
-    config = tiny(
-        tmp_path / "run", {**changes, "training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
-    )
-    if world == 1:
-        train(config)
-    else:
-        ranks(world, trained, config)
+    smoothing = {"training.label_smoothing": 0.3, "training.smoothing_convention": convention}
+    one_step = {"training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
+    settings = {**EXACT, **smoothing, **one_step}
+    train_in(layout, tmp_path / "run", settings)
+    config = tiny(tmp_path / "run", settings)
     corpus = load_corpus(config)
     torch.manual_seed(config.training.seed)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target).double()
@@ -115,12 +104,7 @@ def test_a_run_goes_on_in_other_layouts_as_if_it_had_not_changed(
 ) -> None:
     run = tmp_path / "run"
     for layout, steps in zip(layouts, (3, 6, 11, 12), strict=True):
-        world, changes = (1, {}) if layout == "one" else LAYOUTS[layout]
-        config = tiny(run, {**EXACT, **changes, "training.steps": steps})
-        if world == 1:
-            train(config)
-        else:
-            ranks(world, trained, config)
+        train_in(layout, run, {**EXACT, "training.steps": steps})
     assert_same_weights(run, one_process, 1e-10)
     assert records(run, "loss") == pytest.approx(records(one_process, "loss"), rel=1e-10)
 
@@ -132,9 +116,7 @@ def test_a_resumed_run_in_the_same_layout_is_the_uninterrupted_one_bit_for_bit(l
     for run, ends in (("through", [6]), ("resumed", [2, 6])):
         for steps in ends:
             ranks(world, trained, tiny(tmp_path / run, {**dropout, "training.steps": steps}))
-    for name in ("model.safetensors", "training.safetensors"):
-        through, resumed = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
-        assert through == resumed
+    assert_same_last(tmp_path / "through", tmp_path / "resumed")
     assert records(tmp_path / "through", "loss") == records(tmp_path / "resumed", "loss")
 
 
@@ -237,23 +219,10 @@ def test_a_rank_that_does_not_come_is_lost_whatever_words_the_error_has() -> Non
 
 
 def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:
-    for folder, word in (("a", "red"), ("b", "blue")):
-        (tmp_path / folder).mkdir()
-        for split in ("train", "valid"):
-            for side in ("en", "de"):
-                lines = "".join(f"{word} {number} {side} {split}\n" for number in range(60))
-                (tmp_path / folder / f"{split}.{side}").write_text(lines)
-    config = tiny(
-        tmp_path / "run",
-        {
-            "training.devices": "auto",
-            "data.format": "text",
-            "data.path": str(tmp_path / "a"),
-            "data.train": "[train.en, train.de]",
-            "data.valid": "[valid.en, valid.de]",
-            "subwords.vocab_size": 280,
-        },
-    )
+    for folder, first in (("a", 0), ("b", 60)):
+        write_pairs(tmp_path / folder, {"train": (first, first + 60), "valid": (first, first + 5)})
+    own = {**OF_FILES, "training.devices": "auto", "data.path": str(tmp_path / "a")}
+    config = tiny(tmp_path / "run", own)
     (kind, text), _ = ranks(2, refused, config, {1: {"data": {"path": str(tmp_path / "b")}}})
     assert (kind, "ranks disagree on the training and validation data" in text) == ("ConfigError", True), text
     said = ranks(2, refused, config, {1: {"data": {"path": str(tmp_path / "none")}}})
@@ -289,7 +258,7 @@ def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
     assert first.count("[valid] step") == 1
     assert others == [("", "")]
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
-    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == 4
+    assert state_in(tmp_path / "run")["step"] == 4
     assert os.environ.get("RANK") is None
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights, records
-from tests.recipes.tiny import tiny, tiny_decoder_only
+from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights, records, trained
+from tests.recipes.saved import steps_of, validations_of
+from tests.recipes.tiny import tiny, tiny_decoder_only, write_pairs
 
 pytestmark = pytest.mark.launched
 
@@ -37,10 +37,6 @@ OPTIONS: dict[str, Any] = {
     "training.weight_decay": 0.3,
     "training.freeze": ("decoder", "source_embedding"),
 }
-
-
-def trained(rank: int, world: int, config: RunConfig) -> int:
-    return train(config).state.step
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +139,6 @@ def test_settings_unlike_the_defaults_give_the_same_numbers_in_every_layout(smoo
             assert found == pytest.approx(record, rel=1e-8), layout
 
 
-def steps_of(run: Path) -> list[dict[str, float]]:
-    """The records of optimizer steps: loss, rate, norm of the gradient, tokens."""
-    return [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-
-
 CORPORA = {
     "forward": {"train": ["train.en", "train.de"], "valid": ["many.en", "many.de"]},
     "back": {
@@ -181,20 +172,13 @@ def config_of(folder: Path, run: str, changes: dict[str, Any]) -> RunConfig:
     return tiny(folder / run, {**settings, **changes})
 
 
-def validations(config: RunConfig) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(Path(config.run) / "metrics.jsonl") if "valid_loss" in record]
-
-
 def test_every_corpus_and_all_together_have_the_figures_of_one_process(tmp_path: Path) -> None:
-    for name, start, end in (("train", 0, 120), ("many", 120, 140), ("one", 140, 141)):
-        for side, language in (("source", "en"), ("target", "de")):
-            lines = [f"{getattr(pair, side)}\n" for pair in pairs(141, 3)[start:end]]
-            (tmp_path / f"{name}.{language}").write_text("".join(lines))
+    write_pairs(tmp_path, {"train": (0, 120), "many": (120, 140), "one": (140, 141)})
     one = config_of(tmp_path, "one", {"training.devices": "[cpu]"})
     train(one)
     two = config_of(tmp_path, "two", {})
     ranks(2, trained, two)
-    expected, found = validations(one), validations(two)
+    expected, found = (validations_of(Path(config.run)) for config in (one, two))
     assert len(expected) == len(found) == 2
     names = {"step", *(f"valid_{name}{suffix}" for name in METRICS for suffix in ("", ".forward", ".back"))}
     for ours, theirs in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""The recipe over several processes that torchrun or another program starts, interrupts, stops and kills."""
+"""The recipe over processes that torchrun, on one machine or two, Slurm or another program starts, stops and kills."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ import torch.distributed as dist
 from recipes.translation.commands import main
 from recipes.translation.errors import CheckpointError, OtherRankError
 from recipes.translation.run_folder.checkpoint import save_model
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import training
 from recipes.translation.training.optimizer import update
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.layouts import EXACT, assert_same_weights
+from tests.deploy.slurm import Slurm, wait_for
+from tests.recipes.processes.layouts import EXACT, assert_same_weights, records
 from tests.recipes.processes.started import ended, forked, wait_for_steps, workers_of
 from tests.recipes.random_translator import random_translator
-from tests.recipes.saved import saved_file
-from tests.recipes.tiny import options, tiny
+from tests.recipes.saved import state_in, steps_of
+from tests.recipes.tiny import OF_FILES, options, tiny, write_pairs
 
 pytestmark = pytest.mark.launched
 
@@ -66,8 +67,8 @@ def test_training_until_an_interrupt_and_evaluation_under_torchrun_are_those_of_
     python, *words = shlex.split(line.partition("resume with: ")[2])
     assert Path.cwd() / python == Path(sys.executable)
     assert words == [*LAUNCHER, "-m", "recipes.translation", "train", "--folder", str(run)]
-    steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == steps[-1] == len(steps)
+    steps = steps_of(run)
+    assert state_in(run)["step"] == steps[-1]["step"] == len(steps)
     assert output.count("[valid] step") == len(steps) // 7
     usual = {**changes, "training.devices": "cpu", "training.steps": len(steps)}
     assert main(["train", *options(tmp_path / "one", usual)]) == 0
@@ -155,20 +156,8 @@ def said(rank: int, world: int, *words: str) -> tuple[int, str]:
 
 def test_the_rank_that_fails_first_is_named_with_its_cause(tmp_path: Path) -> None:
     """Rank 1 has no data: as on a machine where a disk is not mounted."""
-    (tmp_path / "0").mkdir()
-    for split in ("train", "valid"):
-        for side in ("en", "de"):
-            (tmp_path / "0" / f"{split}.{side}").write_text(
-                "".join(f"{split} {number} {side}\n" for number in range(60))
-            )
-    changes = {
-        "training.devices": "auto",
-        "data.format": "text",
-        "data.path": f"{tmp_path}/${{RANK}}",
-        "data.train": "[train.en, train.de]",
-        "data.valid": "[valid.en, valid.de]",
-        "subwords.vocab_size": 280,
-    }
+    write_pairs(tmp_path / "0", {"train": (0, 60), "valid": (60, 65)})
+    changes = {**OF_FILES, "training.devices": "auto", "data.path": f"{tmp_path}/${{RANK}}"}
     (status, line), (other, nothing) = ranks(2, said, "train", *options(tmp_path / "run", changes))
     assert (status, other, nothing) == (2, 2, "")
     assert line.startswith(f"error: rank 1: there is no file {tmp_path}/1/valid.en")
@@ -193,3 +182,100 @@ def test_processes_that_another_program_starts_train_together(
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
     assert capfd.readouterr().out.count("[valid] step") == 1
+
+
+def test_a_job_saves_before_its_time_limit_resumes_when_queued_again_and_is_cancelled_for_good(tmp_path: Path) -> None:
+    slurm, run = Slurm(tmp_path), tmp_path / "run"
+    changes = {"training.steps": 100_000, "training.validate_every": 7, "training.devices": "auto"}
+    words = ["--folder" if word == "--run" else word for word in options(run, changes)]
+    process = slurm.submit(words)
+    wait_for_steps(run, process, 10)
+    slurm.near_the_time_limit()
+    wait_for([tmp_path / "restarted"], process)
+    saved = state_in(run)["step"]
+    assert saved == steps_of(run)[-1]["step"]
+    wait_for_steps(run, process, (run / "metrics.jsonl").read_text().count("\n") + 10)
+    slurm.end("CANCELLED")
+    status, output, errors = ended(process)
+    assert status != 0
+    assert output.count("queued again") == 1, errors
+    assert output.count("2 processes (data 2), here cpu") == 2
+    assert output.count("stopping after this step and saving") == 2
+    assert f"resuming from step {saved}" in output
+    steps = [record["step"] for record in steps_of(run)]
+    assert steps == list(range(1, state_in(run)["step"] + 1))
+
+
+NAMES = (f"seqpar-a-{os.getpid()}", f"seqpar-b-{os.getpid()}")
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+CHANGES = {**EXACT, "training.steps": 40, "training.validate_every": 10, "training.validate_bleu": 0}
+
+
+def ip(*words: str) -> None:
+    """Run iproute2; an error has what it said."""
+    found = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if found.returncode:
+        raise PermissionError(f"ip {' '.join(words)}: {found.stderr.strip()}")
+
+
+@pytest.fixture
+def two_machines() -> Iterator[None]:
+    """The two namespaces; they see each other and nothing else."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip (iproute2) to make network namespaces")
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", NAMES[0], "type", "veth", "peer", "name", "cable", "netns", NAMES[1])
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield
+    except PermissionError as error:
+        pytest.skip(f"needs the right to make network namespaces: {error}")
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def on_machine(number: int, run: Path) -> subprocess.Popen[str]:
+    """The command of docs/scaling.md, on one of the two; here no name resolves to the address, so it says who hosts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    # torchrun waits for further machines this long once there are enough, where its own default is half a minute
+    elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf"]
+    elastic.append(f"is_host={number == 0},join_timeout=60,last_call_timeout=3")
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-id", "demo"]
+    here = ["--local-addr", ADDRESSES[number]]
+    recipe = ["-m", "recipes.translation", "train"]
+    recipe += ["--folder" if word == "--run" else word for word in options(run, CHANGES)]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", NAMES[number], *torchrun, *elastic, *meeting, *here, *recipe],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"},
+    )
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_two_machines_train_and_when_one_goes_away_the_other_goes_on_to_the_weights_of_one_process(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "two", tmp_path / "of the other machine"
+    here, other = (on_machine(number, runs[number]) for number in (0, 1))
+    wait_for_steps(runs[0], here, 15)
+    (rank,) = workers_of(other, rank=0)
+    for process in (other.pid, rank):
+        os.kill(process, signal.SIGKILL)
+    with other:
+        said = ended(here)[1]
+    assert here.returncode == 0, said
+    assert said.count("2 processes (data 2), here cpu") == 1
+    assert "resuming from step" in said
+    # No file system is shared, and rank 0 writes for both: the other has its own store of the text, and nothing else
+    assert [path.name for path in runs[1].iterdir()] == ["data"]
+    assert main(["train", *options(tmp_path / "one", {**CHANGES, "training.devices": "cpu"})]) == 0
+    assert_same_weights(runs[0], tmp_path / "one", 1e-10)
+    for kind in ("loss", "valid_loss"):
+        assert records(runs[0], kind) == pytest.approx(records(tmp_path / "one", kind), rel=1e-10)

@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.translation.train import train
 from tests.recipes.run_folder.made import MADE
-from tests.recipes.tiny import tiny
+from tests.recipes.saved import trained_run
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four validations that keeps three models."""
-    folder = tmp_path_factory.mktemp("made") / "run"
-    train(tiny(folder, MADE))
-    return folder
+    return trained_run(tmp_path_factory, MADE)
 
 
 @pytest.fixture

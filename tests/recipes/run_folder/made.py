@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.train import train
 from tests.recipes.tiny import tiny
 
@@ -36,11 +34,3 @@ def refused(run: Path, settings: dict[str, Any], *, fresh: bool = False) -> str:
     assert contents(run) == before
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def resealed(folder: Path) -> Path:
-    """The folder with a manifest that lists its files as they are."""
-    (folder / MANIFEST).unlink()
-    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}))
-    return folder

@@ -26,7 +26,7 @@ from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
-from tests.recipes.saved import model_in, saved_file
+from tests.recipes.saved import model_in, saved_file, trained_run
 from tests.recipes.tiny import tiny
 
 # Writes folder after folder, every file of one holding the same number. With a number as second argument it kills
@@ -141,9 +141,7 @@ def test_an_error_while_writing_leaves_the_old_folder(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run with tied weights."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "run"
-    train(tiny(folder, {"training.validate_every": 2}))
-    return folder
+    return trained_run(tmp_path_factory, {"training.validate_every": 2})
 
 
 def test_a_flipped_bit_in_any_file_is_one_clear_error(run: Path, tmp_path: Path) -> None:

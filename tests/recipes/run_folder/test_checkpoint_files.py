@@ -8,9 +8,7 @@ import json
 import os
 import resource
 import shutil
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,27 +37,22 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.train import train
 from recipes.translation.training import training
-from tests.recipes.files.watching import Event, not_on_the_disk
+from tests.recipes.files.watching import Event, done_by_two, not_on_the_disk
 from tests.recipes.random_translator import random_translator
-from tests.recipes.run_folder.made import resealed
-from tests.recipes.saved import model_in, saved_file
+from tests.recipes.saved import model_in, resealed, saved_file, trained_run
 from tests.recipes.tiny import tiny
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run."""
-    folder = tmp_path_factory.mktemp("files") / "run"
-    train(tiny(folder, {"training.validate_every": 2}))
-    return folder
+    return trained_run(tmp_path_factory, {"training.validate_every": 2})
 
 
 @pytest.fixture(scope="module")
 def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same settings with other first weights, other subwords of the same number, and another width of a layer."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "other"
-    train(tiny(folder, {"training.seed": 2, "data.builtin_pairs": 240, "model.heads": 1}))
-    return folder
+    return trained_run(tmp_path_factory, {"training.seed": 2, "data.builtin_pairs": 240, "model.heads": 1})
 
 
 FILES = ("config.yaml", "joint.model", "model.safetensors", "model.json", "training.safetensors", "training.json")
@@ -275,24 +268,17 @@ def test_a_folder_that_a_killed_process_was_writing_is_made_anew(
 
 
 def test_a_folder_that_two_processes_replace_at_once_is_that_of_one(tmp_path: Path) -> None:
-    both = threading.Barrier(2)
-
     def write(number: int) -> None:
-        for _ in range(50):
-            both.wait(60)
-            with replaced_folder(tmp_path / "export") as folder:
-                for name in ("a", "b"):
-                    (folder / name).write_text(str(number) * 10_000)
-            both.wait(60)
-            texts = [(verified_folder(tmp_path / "export") / name).read_text() for name in ("a", "b")]
-            assert texts in (["1" * 10_000] * 2, ["2" * 10_000] * 2)
-            assert [path.name for path in tmp_path.iterdir()] == ["export"]
+        with replaced_folder(tmp_path / "export") as folder:
+            for name in ("a", "b"):
+                (folder / name).write_text(str(number) * 10_000)
 
-    with ThreadPoolExecutor() as pool:
-        # Both have ended then: an error of one leaves the other waiting for it, whose own error is not the reason
-        raised = [done.exception() for done in [pool.submit(write, number) for number in (1, 2)]]
-        for error in sorted(filter(None, raised), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
+    def check() -> None:
+        texts = [(verified_folder(tmp_path / "export") / name).read_text() for name in ("a", "b")]
+        assert texts in (["1" * 10_000] * 2, ["2" * 10_000] * 2)
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+    done_by_two(50, write, check)
 
 
 def test_a_folder_is_looked_at_while_no_other_process_replaces_it(

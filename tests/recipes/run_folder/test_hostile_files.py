@@ -20,13 +20,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from recipes.translation.commands import main
-from recipes.translation.files.atomic_folder import MANIFEST, sha256
+from recipes.translation.files.atomic_folder import sha256
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.sentencepiece_file import NOTES, model_of
 from tests.recipes.command_line import refusal
 from tests.recipes.export.translators import as_saved
 from tests.recipes.random_translator import random_translator
+from tests.recipes.saved import resealed
 
 pytestmark = pytest.mark.faults
 
@@ -41,14 +42,11 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(found))
 
 
-def resealed(folder: Path) -> None:
-    """Write the hashes of a folder of a model, or of a state whose model is resealed, as its files are."""
-    if (folder / "training.json").exists():
-        weights = folder.with_name(folder.name.replace("state", "step")) / "model.safetensors"
-        changed(folder / "training.json", lambda found: found.update({"of": {weights.name: sha256(weights)}}))
-    (folder / MANIFEST).unlink()
-    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+def reseal_state(folder: Path) -> None:
+    """Write the hashes of a state, and that of the weights it belongs to, as the files are."""
+    weights = folder.with_name(folder.name.replace("state", "step")) / "model.safetensors"
+    changed(folder / "training.json", lambda found: found.update({"of": {weights.name: sha256(weights)}}))
+    resealed(folder)
 
 
 def setting(section: str, name: str, value: Any) -> Change:
@@ -111,8 +109,6 @@ HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to 1,000; got"),
     "layers": (TRANSLATES, setting("model", "encoder_layers", 10**9), f"{DOES_NOT_FIT}: 1,000,000,00"),
     "layers to train on": (RESUMES, setting("model", "decoder_layers", 10**9), f"{DOES_NOT_FIT}: 1,000,000,00"),
-    "step": (RESUMES, state("step", -5), "training.json: step is -5, and must be a whole number from 0 up"),
-    "seconds": (RESUMES, state("seconds", math.nan), "training.json: seconds is NaN, and must be a number of seconds"),
     "moment": (
         RESUMES,
         state_with_another_moment,
@@ -156,7 +152,7 @@ def test_a_hostile_file_under_hashes_that_fit_is_refused_in_one_line(
         change(folder)
         resealed(folder)
     for folder in (run / "checkpoints").glob("state-*"):
-        resealed(folder)
+        reseal_state(folder)
     (tmp_path / "text").write_text("Two trains.\n")
     places = {"RUN": str(run), "TEXT": str(tmp_path / "text")}
     capsys.readouterr()
@@ -177,37 +173,39 @@ def test_settings_of_subwords_that_are_nested_too_deeply_are_made_again(
     assert f"[prepare] written to {run / 'subwords'}" in capsys.readouterr().out
 
 
-@pytest.mark.formats
-def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """An export to CTranslate2."""
     from recipes.translation.export import ctranslate2_model
 
     folder = tmp_path / "run" / "ctranslate2"
     ctranslate2_model.write(as_saved(random_translator(tmp_path)), folder, None)
-    model = (folder / "model.bin").read_bytes()
+    return folder
+
+
+@pytest.mark.formats
+def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = (exported / "model.bin").read_bytes()
     # A variable begins with its name, which a length precedes and NUL ends: under another name it is missing
     name = b"encoder/layer_0/ffn/linear_0/weight\0"
     assert model.count(struct.pack("<H", len(name)) + name) == 1
-    (folder / "model.bin").write_bytes(model.replace(name, name.swapcase()))
-    resealed(folder)
-    line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
+    (exported / "model.bin").write_bytes(model.replace(name, name.swapcase()))
+    resealed(exported)
+    line = refusal(capsys, "translate", "--run", str(exported), "--engine", "ctranslate2", "Two trains.")
     assert "cannot be opened by CTranslate2: variable encoder/layer_0/ffn/linear_0/weight not found" in line
 
 
 @pytest.mark.formats
 def test_an_export_to_ctranslate2_with_another_vocabulary_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes.translation.export import ctranslate2_model
-
-    folder = tmp_path / "run" / "ctranslate2"
-    ctranslate2_model.write(as_saved(random_translator(tmp_path)), folder, None)
-    pieces = json.loads((folder / "shared_vocabulary.json").read_text())
+    pieces = json.loads((exported / "shared_vocabulary.json").read_text())
     for others in ([*pieces[:-1], "another"], [*pieces[:-2], *pieces[:-3:-1]]):
-        (folder / "shared_vocabulary.json").write_text(json.dumps(others))
-        resealed(folder)
-        line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
+        (exported / "shared_vocabulary.json").write_text(json.dumps(others))
+        resealed(exported)
+        line = refusal(capsys, "translate", "--run", str(exported), "--engine", "ctranslate2", "Two trains.")
         assert "CTranslate2's source vocabulary is not that of its subwords" in line
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.files import atomic_folder, writing
-from recipes.translation.files.atomic_folder import MANIFEST, sha256
+from recipes.translation.files.atomic_folder import MANIFEST
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.resume import begin
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from tests.recipes.conftest import KilledError
 from tests.recipes.run_folder.made import MADE, contents, refused
-from tests.recipes.saved import keep_model, model_in, saved_file
+from tests.recipes.saved import keep_model, model_in, resealed, saved_file, validations_of
 from tests.recipes.tiny import tiny
 
 LONGER = {**MADE, "training.steps": 5}
@@ -41,8 +39,7 @@ def test_the_models_of_the_last_validations_are_kept_with_their_facts(made: Path
         "step-00000003",
         "step-00000004",
     ]
-    validations = [record for record in read_metrics(made / "metrics.jsonl") if "valid_loss" in record]
-    assert [load_facts(folder) for folder in kept_models(made)] == validations[1:]
+    assert [load_facts(folder) for folder in kept_models(made)] == validations_of(made)[1:]
 
 
 def test_a_kept_model_is_that_of_its_step(made: Path, tmp_path: Path) -> None:
@@ -189,18 +186,6 @@ def test_a_step_folder_that_is_not_ours_is_refused_before_anything_is_trained(ru
             assert f"{run / 'checkpoints' / 'step-00000005'} has no {MANIFEST}" in said
 
 
-def test_a_file_in_the_folders_place_is_refused_before_anything_is_trained(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").write_text("mine")
-    assert f"{run / 'checkpoints'} is not a folder" in refused(run, LONGER)
-
-
-def test_kept_models_without_a_state_are_not_overwritten(run: Path) -> None:
-    (run / "last").unlink()
-    (run / "best").unlink()
-    assert "step-00000002 is the model of step 2, but there is no" in refused(run, LONGER)
-
-
 def test_kept_models_of_another_run_are_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "other", {**MADE, "training.seed": 2}))
     shutil.rmtree(run / "checkpoints")
@@ -236,6 +221,4 @@ def without(folder: Path, *names: str) -> None:
     lines = [line for line in text.splitlines() if line.split(":")[0].strip() not in names]
     assert len(lines) == len(text.splitlines()) - len(names)
     (folder / "config.yaml").write_text("\n".join(lines) + "\n")
-    (folder / MANIFEST).unlink()
-    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+    resealed(folder)

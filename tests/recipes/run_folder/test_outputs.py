@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import owner_of, write_output
 from tests.recipes.command_line import refusal
+from tests.recipes.files.watching import done_by_two
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import make_run
 from tests.recipes.run_folder.made import contents
@@ -226,21 +226,14 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_file_that_two_processes_write_at_once_is_that_of_one(tmp_path: Path) -> None:
-    both = threading.Barrier(2)
-
     def write(number: int) -> None:
-        for _ in range(100):
-            both.wait(60)
-            write_output(tmp_path / "page", str(number).encode() * 100_000 * number)
-            both.wait(60)
-            assert (tmp_path / "page").read_bytes() in (b"1" * 100_000, b"2" * 200_000)
-            assert [path.name for path in tmp_path.iterdir()] == ["page"]
+        write_output(tmp_path / "page", str(number).encode() * 100_000 * number)
 
-    with ThreadPoolExecutor() as pool:
-        # Both have ended then: an error of one leaves the other waiting for it, whose own error is not the reason
-        raised = [done.exception() for done in [pool.submit(write, number) for number in (1, 2)]]
-        for error in sorted(filter(None, raised), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
+    def check() -> None:
+        assert (tmp_path / "page").read_bytes() in (b"1" * 100_000, b"2" * 200_000)
+        assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+    done_by_two(100, write, check)
 
 
 def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,8 +17,7 @@ import torch
 
 from recipes.translation.commands import arguments, main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
-from recipes.translation.files.atomic_folder import MANIFEST, sha256, verified_folder
-from recipes.translation.files.pointers import pointer_to
+from recipes.translation.files.atomic_folder import MANIFEST, pointer_to, verified_folder
 from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder import resume
 from recipes.translation.run_folder.checkpoint import (
@@ -32,7 +32,7 @@ from recipes.translation.settings.config import SCHEMA, CorpusConfig, DecodingCo
 from recipes.translation.train import begin, train
 from recipes.translation.training import training
 from tests.recipes.run_folder.made import MADE, contents, refused
-from tests.recipes.saved import load_weights, model_in, saved_file
+from tests.recipes.saved import load_weights, model_in, resealed, saved_file
 from tests.recipes.tiny import options, tiny
 
 SHORT: dict[str, Any] = {**MADE, "training.validate_every": 2, "training.keep_checkpoints": 0}
@@ -135,16 +135,31 @@ def test_a_pointer_to_a_folder_that_is_gone_is_one_line(name: str, run: Path) ->
         assert f"names {run / 'checkpoints' / 'step-00000009'}, which is missing" in refused(run, LONGER)
 
 
-def test_a_state_that_is_gone_is_one_line(run: Path) -> None:
-    shutil.rmtree(saved_file(run, "last", "training.json").parent)
-    assert f"{run / 'checkpoints' / 'state-00000004'}, the state that belongs to {run / 'last'}, is missing" in refused(
-        run, LONGER
-    )
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the state is gone": (
+        lambda run: shutil.rmtree(saved_file(run, "last", "training.json").parent),
+        "{run}/checkpoints/state-00000004, the state that belongs to {run}/last, is missing",
+    ),
+    "best is damaged": (
+        lambda run: saved_file(run, "best", "model.json").write_text("{}"),
+        "model.json is damaged",
+    ),
+    "only kept models are left": (
+        lambda run: [(run / name).unlink() for name in ("last", "best")],
+        "step-00000002 is the model of step 2, but there is no {run}/last",
+    ),
+    "a file is in the place of all models": (
+        lambda run: (shutil.rmtree(run / "checkpoints"), (run / "checkpoints").write_text("mine")),
+        "{run}/checkpoints is not a folder",
+    ),
+}
 
 
-def test_a_damaged_best_is_named_before_anything_is_trained(run: Path) -> None:
-    saved_file(run, "best", "model.json").write_text("{}")
-    assert "model.json is damaged" in refused(run, LONGER)
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_is_wrong_is_named_before_anything_is_trained(name: str, run: Path) -> None:
+    spoil, said = SPOILED[name]
+    spoil(run)
+    assert said.format(run=run) in refused(run, LONGER)
 
 
 def test_the_best_of_another_run_is_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
@@ -328,9 +343,7 @@ def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validat
     assert said.startswith(f"training.steps is 3, but {run} has made 4 steps: set training.steps to 5 or more to go on")
     assert train(tiny(run, SHORT)).state.step == 4  # a finished run, which was validated at its end
     saved_file(run, "last", "model.json").write_text(json.dumps({"step": 4}))  # as Ctrl-C leaves it
-    listed = json.loads(saved_file(run, "last", MANIFEST).read_text())
-    listed["files"]["model.json"]["sha256"] = sha256(saved_file(run, "last", "model.json"))
-    saved_file(run, "last", MANIFEST).write_text(json.dumps(listed))
+    resealed(model_in(run, "last"))
     assert "training.steps is 4" in refused(run, SHORT)
     assert train(tiny(run, {**SHORT, "training.steps": 5})).state.step == 5
 

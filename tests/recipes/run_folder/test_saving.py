@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import shutil
 import signal
@@ -34,7 +33,7 @@ from recipes.translation.training.progress import StepNumbers
 from tests.recipes.processes.started import forked
 from tests.recipes.random_translator import fingerprint, random_translator
 from tests.recipes.run_folder.made import MADE, contents
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import assert_same_last, assert_same_run
 from tests.recipes.tiny import tiny
 
 EVERY: dict[str, Any] = {
@@ -297,9 +296,7 @@ def test_a_run_killed_between_validations_loses_no_step_that_was_saved(
     assert not (tmp_path / "run" / "best").exists()
     assert not (tmp_path / "run" / "kept").exists()
     assert train(tiny(tmp_path / "run", EVERY)).state.step == 4
-    for name in ("model.safetensors", "training.safetensors"):
-        here, there = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("run", "through"))
-        assert here == there
+    assert_same_last(tmp_path / "run", tmp_path / "through")
     assert [folder.name for folder in kept_models(tmp_path / "run")] == ["step-00000003", "step-00000004"]
 
 
@@ -476,7 +473,4 @@ def test_a_run_killed_at_any_time_goes_on_and_is_the_uninterrupted_one_bit_for_b
     ours, theirs = (contents(each / "checkpoints") for each in (run, tmp_path / "through"))
     assert ours.keys() == theirs.keys()
     assert {name for name in ours if name.endswith(".safetensors") and ours[name] != theirs[name]} == set()
-    states = [json.loads(saved_file(each, "last", "training.json").read_text()) for each in (run, tmp_path / "through")]
-    for state in states:
-        del state["seconds"], state["train_seconds"]
-    assert states[0] == states[1]
+    assert_same_run(run, tmp_path / "through")

@@ -18,7 +18,8 @@ from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from recipes.translation.training.beginning import first_model
-from recipes.translation.training.layout import Layout, devices_of
+from recipes.translation.training.layout import Layout
+from recipes.translation.training.machine import devices_of
 from recipes.translation.training.progress import read_step
 from tests.recipes.tiny import tiny, tiny_decoder_only
 

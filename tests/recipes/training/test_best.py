@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import signal
 from dataclasses import replace
@@ -21,7 +20,6 @@ from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS, Metric
 from recipes.translation.settings.schema import Schema
@@ -29,7 +27,7 @@ from recipes.translation.train import train
 from recipes.translation.training import training
 from recipes.translation.training.optimizer import learning_rate
 from recipes.translation.training.validation import Validation, note_validation, out_of_patience, reduce_rate
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import state_in, validations_of
 from tests.recipes.tiny import tiny
 
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])
@@ -139,7 +137,7 @@ def test_everything_that_names_a_metric_follows_the_table(
     monkeypatch.setitem(METRICS, "words", WORDS)
     run = tmp_path / "run"
     train(tiny(run, CHANGES))
-    records = [record for record in read_metrics(run / "metrics.jsonl") if "valid_loss" in record]
+    records = validations_of(run)
     assert [set(record) for record in records] == [{"step", *(f"valid_{name}" for name in METRICS)}] * 2
     assert load_facts(run / "last") == records[-1]
     said = capsys.readouterr().out
@@ -158,7 +156,7 @@ def test_the_best_model_can_be_chosen_by_any_metric() -> None:
 
 def assert_good(run: Path, step: int) -> None:
     """Every number of weights and moments in `last` is finite, and so is `best`."""
-    assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == step
+    assert state_in(run)["step"] == step
     files = list((run / "checkpoints").glob("*/*.safetensors"))
     assert len(files) >= 2
     for path in files:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch._inductor.output_code import CompiledFxGraph
-from torch.nn import functional as F
 
 from models.transformer import Layer
 from recipes.translation.data.batches import padded_batch
@@ -26,10 +25,11 @@ from recipes.translation.training.beginning import first_model
 from recipes.translation.training.layout import Layout
 from seqpar.testing.precision import TWICE, error
 from seqpar.testing.ranks import RankError, ranks
+from tests.recipes.plain_scores import plain_loss
 from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights
 from tests.recipes.processes.started import forked
+from tests.recipes.saved import assert_same_run
 from tests.recipes.tiny import options, tiny
-from tests.recipes.training.test_train import assert_same_run
 
 COMPILED = {"training.compile": True}
 CPU = torch.device("cpu")
@@ -164,8 +164,7 @@ def test_the_gradient_of_each_matrix_is_as_close_to_float64_as_without_compiled_
     right = third.model.double()
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
     found, plainly = ours.accumulate([batch]).mean, plain.accumulate([batch]).mean
-    logits = right.generator(right(batch.src, batch.tgt_in)).flatten(0, 1)
-    truth = F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, label_smoothing=0.1)
+    truth = plain_loss(right, batch)
     truth.backward()
     assert error(found.double(), truth.detach()) <= max(TWICE * error(plainly.double(), truth.detach()), 1e-6)
     for (name, exact), mine, theirs in zip(

@@ -13,32 +13,30 @@ from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, model_sizes
-from recipes.translation.settings.config import ModelConfig, RunConfig
+from recipes.translation.settings.config import ModelConfig
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.training.trained_weights import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
-from tests.recipes.saved import load_weights
+from tests.recipes.processes.layouts import trained
+from tests.recipes.saved import load_weights, steps_of, trained_run
 from tests.recipes.tiny import tiny_decoder_only
 
 
-def trained(rank: int, world: int, config: RunConfig) -> None:
-    train(config)
-
-
 def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "gradient_norm" in record]
+    return [record["loss"] for record in steps_of(run)]
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("decoder_only") / "run"
-    train(tiny_decoder_only(run, {"training.steps": 20, "training.learning_rate": 0.02, "training.precision": "bf16"}))
-    return run
+    return trained_run(
+        tmp_path_factory,
+        {"training.steps": 20, "training.learning_rate": 0.02, "training.precision": "bf16"},
+        tiny_decoder_only,
+    )
 
 
 def plain_greedy(translator: Translator, ids: list[int], steps: int) -> list[int]:
@@ -86,9 +84,7 @@ def test_every_word_of_its_translations_is_linked(
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("one") / "run"
-    train(tiny_decoder_only(run, EXACT))
-    return run
+    return trained_run(tmp_path_factory, EXACT, tiny_decoder_only)
 
 
 EXACT: dict[str, Any] = {

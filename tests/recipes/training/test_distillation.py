@@ -1,8 +1,9 @@
-"""Distillation in training: its equation in plain PyTorch, value and every gradient, over devices and over ranks."""
+"""Objectives: distillation is its equation in plain PyTorch, over devices and ranks, and all keep to their chunks."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import seqpar
+from models import EncoderDecoder
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.processes.ranks import ALONE, join_ranks
@@ -22,15 +25,18 @@ from recipes.translation.run_folder.other_model import load_teacher
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.beginning import first_model
-from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Layout
+from recipes.translation.training.objective import DistillationLoss, Objective, Teacher, WithTeacher
 from recipes.translation.training.parts import local_of, open_model
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
-from tests.recipes.saved import saved_file
+from tests.models.examples import EOS, random_batch, small_transformer
+from tests.recipes.plain_scores import plain_logits, plain_sums
+from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights, trained
+from tests.recipes.saved import assert_same_last
 from tests.recipes.tiny import tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 300, "training.steps": 2}
@@ -138,8 +144,7 @@ def test_a_step_follows_the_gradient_of_the_teacher_without_and_the_student_with
     theirs = load_translator(teacher / "best").model.double()
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
     torch.manual_seed(dropout_seed(config.training.seed, 0, 0))
-    logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-    wanted = theirs.generator(theirs(batch.src, batch.tgt_in)).flatten(0, 1)
+    logits, wanted = plain_logits(model, batch), plain_logits(theirs, batch)
     loss = plain(logits, wanted, batch.tgt_out.flatten(), 0.7, 2.0, 0.1) / batch.tokens
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -148,11 +153,8 @@ def test_a_step_follows_the_gradient_of_the_teacher_without_and_the_student_with
     assert records[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-10)
     # Validation has the usual loss, with the references
     made = load_translator(tmp_path / "run" / "best").model
-    held_out = [corpus.valid[0].batches.batch(rows) for rows in corpus.valid[0].batches.epoch(0)]
-    logits = torch.cat([made.generator(made(each.src, each.tgt_in)).flatten(0, 1) for each in held_out])
-    target = torch.cat([each.tgt_out.flatten() for each in held_out])
-    usual = F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=0.1)
-    assert records[1]["valid_loss"] == pytest.approx(usual.item(), rel=1e-5)
+    usual, _, _, tokens = plain_sums(made, corpus.valid[0].batches)
+    assert records[1]["valid_loss"] == pytest.approx(usual / tokens, rel=1e-5)
 
 
 def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path: Path) -> None:
@@ -197,9 +199,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_though_its_teacher_w
     train(tiny(tmp_path / "resumed", {**distilled(teacher), **changes, "training.steps": 1}))
     moved = shutil.copytree(teacher, tmp_path / "moved")
     train(tiny(tmp_path / "resumed", {**distilled(moved), **changes, "training.steps": 3}))
-    for name in ("model.safetensors", "training.safetensors", "joint.model"):
-        one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
-        assert one == other, name
+    assert_same_last(tmp_path / "through", tmp_path / "resumed", "joint.model")
 
 
 def test_a_resumed_run_refuses_another_teacher_or_none(teacher: Path, tmp_path: Path) -> None:
@@ -240,10 +240,6 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(tmp_path, distilled(Path("a"), **changes))
-
-
-def trained(rank: int, world: int, config: RunConfig) -> int:
-    return train(config).state.step
 
 
 EXACT: dict[str, Any] = {
@@ -308,3 +304,54 @@ def test_a_teacher_with_fewer_learned_positions_than_the_training_sentences_is_r
     with pytest.raises(ConfigError, match=r"^training\.max_length is 150, but the model has learned positions for 99"):
         train(tiny(tmp_path / "run", {**taught, "training.max_length": 150}))
     train(tiny(tmp_path / "run", {**taught, "training.max_length": 90}))
+
+
+CHUNK, VOCAB = 9, 41
+SETTINGS = TrainingConfig(chunk_tokens=CHUNK, teacher_weight=0.5)
+
+
+def objective_of(kind: str, settings: TrainingConfig) -> Objective:
+    """The objective, with what else it needs."""
+    if kind == "teacher":
+        return Objective(settings, Teacher(small_transformer(9, VOCAB, d_model=2, heads=2), [torch.device("cpu")]))
+    return Objective(settings)
+
+
+class Largest(TorchFunctionMode):
+    """Note the most rows of a tensor as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() > 1 and result.size(-1) == VOCAB:
+            self.rows = max(self.rows, result.numel() // result.size(-1))
+        return result
+
+
+def rows_at_once(kind: str, model: EncoderDecoder, settings: TrainingConfig) -> int:
+    """The most tokens whose logits exist at once in the loss of a batch and its gradient."""
+    torch.manual_seed(0)
+    src, tgt = random_batch(1), random_batch(2)
+    one = objective_of(kind, settings)
+    found = one.passes(model)(src, tgt)
+    hidden, more = found if isinstance(found, tuple) else (found, {})
+    target = tgt.roll(-1, 1).where(tgt != EOS, EOS)
+    loss = one.loss(model, None, None)
+    # The first call asks the pair about rows of its own
+    loss(hidden.detach().requires_grad_(), target, **more)
+    with Largest() as largest:
+        loss(hidden, target, **more).total.backward()
+    return largest.rows
+
+
+@pytest.mark.parametrize("kind", ["usual", "teacher"])
+def test_no_objective_has_more_logits_at_once_than_it_is_told(kind: str) -> None:
+    model = small_transformer(
+        1, VOCAB, d_model=2, heads=2, dropout=0.1
+    )  # narrower than a chunk: its weights are no logits
+    # One more, of a buffer that is not filled
+    assert rows_at_once(kind, model, SETTINGS) <= CHUNK + 1
+    assert rows_at_once(kind, model, replace(SETTINGS, chunk_tokens=None)) > CHUNK + 1

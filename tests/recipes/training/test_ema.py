@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional as F
 
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.resume import begin
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes, tensors_of
 from recipes.translation.train import train
-from tests.recipes.saved import load_weights, saved_file
+from tests.recipes.plain_scores import plain_sums
+from tests.recipes.saved import (
+    assert_same_last,
+    load_weights,
+    saved_file,
+    state_in,
+    steps_of,
+    trained_run,
+    validations_of,
+)
 from tests.recipes.tiny import tiny
 
 STEPS = 6
@@ -37,9 +43,7 @@ CHANGES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that keeps the weights after each of its steps."""
-    run = tmp_path_factory.mktemp("ema") / "plain"
-    train(tiny(run, CHANGES))
-    return run
+    return trained_run(tmp_path_factory, CHANGES)
 
 
 def averages_by_hand(plain: Path, decay: float) -> list[dict[str, torch.Tensor]]:
@@ -74,9 +78,7 @@ def test_the_average_is_the_recursion_and_training_is_as_without_it(plain: Path,
         assert torch.equal(trained[f"weights/{name}"], tensor)
         assert f"optimizer/{name}/exp_avg" in trained
     for kind in ("loss", "gradient_norm"):
-        assert [r[kind] for r in read_metrics(run / "metrics.jsonl") if kind in r] == [
-            r[kind] for r in read_metrics(plain / "metrics.jsonl") if kind in r
-        ]
+        assert [step[kind] for step in steps_of(run)] == [step[kind] for step in steps_of(plain)]
 
 
 def test_the_average_is_what_is_validated(tmp_path: Path) -> None:
@@ -87,14 +89,8 @@ def test_the_average_is_what_is_validated(tmp_path: Path) -> None:
     for name, step in (("last", STEPS), ("best", None)):
         translator = load_translator(run / name)
         model = translator.model.double()
-        total, tokens = 0.0, 0
-        with torch.no_grad():
-            for indices in corpus.valid[0].batches.epoch(0):
-                batch = corpus.valid[0].batches.batch(indices)
-                logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-                total += F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, reduction="sum").item()
-                tokens += batch.tokens
-        records = [record for record in read_metrics(run / "metrics.jsonl") if "valid_loss" in record]
+        total, _, _, tokens = plain_sums(model, corpus.valid[0].batches, smoothing=0.0)
+        records = validations_of(run)
         if step is None:
             step = min(records, key=lambda record: record["valid_loss"])["step"]
         (record,) = [record for record in records if record["step"] == step]
@@ -124,18 +120,13 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(ki
     for run, ends in (("through", [8]), ("resumed", [3, 8])):
         for steps in ends:
             train(tiny(tmp_path / run, {**OPTIONS, "subwords.kind": kind, "training.steps": steps}))
-            state = json.loads(saved_file(tmp_path / run, "last", "training.json").read_text())
+            state = state_in(tmp_path / run)
             assert run == "through" or state["batch"] > 0  # in the middle of an epoch
     assert state["epoch"] > 1
     through, resumed = tmp_path / "through", tmp_path / "resumed"
-    for name in ("model.safetensors", "training.safetensors"):
-        there, here = (saved_file(run, "last", name).read_bytes() for run in (through, resumed))
-        assert there == here, name
-    steps_through, steps_resumed = (
-        [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record] for run in (through, resumed)
-    )
-    assert steps_through == steps_resumed
-    assert all(math.isfinite(record["loss"]) for record in steps_through)
+    assert_same_last(through, resumed)
+    assert steps_of(through) == steps_of(resumed)
+    assert all(math.isfinite(record["loss"]) for record in steps_of(through))
 
 
 def test_a_run_judged_by_its_translations_keeps_what_they_are_scored_by(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional as F
 
 from recipes.translation.commands import main
 from recipes.translation.data.corpora import Corpora
@@ -17,10 +16,10 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.other_model import run_subwords
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
-from tests.recipes.saved import load_weights, saved_file
+from tests.recipes.plain_scores import plain_loss
+from tests.recipes.saved import assert_same_last, load_weights, saved_file, steps_of, trained_run
 from tests.recipes.tiny import options, tiny, tiny_decoder_only
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
@@ -30,9 +29,7 @@ OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("base") / "run"
-    train(tiny(run, BASE))
-    return run
+    return trained_run(tmp_path_factory, BASE)
 
 
 def test_it_begins_with_the_weights_and_subwords_of_the_other_run(base: Path, tmp_path: Path) -> None:
@@ -61,9 +58,7 @@ def test_a_resumed_fine_tuning_goes_on_without_the_other_run(base: Path, tmp_pat
     train(tiny(tmp_path / "resumed", {**tuned, "training.steps": 2}))
     shutil.rmtree(start)
     train(tiny(tmp_path / "resumed", {**tuned, "training.steps": 4}))
-    for name in ("model.safetensors", "training.safetensors", "joint.model"):
-        one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
-        assert one == other, name
+    assert_same_last(tmp_path / "through", tmp_path / "resumed", "joint.model")
     with pytest.raises(
         CheckpointError, match=r"^training\.start_from is .*, but there is no trained model in .*best: "
     ):
@@ -92,10 +87,9 @@ def test_a_frozen_part_keeps_its_bits_and_has_no_moments_and_the_rest_is_trained
     model = translator.model.double()
     corpus = load_corpus(config)
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
-    logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-    F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, label_smoothing=0.1).backward()
+    plain_loss(model, batch).backward()
     gradients = [p.grad for name, p in model.named_parameters() if not name.startswith(kept) and p.grad is not None]
-    (record,) = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    (record,) = steps_of(run)
     assert record["gradient_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-6)
 
 
@@ -140,9 +134,9 @@ def test_a_shallower_model_begins_with_spaced_layers_of_the_other_run(
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("deep") / "run"
-    train(tiny(run, {**BASE, "training.steps": 1, "model.encoder_layers": 3, "model.decoder_layers": 5}))
-    return run
+    return trained_run(
+        tmp_path_factory, {**BASE, "training.steps": 1, "model.encoder_layers": 3, "model.decoder_layers": 5}
+    )
 
 
 def test_a_deeper_model_is_refused(deep: Path, tmp_path: Path) -> None:

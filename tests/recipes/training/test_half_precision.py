@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional as F
 
 import seqpar
 from models.attention import added_scores
@@ -31,9 +29,10 @@ from recipes.translation.training.half_precision import GROWTH_INTERVAL, SMALLES
 from recipes.translation.training.layout import Layout
 from seqpar.testing.precision import TWICE, error
 from seqpar.testing.ranks import ranks
+from tests.recipes.plain_scores import plain_loss
 from tests.recipes.processes.layouts import LAYOUTS, weights
+from tests.recipes.saved import assert_same_run
 from tests.recipes.tiny import tiny
-from tests.recipes.training.test_train import assert_same_run
 
 FP16 = TrainingConfig(precision="fp16")
 TOO_LARGE = partial(TrainingState, loss_scale=2.0**26)
@@ -95,10 +94,6 @@ def test_loss_and_gradient_are_as_close_to_float64_as_those_of_plain_float16_wit
         made, weights = first_model(config, corpus, None, ALONE)
         return Layout(made, weights, config.training, config.layout, [torch.device("cpu")] * devices, ALONE)
 
-    def plain(module: Any) -> Tensor:
-        logits = module.generator(module(batch.src, batch.tgt_in)).flatten(0, 1)
-        return F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, label_smoothing=0.1)
-
     layout, theirs, right = model(), model().model, model().model.double()
     scale = TrainingState().loss_scale
     loss = layout.accumulate([batch], scale=scale)
@@ -107,15 +102,15 @@ def test_loss_and_gradient_are_as_close_to_float64_as_those_of_plain_float16_wit
     scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(theirs.parameters())
     with torch.autocast("cpu", torch.float16):
-        plain_loss = plain(theirs)
-    scaler.scale(plain_loss).backward()
+        their_loss = plain_loss(theirs, batch)
+    scaler.scale(their_loss).backward()
     scaler.unscale_(optimizer)
     plain_norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
 
-    truth = plain(right)
+    truth = plain_loss(right, batch)
     truth.backward()
     true_norm = torch.nn.utils.clip_grad_norm_(right.parameters(), 0.01)
-    assert error(loss.mean.double(), truth.detach()) <= max(TWICE * error(plain_loss.detach(), truth.detach()), 1e-6)
+    assert error(loss.mean.double(), truth.detach()) <= max(TWICE * error(their_loss.detach(), truth.detach()), 1e-6)
     assert error(norm.double(), true_norm) <= max(TWICE * error(plain_norm.double(), true_norm), 1e-4)
     for (name, ours), plainly, exact in zip(
         layout.model.named_parameters(), theirs.parameters(), right.parameters(), strict=True

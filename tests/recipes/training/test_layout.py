@@ -16,7 +16,8 @@ from recipes.translation.data.batches import Steps, TokenBatches, batches_of_ran
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import LayoutConfig, TrainingConfig
-from recipes.translation.training.layout import axes_of, devices_of
+from recipes.translation.training.layout import axes_of
+from recipes.translation.training.machine import devices_of
 
 AXES = st.integers(1, 4)
 

@@ -21,11 +21,11 @@ from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.other_model import run_subwords
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
-from tests.recipes.saved import load_weights, saved_file
+from tests.recipes.plain_scores import plain_sums
+from tests.recipes.saved import assert_same_run, load_weights, saved_file, steps_of, trained_run, validations_of
 from tests.recipes.tiny import options, tiny
 
 BASE: dict[str, Any] = {
@@ -48,9 +48,7 @@ LORA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("lora") / "base"
-    train(tiny(run, BASE))
-    return run
+    return trained_run(tmp_path_factory, BASE)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +117,7 @@ def test_every_step_has_the_loss_and_gradient_of_plain_pytorch(base: Path, tuned
     model = load_translator(base / "best").model.double()
     fill_model(model, kept, base)  # in float64
     corpus = load_corpus(config, subwords_of=run_subwords)
-    records = [record for record in read_metrics(tuned / "metrics.jsonl") if "loss" in record]
+    records = steps_of(tuned)
     for indices, record in zip(corpus.train.epoch(0), records, strict=False):
         batch = corpus.train.batch(indices)
         hidden = torch.func.functional_call(model, summed(kept, lora), (batch.src, batch.tgt_in))
@@ -139,15 +137,8 @@ def test_what_is_validated_is_what_is_saved(base: Path, tuned: Path) -> None:
     corpus = load_corpus(tiny(tuned, {**LORA, "training.start_from": str(base)}), subwords_of=run_subwords)
     (valid,) = corpus.valid
     model = load_translator(tuned / "last").model.double()
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for indices in valid.batches.epoch(0):
-            batch = valid.batches.batch(indices)
-            logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-            target = batch.tgt_out.flatten()
-            total += F.cross_entropy(logits, target, ignore_index=0, label_smoothing=0.1, reduction="sum").item()
-            tokens += batch.tokens
-    record = read_metrics(tuned / "metrics.jsonl")[-1]
+    total, _, _, tokens = plain_sums(model, valid.batches)
+    record = validations_of(tuned)[-1]
     assert record["step"] == 3
     assert record["valid_loss"] == pytest.approx(total / tokens, rel=1e-6)
 
@@ -184,9 +175,7 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(ba
     train(tiny(tmp_path / "resumed", {**changes, "training.steps": 2}))
     shutil.rmtree(start)
     train(tiny(tmp_path / "resumed", {**changes, "training.steps": 4}))
-    for name in (("last", "model.safetensors"), ("last", "training.safetensors"), ("best", "model.safetensors")):
-        one, other = (saved_file(tmp_path / run, *name).read_bytes() for run in ("through", "resumed"))
-        assert one == other, name
+    assert_same_run(tmp_path / "through", tmp_path / "resumed")
     kept, lora = in_training(tmp_path / "through")
     weights = {name: tensor.float() for name, tensor in load_weights(base / "best").items()}
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items())

@@ -16,12 +16,11 @@ from torch import nn
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.report.records import read_run
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import TrainingConfig, load_config
 from recipes.translation.settings.schedules import SCHEDULES, Schedule
 from recipes.translation.train import train
 from recipes.translation.training.optimizer import learning_rate, make_optimizer, update, with_steps
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import saved_file, steps_of
 from tests.recipes.tiny import tiny, tiny_decoder_only
 
 
@@ -159,7 +158,7 @@ EPOCHS = {"training.steps": 0, "training.epochs": 2, "training.validate_every": 
 
 
 def rates_of(run: Path) -> list[float]:
-    return [record["learning_rate"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    return [record["learning_rate"] for record in steps_of(run)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import seqpar
 from recipes.translation.commands import main
@@ -24,7 +23,6 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.resume import begin
-from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, fill_model
 from recipes.translation.scores import evaluate
 from recipes.translation.scores.compare import compare
@@ -35,9 +33,10 @@ from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import Translation, translate
-from tests.recipes.saved import load_weights
+from tests.recipes.plain_scores import plain_sums
+from tests.recipes.saved import load_weights, validations_of
 from tests.recipes.scores.scored import score
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import tiny, write_pairs
 
 FORWARD = {"train": ["train.en", "train.de"]}
 BACK = {"train": ["train.de", "train.en"], "source": "de", "target": "en", "tag": "<back>"}
@@ -66,12 +65,7 @@ def given(folder: Path, corpora: Any, **changes: Any) -> RunConfig:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of both directions, whose validation sets are unequal."""
     folder = tmp_path_factory.mktemp("several")
-    every = builtin_pairs(150, 3)
-    for name, start, end in (("train", 0, 120), ("a", 120, 131), ("b", 131, 136), ("c", 136, 142), ("d", 142, 150)):
-        for side in ("source", "target"):
-            lines = [f"{getattr(pair, side)}\n" for pair in every[start:end]]
-            file = f"{name}.{'en' if side == 'source' else 'de'}"
-            (folder / file).write_text("".join(lines))
+    write_pairs(folder, {"train": (0, 120), "a": (120, 131), "b": (131, 136), "c": (136, 142), "d": (142, 150)})
     return folder
 
 
@@ -100,7 +94,7 @@ def forward(folder: Path) -> RunConfig:
 
 
 def validations(config: RunConfig) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(Path(config.run) / "metrics.jsonl") if "valid_loss" in record]
+    return validations_of(Path(config.run))
 
 
 def figures(record: dict[str, Any], suffix: str = "") -> list[Any]:
@@ -136,17 +130,7 @@ def test_figures_together_are_those_of_all_tokens_and_bleu_is_the_mean(both: Run
     fill_model(model, load_weights(last), last)
     record = validations(both)[-1]
     corpus = load_corpus(both)
-    sums = np.zeros((2, 4))  # loss, nll, correct, tokens
-    with torch.no_grad():
-        for row, valid in enumerate(corpus.valid):
-            for indices in valid.batches.epoch(0):
-                batch = valid.batches.batch(indices)
-                logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-                target = batch.tgt_out.flatten()
-                smooth = F.cross_entropy(logits, target, ignore_index=0, reduction="sum", label_smoothing=0.2)
-                nll = F.cross_entropy(logits, target, ignore_index=0, reduction="sum")
-                correct = ((logits.argmax(-1) == target) & (target != 0)).sum()
-                sums[row] += [smooth.item(), nll.item(), correct.item(), batch.tokens]
+    sums = np.stack([plain_sums(model, valid.batches, smoothing=0.2) for valid in corpus.valid])
     for suffix, (loss, nll, correct, tokens) in ((".forward", sums[0]), (".back", sums[1]), ("", sums.sum(0))):
         found = [record[f"valid_{name}{suffix}"] for name in ("loss", "perplexity", "accuracy")]
         expected = [loss / tokens, math.exp(nll / tokens), 100 * correct / tokens]

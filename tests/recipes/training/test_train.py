@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -16,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from recipes.translation.data.batches import Batch
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.processes.stop import StopSignals
@@ -30,9 +29,10 @@ from recipes.translation.training import training, validation
 from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation
-from tests.recipes.saved import saved_file
+from tests.recipes.plain_scores import plain_loss, plain_sums
+from tests.recipes.saved import assert_same_run, saved_file, state_in, steps_of, trained_run, validations_of
 from tests.recipes.scores.scored import score
-from tests.recipes.tiny import options, tiny
+from tests.recipes.tiny import OF_FILES, options, tiny, write_pairs
 
 DROPOUT = {
     "model.dropout": 0.2,
@@ -44,37 +44,10 @@ DROPOUT = {
 }
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The records of optimizer steps."""
-    return [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-
-
-def validations_of(run: Path) -> list[dict[str, Any]]:
-    """The records of validations."""
-    return [record for record in read_metrics(run / "metrics.jsonl") if "valid_loss" in record]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Weights, moments, random states, position and every number logged are the same bits."""
-    for name in ("model.safetensors", "training.safetensors"):
-        assert saved_file(one, "last", name).read_bytes() == saved_file(other, "last", name).read_bytes()
-    assert (
-        saved_file(one, "best", "model.safetensors").read_bytes()
-        == (saved_file(other, "best", "model.safetensors")).read_bytes()
-    )
-    assert read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
-    states = [json.loads(saved_file(run, "last", "training.json").read_text()) for run in (one, other)]
-    for state in states:
-        del state["seconds"], state["train_seconds"]
-    assert states[0] == states[1]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven steps with dropout, across the end of an epoch."""
-    run = tmp_path_factory.mktemp("train") / "uninterrupted"
-    train(tiny(run, DROPOUT))
-    return run
+    return trained_run(tmp_path_factory, DROPOUT)
 
 
 @pytest.fixture
@@ -101,7 +74,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         assert (summary.state.step, summary.stopped_by) == (step, number)
         assert summary.state.epoch == epoch  # an epoch ends in what is resumed
         assert f"train --run {run}" in str(summary)
-        assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == step
+        assert state_in(run)["step"] == step
         torch.rand(1000)  # whatever the process does in between
     assert summary.state.batch > 0  # in the middle of an epoch
     monkeypatch.undo()
@@ -123,7 +96,7 @@ def test_a_run_whose_validations_reduce_the_rate_is_stopped_and_resumed_bit_for_
     state = train(tiny(run, {**plateau, **worse})).state
     assert state.reductions > 1
     assert_same_run(run, through)
-    rates = [record["learning_rate"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    rates = [record["learning_rate"] for record in steps_of(run)]
     assert rates[-1] == pytest.approx(3.0 * 0.3**state.reductions) or rates[-1] == pytest.approx(rates[-2])
 
 
@@ -187,8 +160,7 @@ def test_sigterm_from_outside_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGTERM
     assert "resume with:" in output
-    saved = json.loads(saved_file(run, "last", "training.json").read_text())["step"]
-    assert saved == len(steps_of(run)) > 0
+    assert state_in(run)["step"] == len(steps_of(run)) > 0
 
 
 def test_a_step_follows_the_gradient_of_all_its_batches_together(tmp_path: Path) -> None:
@@ -213,8 +185,7 @@ def test_a_step_follows_the_gradient_of_all_its_batches_together(tmp_path: Path)
     )
     torch.manual_seed(config.training.seed)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target)
-    logits = model.generator(model(src, tgt_in))
-    loss = F.cross_entropy(logits.flatten(0, 1), tgt_out.flatten(), ignore_index=0, label_smoothing=0.1)
+    loss = plain_loss(model, Batch(src, tgt_in, tgt_out))
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     (step,) = steps_of(tmp_path / "run")
@@ -260,15 +231,7 @@ def test_perplexity_is_that_of_the_unsmoothed_likelihood(tmp_path: Path) -> None
     train(config)
     corpus = load_corpus(config)
     model = load_translator(tmp_path / "run" / "last").model
-    nll, correct, tokens = 0.0, 0, 0
-    with torch.no_grad():
-        for indices in corpus.valid[0].batches.epoch(0):
-            batch = corpus.valid[0].batches.batch(indices)
-            logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-            target = batch.tgt_out.flatten()
-            nll += F.cross_entropy(logits, target, ignore_index=0, reduction="sum").item()
-            correct += int(((logits.argmax(-1) == target) & (target != 0)).sum())
-            tokens += batch.tokens
+    _, nll, correct, tokens = plain_sums(model, corpus.valid[0].batches)
     assert tokens == sum(len(ids) + 1 for ids in corpus.target.encode([pair.target for pair in corpus.valid[0].pairs]))
     (found,) = validations_of(tmp_path / "run")
     assert found["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
@@ -329,19 +292,10 @@ def test_resuming_with_a_setting_that_makes_it_another_run_names_it(
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
-    for split, numbers in (("train", range(60)), ("valid", range(60, 70))):
-        lines = "".join(f"{word} {number} houses\n" for number in numbers for word in ("red", "blue"))
-        (tmp_path / f"{split}.en").write_text(lines)
-        (tmp_path / f"{split}.de").write_text(lines.replace("houses", "shoes"))
-    text = {
-        "data.format": "text",
-        "data.path": str(tmp_path),
-        "data.train": "[train.en, train.de]",
-        "data.valid": "[valid.en, valid.de]",
-        "subwords.vocab_size": 280,
-    }
+    write_pairs(tmp_path, {"train": (0, 60), "valid": (60, 70)})
+    text = {**OF_FILES, "data.path": str(tmp_path)}
     train(tiny(tmp_path / "run", {**text, "training.steps": 1}))
-    (tmp_path / "valid.de").write_text((tmp_path / "valid.de").read_text().replace("blue", "green"))
+    (tmp_path / "valid.de").write_text((tmp_path / "valid.de").read_text().replace("e", "i"))
     with pytest.raises(ConfigError, match=r"data is not what .* was trained on"):
         train(tiny(tmp_path / "run", {**text, "training.steps": 2}))
 

@@ -21,13 +21,12 @@ from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.train import train
-from recipes.translation.training import dry_run, machine
-from recipes.translation.training.dry_run import in_lines
+from recipes.translation.training import costs, machine
+from recipes.translation.training.costs import PEAKS, flops_of_token, in_lines, peak_of, share_of_peak
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.parts import Axes
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.summary import update_of
-from recipes.translation.training.utilization import PEAKS, flops_of_token, peak_of, share_of_peak
 from seqpar.memory_plan import memory_plan
 from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import options, tiny, tiny_decoder_only
@@ -209,7 +208,7 @@ def test_a_dry_run_shows_the_largest_process_and_the_time_of_all_steps() -> None
 def test_adams_moments_are_added_to_the_peak_that_a_dry_run_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dry_run, "peak_memory", lambda devices: {"cpu": 50_000_000})
+    monkeypatch.setattr(costs, "peak_memory", lambda devices: {"cpu": 50_000_000})
     told = str(train(tiny(tmp_path / "run", {**STARTED, "model.d_model": 256}), dry_run=True))
     found = re.search(r"Adam's moments ([\d.]+), the loss .*backward ([\d.]+)\n", told)
     assert found
@@ -236,7 +235,7 @@ def test_a_dry_run_plans_the_loss_of_the_tokens_that_a_device_has(
         asked.update(arguments)
         return memory_plan(**arguments)
 
-    monkeypatch.setattr(dry_run, "memory_plan", plan)
+    monkeypatch.setattr(costs, "memory_plan", plan)
     layout: Any = SimpleNamespace(
         axes=axes,
         data_ranks=axes.data * axes.shard,
@@ -245,7 +244,7 @@ def test_a_dry_run_plans_the_loss_of_the_tokens_that_a_device_has(
         model=SimpleNamespace(generator=torch.nn.Linear(48, 7)),
     )
     settings = replace(TrainingConfig(), batch_tokens=900, accumulate=accumulate, chunk_tokens=64)
-    own = dry_run._loss_bytes(layout, settings, 1000)
+    own = costs._loss_bytes(layout, settings, 1000)
     assert asked == {**planned, "d": 48, "vocab": 1000, "dtype": "float32", "chunk_tokens": 64, "device": "cpu"}
     assert own == memory_plan(**asked).of("linear_cross_entropy").peak
 
