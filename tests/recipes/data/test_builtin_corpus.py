@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data.builtin_corpus import clock, pairs, price, split_of
-from recipes.translation.data.number_words import (
+from recipes.translation.data.builtin_words import (
     english_number,
     english_ordinal,
     english_year,

@@ -15,9 +15,9 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.data import CleaningConfig
-from recipes.translation.text.normalization import normalize
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import count_letters, mostly_in, scripts_of_language
+from recipes.translation.text.sentencepiece_file import normalize
 
 texts = st.text(st.sampled_from("ab \u00fc\u00c3\u00bc\ufffdдж1."), max_size=8)
 pairs = st.lists(st.tuples(texts, texts).map(lambda sides: Pair(*sides)), max_size=12)

@@ -14,8 +14,7 @@ import pytest
 from models import PRESETS, TransformerConfig
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.positions import check_positions, most_subwords
+from recipes.translation.data.corpus import check_positions, load_corpus, most_subwords
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.evaluate import evaluate

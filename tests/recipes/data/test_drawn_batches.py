@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data import training_ids, training_text
+from recipes.translation.data import training_text
 from recipes.translation.data.batches import Steps, batches_of_rank
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import Corpus, load_corpus
@@ -35,7 +35,6 @@ MIXED: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_ids, "SLICE", 32)
         patch.setattr(training_text, "SLICE", 24)
         yield
 

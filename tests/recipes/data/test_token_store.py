@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.commands.training import prepare
-from recipes.translation.data import token_store, training_ids, training_text
+from recipes.translation.data import token_store, training_text
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
@@ -45,7 +45,6 @@ TWO: dict[str, Any] = {"a": {"weight": 2}, "b": {"source": "de", "target": "en",
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_text, "SLICE", 24)
-    monkeypatch.setattr(training_ids, "SLICE", 32)
     monkeypatch.setattr(token_store, "PART", 40)
 
 

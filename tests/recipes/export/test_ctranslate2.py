@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model
+from recipes.translation.export import ctranslate2_model
 from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.translating import ctranslate2_engine
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded, under
 from tests.recipes.plain_scores import log_probability

@@ -15,11 +15,12 @@ from ctranslate2.converters import TransformersConverter
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model, onnx_model
+from recipes.translation.export import ctranslate2_model, huggingface_model, onnx_model
 from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import EOS, PAD
+from recipes.translation.translating import ctranslate2_engine
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import as_saved, under
 from tests.recipes.importing import published

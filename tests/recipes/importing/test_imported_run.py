@@ -19,8 +19,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import Task, alternatives, search_rows
+from recipes.translation.translating.translate import SearchOptions, Task, alternatives, search_rows
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
 from tests.recipes.plain_scores import log_probability

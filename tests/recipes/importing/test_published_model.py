@@ -21,8 +21,8 @@ from recipes.translation.commands import main
 from recipes.translation.data.batches import pad_rows, padded_batch
 from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import read_config, read_generation
-from recipes.translation.importing.generation import decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
+from recipes.translation.importing.settings import decoding_of
 from recipes.translation.importing.tokenizer import our_tokenizer
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.translator import Translator

@@ -13,10 +13,17 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 from sacrebleu.significance import _bootstrap_resample
 
-from recipes.translation.scores import bootstrap
-from recipes.translation.scores.bootstrap import interval, intervals, resampled_scores
-from recipes.translation.scores.scores import measure
-from recipes.translation.scores.statistics import Array, compute_metric, mean_of, metrics
+from recipes.translation.scores import scores as scores_module
+from recipes.translation.scores.scores import (
+    Array,
+    compute_metric,
+    interval,
+    intervals,
+    mean_of,
+    measure,
+    metrics,
+    resampled_scores,
+)
 from tests.recipes.scores.examples import damaged, references
 
 REFERENCES = references(40)
@@ -54,7 +61,7 @@ def test_metrics_share_their_resamples() -> None:
 def test_the_resamples_do_not_depend_on_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = METRICS["bleu"]
     whole = resampled_scores([ours], 50)[0]
-    monkeypatch.setattr(bootstrap, "COUNTS", 3 * len(REFERENCES))
+    monkeypatch.setattr(scores_module, "COUNTS", 3 * len(REFERENCES))
     assert np.array_equal(whole, resampled_scores([ours], 50)[0])
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.translation.scores.mean_of_sets import scores_of_sets
-from recipes.translation.scores.scores import measure
+from recipes.translation.scores.scores import measure, scores_of_sets
 
 
 def test_several_test_sets_have_a_line_each_and_one_for_the_mean_of_their_scores() -> None:

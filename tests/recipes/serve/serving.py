@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from recipes.translation.serve.app import Guard, application
+from recipes.translation.serve.asked import Limits
 from recipes.translation.serve.batching import Batcher, Line, Wanted
-from recipes.translation.serve.bodies import Limits
 from tests.recipes.serve.recorder import Recorder
 
 GOOD = {"q": "a", "source": "en", "target": "de"}

@@ -16,8 +16,8 @@ from recipes.translation.commands import served_models
 from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.app import application
+from recipes.translation.serve.asked import Limits
 from recipes.translation.serve.batching import Batcher
-from recipes.translation.serve.bodies import Limits
 from recipes.translation.text.model_text import ModelText
 from recipes.translation.translating.translate import Translation
 from tests.recipes.serve.recorder import Recorder

@@ -17,8 +17,8 @@ from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import wait_for_answer
+from recipes.translation.serve.asked import Limits, body_of, too_large
 from recipes.translation.serve.batching import Batcher, Wanted
-from recipes.translation.serve.bodies import Limits, body_of, too_large
 from recipes.translation.serve.server import listening, server_of
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder

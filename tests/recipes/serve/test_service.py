@@ -20,8 +20,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.translating.alignments import align
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import SearchOptions, alternatives, translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.running import Running, running
 

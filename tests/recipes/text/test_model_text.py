@@ -17,9 +17,8 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BLANK, EOS, Subwords, train_subwords
 from recipes.translation.translating import alignments
 from recipes.translation.translating.demands import phrases_of
-from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import alternatives, tasks_of
+from recipes.translation.translating.translate import SearchOptions, alternatives, tasks_of
 from tests.recipes.tiny import tiny
 
 SETTINGS: dict[str, Any] = {

@@ -25,11 +25,10 @@ from recipes.translation.run_folder.translator import Translator, build_model, m
 from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.settings.data import NORMALIZATIONS
 from recipes.translation.text.model_text import OtherForm
-from recipes.translation.text.normalization import SENTENCEPIECE, normalize, rules_of
+from recipes.translation.text.sentencepiece_file import SENTENCEPIECE, normalize, rules_of
 from recipes.translation.text.subwords import Subwords, train_subwords
 from recipes.translation.train import train
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import SearchOptions, alternatives
 from tests.recipes.tiny import tiny
 
 REAL = {

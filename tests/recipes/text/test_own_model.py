@@ -21,15 +21,13 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare, train_pairs
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.text.normalization import rules_of
 from recipes.translation.text.own_model import SPECIAL, own_model
 from recipes.translation.text.segmentations import BLANK
-from recipes.translation.text.sentencepiece_file import model_of
+from recipes.translation.text.sentencepiece_file import model_of, rules_of
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.demands import word_boundaries
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import SearchOptions, alternatives, translate
 from tests.recipes.tiny import LEARNS, tiny
 
 SENTENCES = [pair.source for pair in pairs(60, 4)]
@@ -132,7 +130,7 @@ def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_
 @pytest.mark.formats
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_model_trained_on_it_translates_the_same_in_ctranslate2(name: str, tmp_path: Path) -> None:
-    from recipes.translation.export import ctranslate2_engine
+    from recipes.translation.translating import ctranslate2_engine
 
     path, _ = FOREIGN[name](tmp_path)
     learns = {**LEARNS, "decoding.max_length": 20}

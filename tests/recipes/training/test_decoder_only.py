@@ -16,7 +16,7 @@ from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import ModelConfig, RunConfig
-from recipes.translation.settings.model import DECODER_ONLY
+from recipes.translation.settings.run import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.training.trained_weights import freeze

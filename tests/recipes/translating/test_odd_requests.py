@@ -22,8 +22,7 @@ from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.demands import phrases_of
 from recipes.translation.translating.loaded import LoadedTranslator
-from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import Sampling, SearchOptions, alternatives, translate
 from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny

@@ -25,8 +25,7 @@ from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.demands import begins_anew, phrases_of
-from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import Translation, alternatives, translate
+from recipes.translation.translating.translate import Sampling, SearchOptions, Translation, alternatives, translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 from tests.recipes.translating.test_one_search import parser_of
