@@ -171,7 +171,6 @@ def test_copies_are_removed_unless_they_have_no_letters() -> None:
 )
 def test_most_letters_are_in_a_script_of_the_language(language: str, text: str, right: bool) -> None:
     scripts = scripts_of_language(language)
-    assert scripts is not None
     assert mostly_in(text, scripts) == right
     expected = [(text, "x")] if right else []
     assert kept(CleaningConfig(script=True), (text, "x"), languages=(language, "en")) == expected

@@ -34,6 +34,16 @@ def client_of(app: Guard) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30)
 
 
+def asked(app: Guard, method: str, path: str, **request: Any) -> httpx.Response:
+    """Send one request, as httpx takes it, and return the answer."""
+
+    async def send() -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(send())
+
+
 async def until(condition: Any) -> None:
     async with asyncio.timeout(20):
         while not condition():

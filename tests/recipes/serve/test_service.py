@@ -242,7 +242,6 @@ def test_a_second_ctrl_c_answers_what_is_cut_off_with_503_and_no_traceback(run: 
         assert service.process.wait(30) == 130
         assert answer.startswith(b"HTTP/1.1 503")
         assert answer.endswith(b'{"error":"the service is stopping: send the request again later"}')
-        assert service.process.stdout
         assert "Traceback" not in service.process.stdout.read()
 
 
